@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +46,26 @@ class Change:
         return Change(None if prune is None else Pruning(prune), weights, tuple(skip))
 
 
+class NamedTensors(Tensors, Protocol):
+    """What is written of a model."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """By the model's names those in files, of tensors that are the same in both."""
+
+
 class ChangedWeights:
     """`saved`, changed. One tensor is in memory at a time, of experts those that come together."""
 
-    def __init__(self, saved: Tensors, model: nn.Module, change: Change) -> None:
+    def __init__(self, saved: NamedTensors, model: nn.Module, change: Change) -> None:
         """ConfigError for a weight that cannot be changed so; where nothing would be."""
         self._saved = saved
         self._change = change
-        self._transposed = transposed_weights(model)
-        self._names, self._unchanged = _chosen(saved.tensors, model, change, self._transposed)
+        own_transposed = transposed_weights(model)
+        self._transposed = {saved.names.get(name, name) for name in own_transposed}
+        chosen, self._unchanged = _chosen(saved, model, change, own_transposed)
+        self._modules = [name.removesuffix(".weight") for name in chosen]
+        self._names = {saved.names[name] for name in chosen}  # in files
         self._raw: dict[str, list[Tensor]] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in saved.tensors.items():
@@ -72,8 +83,11 @@ class ChangedWeights:
         if weights is None:
             return {}
         dtype = next(self._saved.tensors[name].dtype for name in self._names)
-        modules = [name.removesuffix(".weight") for name in self._names]
-        return {"quantization_config": settings(weights, modules, self._unchanged, dtype)}
+        others = dict.fromkeys(self._unchanged)
+        for name in self._unchanged:
+            file = self._saved.names.get(f"{name}.weight", f"{name}.weight")
+            others[file.removesuffix(".weight")] = None
+        return {"quantization_config": settings(weights, self._modules, list(others), dtype)}
 
     def write(self, write: Write) -> None:
         self._saved.write(partial(self._take, write))
@@ -106,9 +120,9 @@ def _part(name: str, end: str) -> str:
 
 
 def _chosen(
-    tensors: Mapping[str, Tensor], model: nn.Module, change: Change, transposed: Collection[str]
+    saved: NamedTensors, model: nn.Module, change: Change, transposed: Collection[str]
 ) -> tuple[set[str], list[str]]:
-    """Names of the weights to be changed, and of the linear layers that are not."""
+    """Of the model: names of the weights to be changed, and of the linear layers that are not."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     shared = {*tied, *tied.values()}
     chosen, others = set(), []
@@ -117,11 +131,9 @@ def _chosen(
         linear = type(module) is nn.Linear
         if not linear and weight not in transposed:
             continue
-        # what files have under another name or shape (fused, experts) stays as it is
-        there = tensors.get(weight)
-        same = there is not None and tuple(there.shape) == tuple(module.weight.shape)
-        may = linear or change.weights is None
-        if same and may and weight not in shared and not _is_skipped(weight, change.skip):
+        # what files have in another shape (fused, experts) stays as it is
+        may = weight in saved.names and (linear or change.weights is None)
+        if may and weight not in shared and not _is_skipped(weight, change.skip):
             chosen.add(weight)
         elif linear:
             others.append(name)
@@ -130,7 +142,11 @@ def _chosen(
             f"no weight of {type(model).__name__} is left to be changed: its linear layers are "
             f"skipped ({', '.join(change.skip)}), or its files have them fused"
         )
-    experts = [n for n, t in tensors.items() if ".experts." in n and t.ndim > 1 and n not in chosen]
+    files = {saved.names[name] for name in chosen}
+    experts = [
+        name for name, tensor in saved.tensors.items()
+        if ".experts." in name and tensor.ndim > 1 and name not in files
+    ]  # fmt: skip
     if experts:
         _log.warning(
             "%d tensors of experts stay as they are (%s, ...): transformers computes with packed "

@@ -116,6 +116,11 @@ class ModelInHubFormat:
         self._format: Any = HubFormat(model, own)
         self.tensors: dict[str, Tensor] = self._format.tensors
 
+    @property
+    def names(self) -> dict[str, str]:
+        found: dict[str, str] = self._format.names
+        return found
+
     def _described(self, tensor: Tensor) -> Tensor:
         """Of the same shape and format, on the meta device; of tied ones the same object is not
         needed: transformers knows them by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,9 @@ from offload.integrations.pretrained import is_model_class
 from offload.tiers.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from offload.integrations.changed_weights import Change
+    from offload.integrations.changed_weights import Change, NamedTensors
     from offload.integrations.hub_format import HubFormat
-    from offload.integrations.weight_files import Tensors, Write
+    from offload.integrations.weight_files import Write
 
 _log = logging.getLogger("offload")
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -52,7 +52,7 @@ def write_hub_format(
 
 
 def write_files(
-    saved: Tensors, model: nn.Module, folder: Path, change: Change | None = None
+    saved: NamedTensors, model: nn.Module, folder: Path, change: Change | None = None
 ) -> HubFiles:
     """The safetensors files of a model, and their index."""
     from offload.integrations.changed_weights import ChangedWeights
@@ -74,6 +74,10 @@ class _Converted:
         own = {t.info.name: (t.info.shape, _DTYPES[t.info.dtype]) for t in self._own}
         self._format: HubFormat = HubFormat(model, own)
         self.tensors = self._format.tensors
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return self._format.names
 
     def write(self, write: Write) -> None:
         for tensor in self._own:

@@ -46,6 +46,7 @@ class HubFormat:
         """`own` are the model's tensors, each tied one once. Not `hub_format`: they stay as they
         are. UnsupportedError for a conversion that cannot be followed."""
         self._model = model
+        self._own = {name: torch.Size(shape) for name, (shape, _) in own.items()}
         described = {name: _Valueless.like(name, *each) for name, each in own.items()}
         self.tensors: dict[str, Tensor] = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -56,6 +57,14 @@ class HubFormat:
             self.tensors = revert_weight_conversion(model, self.tensors)
             found = revert_weight_conversion(model, found)
         self._views, self._joint = _sort(described, found)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """By the model's names those in files, of tensors that are the same in both."""
+        return {
+            name: views[0].target for name, views in self._views.items()
+            if len(views) == 1 and name not in self._joint and views[0].is_whole(self._own[name])
+        }  # fmt: skip
 
     def take(self, name: str, elements: range, raw: Tensor, write: Write) -> None:
         """Some elements of a tensor of the model, and their bytes (1D uint8): written are those
@@ -149,7 +158,7 @@ class _View:
     """A tensor to be saved that is a view of one parameter."""
 
     def __init__(self, target: str, tensor: Tensor) -> None:
-        self._target = target
+        self.target = target
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
         self._contiguous = tensor.is_contiguous()
         first = int(tensor.storage_offset())
@@ -159,6 +168,10 @@ class _View:
         self._missing = len(self._span)
         self._gathered: Tensor | None = None  # the bytes of the span, while they come
 
+    def is_whole(self, shape: torch.Size) -> bool:
+        """Whether it is a parameter of this shape as it is."""
+        return self._contiguous and self._size == shape and self._span.start == 0
+
     def take(self, elements: range, raw: Tensor, write: Write) -> None:
         """Some of the parameter's elements, and their bytes."""
         lo, hi = max(elements.start, self._span.start), min(elements.stop, self._span.stop)
@@ -167,7 +180,7 @@ class _View:
         itemsize = self._dtype.itemsize
         part = raw[(lo - elements.start) * itemsize : (hi - elements.start) * itemsize]
         if self._contiguous:
-            write(self._target, part)
+            write(self.target, part)
             return
         if self._gathered is None:
             self._gathered = torch.empty(len(self._span) * itemsize, dtype=torch.uint8)
@@ -176,7 +189,7 @@ class _View:
         self._missing -= hi - lo
         if not self._missing:
             whole = self._gathered.view(self._dtype).as_strided(self._size, self._stride)
-            write(self._target, _bytes(whole))
+            write(self.target, _bytes(whole))
             self._gathered = None
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import logging
@@ -227,6 +228,31 @@ def test_experts_stay_as_they_are_and_that_is_said(tmp_path: Path, caplog: Any) 
     found, before = opened(tmp_path / "out"), values(folder)
     changed = {name for name in before if bits(found[name]) != bits(before[name])}
     assert changed == {name for name in before if "self_attn" in name}
+
+
+def test_layers_that_files_name_otherwise_are_quantised(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 2}  # fmt: skip
+    eyes = {**sizes, "image_size": 14, "patch_size": 7, "model_type": "clip_vision_model"}
+    words = {**sizes, "num_key_value_heads": 2, "vocab_size": 64, "model_type": "llama"}
+    shape = transformers.LlavaConfig(vision_config=eyes, text_config=words, image_token_index=63)
+    kind = transformers.LlavaForConditionalGeneration
+    kind(shape).save_pretrained(tmp_path / "model")
+    before = dict(kind.from_pretrained(tmp_path / "model").named_parameters())
+    skip = ["lm_head", "vision_tower", "multi_modal_projector"]
+    offload.compress(tmp_path / "model", tmp_path / "out", storage="nf4", group_size=32, skip=skip)
+    changed = set()
+    for name, value in opened(tmp_path / "out").items():
+        expected = before[name].detach()
+        if is_linear(name) and "language_model" in name:
+            expected = stored(expected, "nf4", 32)
+            changed.add(name)
+        assert bits(value) == bits(expected), name
+    assert len(changed) == 7
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        loaded = kind.from_pretrained(tmp_path / "out").dequantize(torch.float32)
+        found = opened(tmp_path / "out")
+        assert all(bits(p.detach()) == bits(found[n]) for n, p in loaded.named_parameters())
 
 
 def test_an_infinite_weight_is_not_quantised(tmp_path: Path) -> None:
