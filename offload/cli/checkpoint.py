@@ -91,9 +91,10 @@ def export(
     from functools import partial
 
     from offload.checkpoint.exporting import export as run
-    from offload.integrations.changed_weights import HEAD, Change
+    from offload.integrations.changed_weights import Change
     from offload.integrations.hub_export import write_hub_format
     from offload.tiers.units import format_bytes
+    from offload.zero.storage import HEAD
 
     write = write_hub_format
     if storage is not None:

@@ -42,9 +42,9 @@ def compress(
 ) -> None:
     """Write FOLDER's model to OUT with fewer blocks, pruned or quantised weights, in files that
     from_pretrained opens. One tensor is in RAM at a time."""
-    from offload.integrations.changed_weights import HEAD
     from offload.integrations.compress import compress as run
     from offload.tiers.units import format_bytes
+    from offload.zero.storage import HEAD
 
     kept = None if layers is None else _numbers(layers)
     files = run(

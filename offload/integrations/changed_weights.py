@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from offload import machine
 from offload.integrations.pruning import Pruning
 from offload.integrations.weight_files import Tensors, Write
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import described, encoded, settings
 from offload.tiers.errors import ConfigError
+from offload.zero.storage import HEAD, is_named
 
 _log = logging.getLogger("offload")
-HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ChangedWeights:
         chosen, self._unchanged = _chosen(saved, model, change, own_transposed)
         self._modules = [name.removesuffix(".weight") for name in chosen]
         self._names = {saved.names[name] for name in chosen}  # in files
-        self._raw: dict[str, list[Tensor]] = {}
+        self._raw: dict[str, tuple[Tensor, int]] = {}  # bytes, and how many have come
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in saved.tensors.items():
             if name in self._names and change.pruning is not None:
@@ -97,12 +97,15 @@ class ChangedWeights:
             write(name, raw)
             return
         described = self._saved.tensors[name]
-        parts = self._raw.setdefault(name, [])
-        parts.append(raw.clone())
-        if sum(part.numel() for part in parts) < described.nbytes:
+        if name not in self._raw:
+            self._raw[name] = torch.empty(described.nbytes, dtype=torch.uint8), 0
+        whole, there = self._raw[name]
+        whole[there : there + raw.numel()] = raw
+        self._raw[name] = whole, there + raw.numel()
+        if there + raw.numel() < described.nbytes:
             return
-        tensor = torch.cat(self._raw.pop(name)).view(described.dtype).view(described.shape)
-        del parts
+        del self._raw[name]
+        tensor = whole.view(described.dtype).view(described.shape)
         if self._change.pruning is not None:
             self._change.pruning.apply(self._as_linear(name, tensor))
         if self._change.weights is None:
@@ -110,6 +113,7 @@ class ChangedWeights:
             return
         for end, part in encoded(name, tensor, self._change.weights).items():
             write(_part(name, end), part.contiguous().view(-1).view(torch.uint8))
+        machine.trim_memory()  # else what was freed of each tensor adds up
 
     def _as_linear(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.t() if name in self._transposed else tensor
@@ -133,7 +137,7 @@ def _chosen(
             continue
         # what files have in another shape (fused, experts) stays as it is
         may = weight in saved.names and (linear or change.weights is None)
-        if may and weight not in shared and not _is_skipped(weight, change.skip):
+        if may and weight not in shared and not any(is_named(weight, each) for each in change.skip):
             chosen.add(weight)
         elif linear:
             others.append(name)
@@ -153,10 +157,3 @@ def _chosen(
             "ones, which are no linear layers", len(experts), experts[0],
         )  # fmt: skip
     return chosen, others
-
-
-def _is_skipped(weight: str, skip: Sequence[str]) -> bool:
-    """By its name, that of a module that it is in, or the end of one; fnmatch's wildcards."""
-    parts = weight.split(".")
-    runs = [".".join(parts[a:b]) for a in range(len(parts)) for b in range(a + 1, len(parts) + 1)]
-    return any(fnmatchcase(run, pattern) for run in runs for pattern in skip)

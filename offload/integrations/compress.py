@@ -13,7 +13,7 @@ from offload.checkpoint.disk import storage_errors
 from offload.checkpoint.exporting import check_new, pending_output, write_others
 from offload.checkpoint.model import model_record
 from offload.display.progress import progress
-from offload.integrations.changed_weights import HEAD, Change
+from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_files
 from offload.integrations.pretrained import open_pretrained
 from offload.integrations.weight_files import Write
@@ -21,6 +21,7 @@ from offload.lazy_tensors import LazyTensor
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.hooks import UnitHooks
+from offload.zero.storage import HEAD
 
 _PIECE_NUMEL = 1 << 22
 _SPELT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -60,6 +61,7 @@ def compress(
     check_new(out)
     model = _model_of(source, layers)
     saved = ModelInHubFormat(model)
+    saved.check(storage)
     record = model_record(model)
     if record is None:
         raise UnsupportedError(f"the configuration of {type(model).__name__} is no JSON")
@@ -116,6 +118,16 @@ class ModelInHubFormat:
         self._format: Any = HubFormat(model, own)
         self.tensors: dict[str, Tensor] = self._format.tensors
 
+    def check(self, storage: str | None) -> None:
+        """UnsupportedError where `storage` would change values that the model computes with."""
+        kept = None if self._owner is None else self._owner.config.storage
+        in_int8 = storage == "int8" and kept is not None and kept.weights == "int8"
+        if in_int8 and self.dtype != torch.float32:
+            raise UnsupportedError(
+                "the model computes with weights in int8, whose scales compressed-tensors would "
+                f"round to {self.dtype}: other values; write int4 or nf4, or compress its folder"
+            )
+
     @property
     def names(self) -> dict[str, str]:
         found: dict[str, str] = self._format.names
@@ -132,22 +144,32 @@ class ModelInHubFormat:
     def write(self, write: Write) -> None:
         nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
         with progress("saving weights", nbytes) as came:
-            for name, tensor in self._state.items():
-                first = 0
-                for piece in self._pieces(tensor):
-                    raw = piece.contiguous().view(-1).view(torch.uint8)
-                    elements = range(first, first + piece.numel())
-                    self._format.take(name, elements, raw, write)
-                    first = elements.stop
-                    came(raw.numel())
+            for name, first, piece in self._pieces():
+                raw = piece.contiguous().view(-1).view(torch.uint8)
+                self._format.take(name, range(first, first + piece.numel()), raw, write)
+                came(raw.numel())
 
-    def _pieces(self, tensor: Any) -> Iterator[Tensor]:
-        """1D, in order."""
-        if isinstance(tensor, LazyTensor):
-            yield from tensor.pieces(_PIECE_NUMEL)
-        elif self._owner is None or self._owner.store.spec_of(tensor) is None:
-            yield tensor.detach().cpu().reshape(-1)
-        else:
-            for row in self._owner.store.rows_of(tensor):
-                with self._owner.gathered(row):
-                    yield row.detach().cpu().reshape(-1).clone()
+    def _pieces(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Of each tensor its elements, 1D and in order, from which one on."""
+        places: dict[int, list[tuple[str, int]]] = {}
+        for name, tensor in self._state.items():
+            if self._owner is None or self._owner.store.spec_of(tensor) is None:
+                yield from _pieces_of(name, tensor)
+                continue
+            for number, row in enumerate(self._owner.store.rows_of(tensor)):
+                places.setdefault(id(row), []).append((name, number))
+        for group in self._owner.store.groups if self._owner is not None else ():
+            with self._owner.gathered(*group.params):  # type: ignore[union-attr]
+                for row in group.params:
+                    for name, number in places.get(id(row), ()):
+                        yield name, number * row.numel(), row.detach().cpu().reshape(-1)
+
+
+def _pieces_of(name: str, tensor: Any) -> Iterator[tuple[str, int, Tensor]]:
+    if not isinstance(tensor, LazyTensor):
+        yield name, 0, tensor.detach().cpu().reshape(-1)
+        return
+    first = 0
+    for piece in tensor.pieces(_PIECE_NUMEL):
+        yield name, first, piece
+        first += piece.numel()

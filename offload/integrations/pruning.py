@@ -7,6 +7,7 @@ import re
 
 from torch import Tensor
 
+from offload.quantised.matrix import piece_rows
 from offload.tiers.errors import ConfigError
 
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
@@ -33,16 +34,16 @@ class Pruning:
 
     def apply(self, weight: Tensor) -> None:
         """In place; [rows, columns]."""
-        magnitude = weight.abs().float()
         if self._share is None:
-            order = magnitude.unflatten(-1, (-1, 4)).argsort(dim=-1, stable=True)
-            fours = weight.unflatten(-1, (-1, 4)).scatter(-1, order[..., :2], 0.0)
-            weight.copy_(fours.flatten(-2))
+            for rows in weight.split(piece_rows(weight.shape[1])):
+                fours = rows.unflatten(-1, (-1, 4))
+                order = fours.abs().argsort(dim=-1, stable=True)
+                rows.copy_(fours.scatter(-1, order[..., :2], 0.0).flatten(-2))
             return
         count = int(weight.numel() * self._share)
         if not count:
             return
-        flat = magnitude.flatten()
+        flat = weight.abs().flatten()
         most = flat.kthvalue(count).values
         equal = (flat == most).nonzero().flatten()
         gone = flat < most

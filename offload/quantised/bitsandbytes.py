@@ -62,11 +62,14 @@ class _Blocks(Matrix):
         for start in range(0, flat.numel(), step):
             stop = min(start + step, flat.numel())
             octets = self.codes.raw(start // 2, -(-(stop - start) // 2))
-            codes = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()[: stop - start]
+            pairs = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()
+            values = table.index_select(0, pairs[: stop - start].int())
             scale = absmax[start // self.block : -(-stop // self.block)]
-            values = table[codes.int()]
-            values *= scale.repeat_interleave(self.block)[: stop - start]
-            flat[start:stop] = values
+            if (stop - start) % self.block:  # the last block is shorter
+                scale = scale.repeat_interleave(self.block)[: stop - start]
+                flat[start:stop] = values.mul_(scale)
+            else:
+                flat[start:stop] = values.view(-1, self.block).mul_(scale[:, None]).view(-1)
 
     def _absmax(self) -> Tensor:
         stored = self.absmax.read()

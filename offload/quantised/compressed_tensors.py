@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from offload.quantised.matrix import Matrix, piece_rows, unpacked
-from offload.quantised.parts import FLOATS, Parts, damaged, group_of, groups_in, number
+from offload.quantised.parts import FLOATS, Parts, damaged, group_of, groups_in, names, number
 from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError, UnsupportedError
 
@@ -86,7 +86,7 @@ class _Packed(Matrix):
 
 def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
     schemes = _schemes(settings)
-    ignored = [str(name) for name in settings.get("ignore") or ()]
+    ignored = names(settings, "ignore")
     found: dict[str, Matrix] = {}
     for module in parts.modules(".weight_packed"):
         if any(_matches(module, each) for each in ignored):
@@ -145,7 +145,7 @@ def _scheme(name: str, group: Any, settings: Mapping[str, Any]) -> _Scheme:
             f"{strategy!s:.20}; read are int, 4 and 8, {', '.join(_STRATEGIES)}; {_UNPACK}"
         )
     return _Scheme(
-        name, tuple(str(each) for each in group.get("targets") or ()), bits,
+        name, tuple(names(group, "targets")), bits,
         weights.get("symmetric") is not False, strategy,
         number(weights, "group_size") if strategy == "group" else -1,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def _matches(module: str, target: str) -> bool:
         return module == target
     try:
         return re.match(target[3:], module) is not None
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"quantization_config in config.json has the pattern {target!r:.80}, which is none "
             f"({error})"
@@ -165,9 +165,9 @@ def _matches(module: str, target: str) -> bool:
 
 def _scheme_of(module: str, schemes: list[_Scheme]) -> _Scheme:
     """By name, by pattern, by class: in this order, as compressed-tensors looks for it."""
-    names = [each for each in schemes if module in each.targets]
-    if names:
-        return names[0]
+    named = [each for each in schemes if module in each.targets]
+    if named:
+        return named[0]
     patterns = [each for each in schemes if any(_matches(module, t) for t in each.targets)]
     if patterns:
         return patterns[0]

@@ -98,3 +98,14 @@ def group_of(part: Stored, groups: int) -> torch.Tensor:
             part, f"names groups {int(found.min())} to {int(found.max())}, and there are {groups}"
         )
     return found
+
+
+def names(settings: Mapping[str, Any], key: str) -> list[str]:
+    """A list of texts of a configuration, or the keys of an object; empty where there is none.
+    CheckpointError for all else."""
+    found = settings.get(key) or ()
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise CheckpointError(
+            f"quantization_config in config.json has {key}: {found!r:.40}, which is no list; {_GET}"
+        )
+    return [str(each) for each in found]

@@ -45,13 +45,13 @@ def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | 
     method = found.get("quant_method") if isinstance(found, Mapping) else found
     if isinstance(found, Mapping) and method is None:  # as transformers understands it
         method = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else None
-    if not isinstance(found, Mapping) or method not in _READ:
+    if not isinstance(found, Mapping) or str(method) not in _READ:
         raise UnsupportedError(
             f"{folder} has weights quantised by {method!s:.40}, which is not read here (read are "
             f"{', '.join(_READ)}); load it once with transformers and its own library, call "
             "model.dequantize(), and save_pretrained it to another folder"
         )
-    return {**found, "quant_method": method}
+    return {**found, "quant_method": str(method)}
 
 
 def settings_in(folder: Path) -> Mapping[str, Any] | None:

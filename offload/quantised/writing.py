@@ -25,7 +25,7 @@ from offload.kernels.weight_codes import encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised.bitsandbytes import NF4, STATE
 from offload.quantised.compressed_tensors import FORMAT
-from offload.quantised.matrix import packed
+from offload.quantised.matrix import packed, piece_rows
 from offload.tiers.errors import CheckpointError, ConfigError
 from offload.zero.bits import array_of
 from offload.zero.coded_layout import refusal
@@ -113,18 +113,23 @@ def _codes(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
 def _int8_of_16_bits(tensor: Tensor, weights: WeightFormat) -> dict[str, Tensor]:
     """With scales in the weight's own format, to which transformers casts them: rounded up, so that
     no code leaves -127 .. 127."""
-    rows, columns = tensor.shape
-    values = tensor.view(rows, -1, weights.group_size).float()
+    pieces = [_int8_rows(rows, weights) for rows in tensor.split(piece_rows(tensor.shape[1]))]
+    scale, codes = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return {
+        "weight_shape": torch.tensor(tensor.shape), "weight_scale": scale, "weight_packed": codes
+    }  # fmt: skip
+
+
+def _int8_rows(rows: Tensor, weights: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Scales and packed codes."""
+    values = rows.unflatten(1, (-1, weights.group_size)).float()
     exact = values.abs().amax(-1) / 127
-    scale = exact.to(tensor.dtype)
+    scale = exact.to(rows.dtype)
     low = scale.float() < exact
-    scale = torch.where(low, (scale.view(torch.int16) + 1).view(tensor.dtype), scale)
+    scale = torch.where(low, (scale.view(torch.int16) + 1).view(rows.dtype), scale)
     divisor = torch.where(scale > 0, scale, 1).float()
     codes = (values / divisor[..., None]).round_().to(torch.int16) + 128
-    return {
-        "weight_shape": torch.tensor([rows, columns]), "weight_scale": scale,
-        "weight_packed": packed(codes.view(rows, -1).to(torch.uint8), 8),
-    }  # fmt: skip
+    return scale, packed(codes.flatten(1).to(torch.uint8), 8)
 
 
 def _in_format(

@@ -3,9 +3,11 @@ or mislabelled is refused before a weight is allocated."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import offload
 from offload.errors import CheckpointError, OffloadError, UnsupportedError
 from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.quantised import matrix
-from offload.quantised.reading import settings_in
+from offload.quantised.reading import settings_in, settings_of
 from tests.offload.engine_cases import HOST, bits, config
 from tests.offload.quantised_cases import FORMATS, Weight, compressed, four_bits, gptq
 
@@ -335,6 +337,40 @@ def test_files_with_any_byte_changed_are_values_or_typed_errors(
         except OffloadError:
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
+
+
+WEIRD: list[Any] = [None, 0, -1, True, "x", [], {}, 10**30, 0.5, [1], {"a": 1}, ["re:("], "re:("]
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*path, key)
+            yield from leaves(inner, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "name", ["ct int4, asymmetric", "gptq desc_act", "awq", "nf4 nested", "int8"]
+)
+def test_any_value_of_the_configuration_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    settings = FORMATS[name].settings | {
+        key: [] for key in ("dynamic", "sparsity_config", "format", "version")
+        if key not in FORMATS[name].settings
+    }  # fmt: skip
+    write(tmp_path, settings, named(FORMATS[name].make(8, 64, generator())))
+    stored = tmp_path / "model.safetensors"
+    for path in leaves(settings):
+        for weird in WEIRD:
+            changed = copy.deepcopy(settings)
+            inner: Any = changed
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = weird
+            with contextlib.suppress(OffloadError):
+                found = settings_of({"quantization_config": changed}, tmp_path)
+                for lazy in lazy_tensors([stored], found).values():
+                    assert lazy.numel() <= 8 * 64
+                    lazy.value()
 
 
 def test_four_bits_of_other_storage_formats(tmp_path: Path) -> None:

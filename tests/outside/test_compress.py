@@ -179,6 +179,47 @@ def test_models_in_tiers_are_written_as_their_folders_are(
     assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
 
 
+@pytest.mark.parametrize("code", ["int4", "nf4"])
+def test_what_is_stored_in_codes_is_written_with_its_values(
+    code: str, folder: Path, tmp_path: Path
+) -> None:
+    """And a folder in that format has the same values under `storage:` of that format."""
+    storage = {"weights": code, "group_size": 32, "skip": ["lm_head", "embed_tokens"]}
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision="bf16", storage=storage)
+    found = []
+    for source in (folder, tmp_path / "out"):
+        model: Any = offload.dispatch(offload.open_pretrained(source), keys)
+        with offload.dispatched(model) as owner:
+            with owner.gathered():
+                found.append({n: bits(p.detach().clone()) for n, p in model.named_parameters()})
+            if source == folder:
+                offload.compress(model, tmp_path / "out", storage=code, group_size=32)
+    assert found[0] == found[1]
+    assert found[0] == {n: bits(t) for n, t in opened(tmp_path / "out").items()}
+    assert found[0] != {n: bits(t) for n, t in opened(folder).items()}
+
+
+def test_int8_of_16_bits_is_not_written_with_other_values(folder: Path, tmp_path: Path) -> None:
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision="bf16",
+                  storage={"weights": "int8"})  # fmt: skip
+    model: Any = offload.dispatch(offload.open_pretrained(folder), keys)
+    with offload.dispatched(model):
+        with pytest.raises(UnsupportedError, match=r"would round to torch\.bfloat16"):
+            offload.compress(model, tmp_path / "out", storage="int8")
+        offload.compress(model, tmp_path / "out", prune="2:4")
+
+
+def test_packed_experts_of_a_dispatched_model_are_written(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"})
+    model: Any = offload.dispatch(offload.open_pretrained(folder), keys)
+    with offload.dispatched(model):
+        offload.compress(model, tmp_path / "out", prune="2:4", skip=["q_proj"])
+    offload.compress(folder, tmp_path / "expected", prune="2:4", skip=["q_proj"])
+    found, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
+    assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
+
+
 def test_a_checkpoint_is_exported_in_codes(folder: Path, tmp_path: Path) -> None:
     keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision="bf16")
     with offload.from_pretrained(folder, keys) as engine:
