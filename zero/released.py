@@ -37,6 +37,7 @@ from offload.zero.paged import Operation, PagedTensor
 from offload.zero.session import Session
 
 # Of a parameter's methods, those that need no values.
+# Strides are the placeholder's: who would read by address sees that it is not contiguous.
 _METADATA = frozenset(
     {
         "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex",
@@ -46,7 +47,6 @@ _METADATA = frozenset(
         "is_shared", "_has_compatible_shallow_copy_type", "__dir__", "__format__",
     }
 )  # fmt: skip
-_STRIDES = frozenset({"stride", "is_contiguous"})
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 Function = Callable[..., Any]
@@ -176,10 +176,6 @@ class ReleasedParameters:
             if name in _HOOKS and self._packed_of(args[0]) is not None:
                 self._refuse_hook(args[0], name)
             with torch._C.DisableTorchFunctionSubclass():
-                if name in _STRIDES and not is_dtensor(args[0]):
-                    # of the values, not of the placeholder
-                    like = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
-                    args = (like, *args[1:])
                 return function(*args, **kwargs)
         params = list({id(p): p for p in self._among([args, kwargs])}.values())
         self._check(params)
