@@ -5,11 +5,11 @@ Its weights are those of a `WeightStore`. There is no gradient, optimizer state 
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 from offload import machine
 from offload.config import OffloadConfig
-from offload.homes import TieredHomes
 from offload.kv_homes import KVHomes
 from offload.lazy_tensors import LazyWeights
 from offload.report import TierTraffic
 from offload.swap.lanes import waits_s
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.units import format_bytes
 from offload.zero.discovery import Discovery, managed
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
@@ -37,6 +37,7 @@ from offload.zero.micro_batches import MicroBatching
 from offload.zero.store import WeightStore
 from offload.zero.weight_values import WeightValues
 
+_log = logging.getLogger("offload")
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -57,7 +58,7 @@ def dispatch(
     with them in another way, and a backward that comes to one is an UnsupportedError.
 
     `config`: the path of a YAML file, a mapping with its keys, or an OffloadConfig. What only
-    training uses is ignored. Without `precision` the model computes in the format of its own
+    training uses is ignored. Without `precision` the model computes in the formats of its own
     weights; with `placement: auto` they are on host if they fit into its budget, else as many as
     fit are, and the rest is on nvme.
 
@@ -69,8 +70,9 @@ def dispatch(
     """
     loaded = OffloadConfig.load({} if config is None else config)
     refuse_shared(model)
-    with LazyWeights(model) as lazy:
-        Dispatched(model, _in_own_precision(loaded, model), lazy, weights=weights)
+    config_, only = _precision(loaded, model)
+    with torch.inference_mode(False), LazyWeights(model, only) as lazy:
+        Dispatched(model, config_, lazy, weights=weights, only=only)
     return model
 
 
@@ -105,7 +107,7 @@ class Dispatched(TieredModel):
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
-        weights: str | Path | None = None,
+        weights: str | Path | None = None, only: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         config = config.for_inference()
         self._kv: KVStore | None = None
@@ -116,25 +118,27 @@ class Dispatched(TieredModel):
                 "which has those that fit in memory and the others on nvme; set ep_size=1"
             )
         self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's id
-        discovery = self._discover(config, frozen=True)
+        discovery = self._discover(config, frozen=True, only=only)
         if config.placement.kv is not None:
             discovery.cached = _cached_layers(model)
         alone = [machine.rank_here()]
         self._find_tensor_parallel(config, alone, takes_values=weights is not None)
         try:
-            self._build(config, discovery, weights, lazy)
+            self._build(config, discovery, weights, lazy, only)
         except BaseException:
             self.close()
             raise
-        self._close_with(model, partial(_close_tiers, self._kv, self._homes))
+        self._close_with(model, self._homes.close)  # which keeps no part of the model
 
     def _build(
         self, config: OffloadConfig, discovery: Discovery, weights: str | Path | None,
-        lazy: LazyWeights,
+        lazy: LazyWeights, only: torch.dtype | None,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]
+        if weights is None:
+            _check_values(self.module, lazy, only)
         self._make_plan(config, discovery)
-        first = self._first_values(discovery, dtype, weights, lazy)
+        first = self._first_values(discovery, dtype, weights, lazy, only)
         self._open_tiers(config, dtype)
         depth = int(self.config.prefetch)
         self._store = WeightStore(discovery, self._homes, dtype, self.device, prefetch=depth)
@@ -247,13 +251,6 @@ def _check_usable(found: weakref.ref[WeightStore]) -> None:
     store.check_usable()
 
 
-def _close_tiers(kv: KVStore | None, homes: TieredHomes) -> None:
-    with ExitStack() as last_first:
-        last_first.callback(homes.close)
-        if kv is not None:
-            last_first.callback(kv.close)
-
-
 def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     """UnsupportedError where the model has no KV cache that is known."""
     found: tuple[CachedLayer, ...] = ()
@@ -269,21 +266,54 @@ def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     return found
 
 
-def _in_own_precision(config: OffloadConfig, model: nn.Module) -> OffloadConfig:
-    """With the format that most of the model's weights have, where the configuration names none."""
-    if "precision" in config.model_fields_set:
-        return config
+def _check_values(model: nn.Module, lazy: LazyWeights, only: torch.dtype | None) -> None:
+    """What stays in the model has values, or is no floating point."""
+    for name, param in model.named_parameters():
+        if param.is_meta and managed(param) and not managed(param, only) and param not in lazy:
+            raise UnsupportedError(
+                f"{name} is {param.dtype} on the meta device, other than most weights; say with "
+                "weights= where its values are, or name precision: in the configuration"
+            )
+
+
+def _precision(config: OffloadConfig, model: nn.Module) -> tuple[OffloadConfig, torch.dtype | None]:
+    """Where the configuration names none, with the format that most of the model's weights have;
+    those in another one (transformers keeps some of some models in fp32) stay as they are then, and
+    in RAM: the format that alone is moved."""
+    named = [(name, param) for name, param in model.named_parameters() if managed(param)]
     numels: Counter[torch.dtype] = Counter()
-    for param in model.parameters():
-        if managed(param):
-            numels[param.dtype] += param.numel()
-    if not numels:
-        return config
-    dtype = numels.most_common(1)[0][0]
-    names = [name for name, known in DTYPES.items() if known is dtype]
-    if not names:
+    for _, param in named:
+        numels[param.dtype] += param.numel()
+    if "precision" in config.model_fields_set or not numels:
+        _say_cast(config.precision, named)
+        return config, None
+    most = numels.most_common(1)[0][0]
+    formats = [name for name, known in DTYPES.items() if known is most]
+    if not formats:
         raise UnsupportedError(
-            f"most weights are {dtype}, which the tiers do not hold; name precision: "
+            f"most weights are {most}, which the tiers do not hold; name precision: "
             f"{', '.join(DTYPES)} in the configuration, which casts them"
         )
-    return config.model_copy(update={"precision": names[0]})
+    others = [(name, param) for name, param in named if param.dtype is not most]
+    if others:
+        _log.warning(
+            "%s are not %s as most weights, and stay in RAM beside the tiers (%s); precision: in "
+            "the configuration would cast them", _listed(others), formats[0],
+            format_bytes(sum(param.nbytes for _, param in others)),
+        )  # fmt: skip
+    return config.model_copy(update={"precision": formats[0]}), most
+
+
+def _say_cast(precision: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    wide = [each for each in named if each[1].dtype.itemsize > DTYPES[precision].itemsize]
+    if wide and len(wide) < len(named):
+        _log.warning(
+            "precision: %s rounds %s, which have more bits than the other weights",
+            precision, _listed(wide),
+        )  # fmt: skip
+
+
+def _listed(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    more = len(named) - 3
+    names = ", ".join(name for name, _ in named[:3])
+    return names + (f" and {more} more parameters" if more > 0 else "")

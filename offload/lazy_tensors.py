@@ -370,7 +370,9 @@ class LazyWeights:
     """The lazy parameters of a model, taken out of it: parameters on the meta device are there
     instead. The same objects: references to them stay valid."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, only: torch.dtype | None = None) -> None:
+        """`only`: parameters in other formats are read now, and stay in the model."""
+        self._only = only
         self._taken: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -381,11 +383,11 @@ class LazyWeights:
                 self._take(param)
 
     def _take(self, param: Any) -> None:
-        values = _meta_of(param) if managed(param) else param.value()
+        values = _meta_of(param) if managed(param, self._only) else param.value()
         other: Any = nn.Parameter(values, requires_grad=param.requires_grad)
         vars(other).update((k, v) for k, v in vars(param).items() if k not in _OWN_ATTRIBUTES)
         _swap(param, other)  # now `other` is the lazy one
-        if managed(other):
+        if managed(other, self._only):
             self._taken[id(param)] = param, other
 
     def __enter__(self) -> LazyWeights:

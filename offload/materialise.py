@@ -19,6 +19,7 @@ from torch import nn
 from offload.initialisers import Call, Entry, Initialisers
 from offload.planning.activations.compiler_free import without_dynamo
 from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.zero.discovery import managed
 
 if TYPE_CHECKING:
     from offload.safetensors_weights import SafetensorsWeights
@@ -188,14 +189,16 @@ def _replace_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor)
 
 
 def make_real(
-    named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device
-) -> None:
+    named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device,
+    only: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Turn every meta parameter into one on `device` without memory of its own. It stays the same
-    object: references to it stay valid. The values follow when the groups are loaded."""
+    object: references to it stay valid. The values follow when the groups are loaded. `only`: of
+    parameters in other formats, later still."""
     for name, param in named:
         if not param.is_meta:
             continue
-        new = _placeholder(param, dtype, device)
+        new = _placeholder(param, dtype if managed(param, only) else param.dtype, device)
         try:
             # As torch.utils.swap_tensors does, which keeps off tensors with weak references
             # (nn.LSTM has them): they are to the object, and that stays.
@@ -215,8 +218,7 @@ def _is_made_anew(entry: Entry) -> bool:
 
 
 def _placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    kind = dtype if param.is_floating_point() else param.dtype
-    one = torch.zeros((), dtype=kind, device=device)
+    one = torch.zeros((), dtype=dtype, device=device)
     made = nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, hooks):

@@ -89,11 +89,14 @@ class TieredModel(abc.ABC):
         self.spread = SpreadExperts(model)
 
     # ---------------------------------------------------------------- building
-    def _discover(self, config: OffloadConfig, *, frozen: bool = False) -> Discovery:
-        """Groups and units. `frozen`: nothing will be updated."""
+    def _discover(
+        self, config: OffloadConfig, *, frozen: bool = False, only: torch.dtype | None = None
+    ) -> Discovery:
+        """Groups and units (see `discover`)."""
         discovery = discover(
             self.module, config.groups.blocks,
             experts=config.splits_experts(machine.world_size()), frozen=frozen,
+            only=only,
         )  # fmt: skip
         self.spread.check_groups(discovery.groups)
         return discovery.stored(config.stored)
@@ -125,11 +128,11 @@ class TieredModel(abc.ABC):
 
     def _first_values(
         self, discovery: Discovery, dtype: torch.dtype, weights: str | Path | None,
-        lazy: LazyWeights,
+        lazy: LazyWeights, only: torch.dtype | None = None,
     ) -> FirstValues:  # fmt: skip
         """Where they come from. Parameters on the meta device become real ones, without memory."""
         first = FirstValues(self.module, self.config.seed, dtype, weights, lazy, discovery.packed)
-        make_real(_named(self.module, discovery), dtype, self.device)
+        make_real(_named(self.module, discovery), dtype, self.device, only)
         return first
 
     def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
@@ -403,6 +406,11 @@ def _check_model(model: nn.Module) -> None:
                 f"{name} is {param.dtype}: the engine has all parameters in its precision:, where "
                 "quantised weights lose their scales; dequantise the model first (transformers: "
                 "FineGrainedFP8Config(dequantize=True))"
+            )
+        if param.is_inference():
+            raise UnsupportedError(
+                f"{name} was made in inference mode, and counts no changes; build the model "
+                "outside of torch.inference_mode()"
             )
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UnsupportedError(

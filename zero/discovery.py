@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from offload.kernels.weight_formats import WeightFormat
@@ -150,18 +151,20 @@ def _adapters_in(model: nn.Module) -> Iterator[str]:
                 yield from (f"{prefix}.{name}.{each}".removeprefix(".") for each in inner)
 
 
-def managed(param: nn.Parameter) -> bool:
+def managed(param: nn.Parameter, only: torch.dtype | None = None) -> bool:
     """Whether the engine moves a parameter: real floating point only (integers and complex numbers
-    stay in the model)."""
-    return param.is_floating_point() and not param.is_sparse
+    stay in the model), in the format `only` if there is one."""
+    moves = param.is_floating_point() and not param.is_sparse
+    return moves and (only is None or param.dtype is only)
 
 
 def discover(
     model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True,
-    frozen: bool = False,
+    frozen: bool = False, only: torch.dtype | None = None,
 ) -> Discovery:  # fmt: skip
-    """The groups and units of a model (see `find_groups`). `frozen`: nothing will be updated."""
-    trees = _Trees(frozen=frozen)
+    """The groups and units of a model (see `find_groups`). `frozen`: nothing will be updated.
+    `only`: parameters in other formats stay in the model."""
+    trees = _Trees(frozen=frozen, only=only)
     groups, units = find_groups(trees.of(model), block_classes, experts=experts)
     packed = _pack(groups, trees)
 
@@ -210,8 +213,8 @@ def tree_of(model: nn.Module) -> ModuleTree:
 class _Trees:
     """Modules as trees, and the modules of a tree's nodes, by their id."""
 
-    def __init__(self, *, frozen: bool = False) -> None:
-        self._frozen = frozen
+    def __init__(self, *, frozen: bool = False, only: torch.dtype | None = None) -> None:
+        self._frozen, self._only = frozen, only
         self.modules: dict[int, nn.Module] = {}
         self.params: dict[int, nn.Parameter] = {}
         self._trees: dict[int, ModuleTree] = {}  # id(module) -> its tree
@@ -241,7 +244,8 @@ class _Trees:
     def _param(self, param: nn.Parameter) -> TreeParam:
         if id(param) not in self._params:
             shape = tuple(local_of(param).shape)
-            made = TreeParam(shape, param.requires_grad and not self._frozen, managed(param))
+            trained = param.requires_grad and not self._frozen
+            made = TreeParam(shape, trained, managed(param, self._only))
             self._params[id(param)] = made
             self.params[id(made)] = param
         return self._params[id(param)]

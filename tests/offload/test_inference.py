@@ -85,6 +85,53 @@ def test_a_named_precision_casts(tmp_path: Path) -> None:
         assert logits(model) == expected
 
 
+class Mixed(nn.Module):
+    """Most weights in bf16, and one that is kept in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).bfloat16()
+        self.scale = nn.Parameter(torch.linspace(0.1, 0.9, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.bfloat16()).float() * self.scale
+        return y
+
+
+@pytest.mark.parametrize("from_files", [False, True])
+def test_weights_in_other_formats_stay_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, from_files: bool
+) -> None:
+    plain, weights = seeded(Mixed), None
+    x = torch.randn(2, 8)
+    model = copy.deepcopy(plain)
+    if from_files:
+        weights = tmp_path / "w.safetensors"
+        save_file({n: p.detach() for n, p in plain.named_parameters()}, weights)
+        with torch.device("meta"):
+            model = Mixed()
+        with pytest.raises(UnsupportedError, match=r"scale is torch\.float32 on the meta"):
+            offload.dispatch(model, placed(tmp_path, device="cpu"))
+    offload.dispatch(model, placed(tmp_path, device="cpu"), weights=weights)
+    assert "scale are not bf16 as most weights, and stay in RAM" in caplog.text
+    with offload.dispatched(model), torch.no_grad():
+        assert bits(model(x)) == bits(plain(x))
+        assert model.scale.dtype is torch.float32
+
+
+def test_what_a_named_precision_rounds_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = seeded(Mixed)
+    with offload.dispatched(offload.dispatch(model, placed(tmp_path, precision="bf16"))):
+        assert "precision: bf16 rounds scale, which have more bits" in caplog.text
+
+
+def test_a_model_made_in_inference_mode_is_refused(tmp_path: Path) -> None:
+    with torch.inference_mode(), pytest.raises(UnsupportedError, match="made in inference mode"):
+        offload.dispatch(build(), placed(tmp_path))
+
+
 def test_other_weights_than_the_three_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"most weights are torch\.float64"):
         offload.dispatch(nn.Linear(4, 4).double(), placed(tmp_path))
@@ -93,7 +140,9 @@ def test_other_weights_than_the_three_formats_are_refused(tmp_path: Path) -> Non
 def test_in_inference_mode_and_after_it(tmp_path: Path) -> None:
     model = build()
     expected = logits(model)
-    with offload.dispatched(offload.dispatch(model, placed(tmp_path))):
+    with torch.inference_mode():
+        offload.dispatch(model, placed(tmp_path))
+    with offload.dispatched(model):
         with torch.inference_mode():
             assert bits(model(tokens())) == expected
         assert logits(model) == expected
