@@ -21,6 +21,7 @@ from torch import nn
 from offload.lazy_tensors import LazyWeights
 from offload.materialise import MetaInitialiser
 from offload.quantised.reading import transposed_weights
+from offload.quantised.writing import keeps
 from offload.safetensors_weights import SafetensorsWeights
 from offload.tiers.errors import CheckpointError
 from offload.zero.layout import ParamSpec
@@ -46,6 +47,7 @@ class FirstValues:
             id(row): (each, number) for each in packed for number, row in enumerate(each.rows)
         }
         self._made: dict[PackedParam, torch.Tensor] = {}  # initialised, for the rows still to come
+        self._rounded: list[ParamSpec] = []
         self._files = None
         if weights is not None:
             self._files = SafetensorsWeights(weights, dtype, transposed_weights(model))
@@ -78,14 +80,24 @@ class FirstValues:
                 packed, number = rows[spec]
                 param = packed.param
             if self._files is not None:
-                return self._files.get(spec) if number is None else self._files.row(packed, number)
+                whole = spec if number is None else packed.spec
+                found = self._files.get(spec) if number is None else self._files.row(packed, number)
+                return self._noted(spec, found, self._files.is_quantised(whole))
             if param in self._lazy:
-                return self._lazy.get(param, spec.name, self._dtype, number)
+                found = self._lazy.get(param, spec.name, self._dtype, number)
+                return self._noted(spec, found, self._lazy.is_quantised(param))
             if spec.name in fresh:
                 return fresh[spec.name]
             given = local_of(params[spec]).detach()
             return given if tensor_parallel is None else tensor_parallel.agree_on(param, given)
 
+        return value
+
+    def _noted(self, spec: ParamSpec, value: torch.Tensor, is_quantised: bool) -> torch.Tensor:
+        """What is quantised in other codes than it will be stored in is rounded once more."""
+        weights = spec.stored if is_quantised else None
+        if weights is not None and not keeps(value.to(self._dtype), weights):
+            self._rounded.append(spec)
         return value
 
     def _fresh_rows(
@@ -111,6 +123,14 @@ class FirstValues:
         and the same objects if they had values."""
         if self._initialiser is not None:
             self._initialiser.finish(self._files, device)
+        if self._rounded:
+            stored = self._rounded[0].stored
+            _log.warning(
+                "%d weights are quantised in their files, and are rounded once more to be stored "
+                "in %s (%s%s): the codes of the files are others; without storage they keep the "
+                "files' values", len(self._rounded), stored and stored.name, self._rounded[0].name,
+                ", ..." if len(self._rounded) > 1 else "",
+            )  # fmt: skip
         staying = {id(param) for param in others}
         named = {n: p for n, p in self._model.named_parameters() if id(p) in staying}
         for tensor in (*self._model.buffers(), *named.values()):

@@ -177,6 +177,13 @@ def _is_source(value: object) -> bool:
     return isinstance(value, Stored | Matrix | _Held | _Moved)
 
 
+def _is_decoded(source: Source) -> bool:
+    if isinstance(source, _Moved):
+        inputs = pytree.tree_leaves((source.args, dict(source.kwargs)), is_leaf=_is_source)
+        return any(_is_decoded(each) for each in inputs if _is_source(each))
+    return isinstance(source, Matrix)
+
+
 def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
     """Of formats that fp32 holds exactly: another one of at most as many bits."""
     both = before.is_floating_point and after.is_floating_point
@@ -225,6 +232,11 @@ class LazyTensor(torch.Tensor):
             if view.func is aten.select.int and view.args[0] == 0:
                 source = _row(source.args[0], view.args[1])
         return source
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether files have codes for its values, or some of them."""
+        return _is_decoded(self.source)
 
     def value(self) -> torch.Tensor:
         """The values, read now, as an ordinary tensor."""
@@ -407,6 +419,9 @@ class LazyWeights:
 
     def __len__(self) -> int:
         return len(self._taken)
+
+    def is_quantised(self, param: torch.Tensor) -> bool:
+        return param in self and self._taken[id(param)][1].is_quantised
 
     def get(
         self, param: torch.Tensor, name: str, dtype: torch.dtype, number: int | None = None

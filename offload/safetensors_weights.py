@@ -43,6 +43,9 @@ class SafetensorsWeights:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
+    def is_quantised(self, spec: ParamSpec) -> bool:
+        return self._named(spec).is_quantised
+
     def get(self, spec: ParamSpec) -> torch.Tensor:
         """CheckpointError if the tensor is missing, has another shape or other numbers."""
         tensor = self._named(spec)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.floats import Array, Float
-from offload.kernels.weight_codes import encode_weights
+from offload.kernels.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised.bitsandbytes import NF4, STATE
 from offload.quantised.compressed_tensors import FORMAT
@@ -34,7 +34,6 @@ _KINDS = {
     torch.float32: Float.FP32, torch.bfloat16: Float.BF16, torch.float16: Float.FP16
 }  # fmt: skip
 _SPELT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_NAMES = {Code.INT8: "int8", Code.INT4: "int4", Code.NF4: "nf4"}
 
 
 def described(name: str, tensor: Tensor, weights: WeightFormat) -> dict[str, Tensor]:
@@ -45,8 +44,8 @@ def described(name: str, tensor: Tensor, weights: WeightFormat) -> dict[str, Ten
         why = f"it is {tensor.dtype}"
     if why is not None:
         raise ConfigError(
-            f"{name} cannot be stored in {_NAMES[weights.code]}: {why}; name another group size, "
-            "or skip it"
+            f"{name} cannot be stored in {weights.code.name.lower()}: {why}; name another group "
+            "size, or skip it"
         )
     rows, columns = tensor.shape
     groups = columns // weights.group_size
@@ -105,9 +104,21 @@ def _codes(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
     words = np.empty(tensor.numel() // weights.group_size, dtype=np.uint32)
     codes = np.empty(weights.codes_nbytes(tensor.numel()), dtype=np.uint8)
     kind = _KINDS[tensor.dtype]
-    values = array_of(tensor.contiguous().view(-1).view(torch.uint8), kind)
-    encode_weights(values, words, codes, weights, kind)
+    encode_weights(_array(tensor, kind), words, codes, weights, kind)
     return words, codes
+
+
+def keeps(tensor: Tensor, weights: WeightFormat) -> bool:
+    """Whether codes give a tensor's values back as they are."""
+    words, codes = _codes(tensor, weights)
+    kind = _KINDS[tensor.dtype]
+    back = np.empty(tensor.numel(), dtype=kind.storage)
+    decode_weights(words, codes, back, weights, kind)
+    return bool(np.array_equal(back, _array(tensor, kind)))
+
+
+def _array(tensor: Tensor, kind: Float) -> Array:
+    return array_of(tensor.contiguous().view(-1).view(torch.uint8), kind)
 
 
 def _int8_of_16_bits(tensor: Tensor, weights: WeightFormat) -> dict[str, Tensor]:

@@ -181,7 +181,7 @@ def test_models_in_tiers_are_written_as_their_folders_are(
 
 @pytest.mark.parametrize("code", ["int4", "nf4"])
 def test_what_is_stored_in_codes_is_written_with_its_values(
-    code: str, folder: Path, tmp_path: Path
+    code: str, folder: Path, tmp_path: Path, caplog: Any
 ) -> None:
     """And a folder in that format has the same values under `storage:` of that format."""
     storage = {"weights": code, "group_size": 32, "skip": ["lm_head", "embed_tokens"]}
@@ -197,6 +197,27 @@ def test_what_is_stored_in_codes_is_written_with_its_values(
     assert found[0] == found[1]
     assert found[0] == {n: bits(t) for n, t in opened(tmp_path / "out").items()}
     assert found[0] != {n: bits(t) for n, t in opened(folder).items()}
+    assert "rounded once more" not in caplog.text
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("code", ["int4", "nf4"])
+def test_codes_that_are_rounded_to_others_are_named(
+    lazy: bool, code: str, folder: Path, tmp_path: Path, caplog: Any
+) -> None:
+    offload.compress(folder, tmp_path / "out", storage=code, group_size=32)
+    other = "nf4" if code == "int4" else "int4"
+    storage = {"weights": other, "group_size": 64}
+    keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision="bf16", storage=storage)
+    if lazy:
+        model: Any = offload.dispatch(offload.open_pretrained(tmp_path / "out"), keys)
+    else:
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder))
+        offload.dispatch(model, keys, weights=tmp_path / "out")
+    offload.dispatched(model).close()
+    (said,) = [r.getMessage() for r in caplog.records if "rounded once more" in r.getMessage()]
+    assert said.startswith("14 weights are quantised in their files")
 
 
 def test_int8_of_16_bits_is_not_written_with_other_values(folder: Path, tmp_path: Path) -> None:
