@@ -263,8 +263,8 @@ ZERO = (
     ),
     _warned("legacy_stage1", "there is one stage 1", False),
     _warned(
-        "zero_quantized_nontrainable_weights", "frozen weights stay as exact as they are: twice "
-        "the bytes of DeepSpeed's", False,
+        "zero_quantized_nontrainable_weights", "frozen weights stay as exact as they are; where "
+        "some are frozen, storage: {weights: int8} stores them so", False,
     ),
     _refused(
         "zenflow", "its updates use gradients of earlier steps. Remove it: an update runs behind "

@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import offload
-from offload.errors import ConfigError, UnsupportedError
+from offload.cli.app import app
+from offload.config import OffloadConfig
+from offload.errors import BudgetError, ConfigError, UnsupportedError
+from offload.planning.choice.planner import make_plan
+from offload.planning.plan.plan import Hardware
 from offload.planning.step.traffic import find_copies
 from offload.swap.coded_state import CodedState
 from offload.tiers.tier import Tier
+from offload.zero.discovery import discover
 from offload.zero.layout import ParamShape
 from offload.zero.storage import is_named
 from tests.offload.engine_cases import (
@@ -190,9 +196,6 @@ def test_matrices_that_are_frozen_are_stored_apart_from_what_is_trained() -> Non
 
 
 def test_a_shape_is_cut_as_its_modules_are() -> None:
-    from offload.config import OffloadConfig
-    from offload.zero.discovery import discover
-
     chosen = OffloadConfig.load({"storage": {"weights": "int4", "group_size": 32}}).stored
     model = adapted(2)
     assert discover(model).shape().stored(chosen) == stored(model).shape()
@@ -413,3 +416,32 @@ def test_values_are_given_up_before_what_would_have_to_be_read(tmp_path: Path) -
         values = [state.next_use() for state in states]
         codes: list[Any] = [state._home for state in states]
         assert min(values) > max(code.next_use() for code in codes)
+
+
+def test_a_model_that_only_fits_in_codes_is_not_refused(tmp_path: Path) -> None:
+    model = adapted(40).requires_grad_(False)
+    values = 2 * sum(param.numel() for param in model.parameters())
+    keys = {"precision": "bf16", "budget": {"host": "256KiB"}, "placement": {"parameters": "nvme"}}
+    chosen = OffloadConfig.load({**keys, "storage": {"weights": "int4", "group_size": 32}})
+    there = Hardware(0, 512 << 10, 512 << 10, int(0.6 * values))
+    plain = OffloadConfig.load(keys).for_inference()
+    with pytest.raises(BudgetError, match="take"):
+        make_plan(plain, discover(model).shape(), there)
+    shape = discover(model).stored(chosen.stored).shape()
+    plan = make_plan(chosen.for_inference(), shape, there)
+    assert plan.total(Tier.NVME) < 0.5 * values
+
+
+def test_a_plan_says_what_codes_take(tmp_path: Path) -> None:
+    file = tmp_path / "offload.yaml"
+    file.write_text("storage: {weights: nf4}\nprecision: bf16\n")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    transformers.LlamaConfig(
+        **sizes, **heads, architectures=["LlamaForCausalLM"], dtype="bfloat16"
+    ).save_pretrained(tmp_path / "model")
+    asked = ["plan", str(file), "--inference", "--model", str(tmp_path / "model")]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    assert "nf4, 64 elements per scale" in done.output

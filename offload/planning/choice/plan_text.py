@@ -24,6 +24,7 @@ from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
+    from offload.config.model import StorageConfig
     from offload.planning.plan.estimate import InferenceEstimate, StepEstimate
     from offload.planning.plan.experts import ExpertEstimate
     from offload.planning.plan.workload import Workload
@@ -88,6 +89,15 @@ def _experts(found: ExpertEstimate) -> Table:
     return table
 
 
+def _storage(plan: Plan, storage: StorageConfig) -> str:
+    coded = [group for group in plan.groups if group.decoded]
+    codes, values = (sum(getattr(g, name) for g in coded) for name in ("parameters", "decoded"))
+    return (
+        f"{storage.weights}, {storage.group_size} elements per scale: {format_bytes(codes)} for "
+        f"weights of {format_bytes(values)}"
+    )
+
+
 def _headline(planned: Planned) -> RenderableType:
     plan, config = planned.plan, planned.solution.best.config.resolved()
     specs = [spec for group in plan.groups for spec in group.layout.params]
@@ -109,6 +119,8 @@ def _headline(planned: Planned) -> RenderableType:
     if plan.sharding.world_size > 1:
         table.add_row("ranks", _ranks(planned))
     table.add_row("computes on", f"{planned.device}, precision {config.precision}")
+    if config.storage is not None:
+        table.add_row("storage", _storage(plan, config.storage))
     if planned.inference is not None:
         table.add_row("", f"{plan.prefetch} groups fetched ahead")
         return table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from offload.planning.choice.solver import solve
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.shortfalls import shortfalls as shortfalls
-from offload.planning.plan.sizes import ITEMSIZE, class_of
+from offload.planning.plan.sizes import ITEMSIZE, class_of, least_nbytes
 from offload.swap.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.ledger import StateClass
@@ -107,7 +107,7 @@ def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
 def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
     """Refuse what no placement could hold, before counting it chunk by chunk."""
     numel = model.numel
-    least = numel * ITEMSIZE[config.precision]
+    least = sum(least_nbytes(group, ITEMSIZE[config.precision]) for group in model.groups)
     there = hardware.device_nbytes + hardware.host_nbytes + hardware.nvme_free_nbytes
     if least > there:
         raise BudgetError(

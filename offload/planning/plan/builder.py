@@ -32,6 +32,7 @@ from offload.planning.plan.sizes import (
     decoded_window_of,
     gathered_unit,
     kinds_of,
+    least_nbytes,
     measure,
     record_kinds,
     sizes_of,
@@ -265,16 +266,17 @@ def tuned(
     if chunk != "auto" and prefetch != "auto":
         return config
     sizes = sizes_of(config)
-    numels = [group.numel for group in model.groups]
-    chunks = float(sizes.itemsize)
-    if model.numel_trainable:
-        chunks += sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.gradient_itemsize
+    nbytes = [least_nbytes(group, sizes.itemsize) for group in model.groups]
+    beside, trained = 0.0, model.numel_trainable
+    if trained:
+        beside = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.gradient_itemsize
     budget = resolve_budgets(config, hardware, 0)[Tier.HOST]
     named = list(explicit.values())
     used = any(Tier.NVME in placement.tiers for placement in named)
-    overflowing = len(named) < len(placed_classes(config)) and sum(numels) * chunks > budget
+    is_open = len(named) < len(placed_classes(config))
+    overflowing = is_open and sum(nbytes) + trained * beside > budget
     measured = hardware.measure_nvme if used or overflowing else None
-    streamed = Streamed([n * sizes.itemsize for n in numels], chunks, STAGING_BUFFERS, budget)
+    streamed = Streamed(nbytes, sizes.itemsize + beside, STAGING_BUFFERS, budget)
     chosen = choose(streamed, measured)
     if chunk == "auto":
         numel = chosen.chunk_numel if measured else _chunk_in_memory(config, named, hardware)

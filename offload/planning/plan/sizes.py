@@ -168,6 +168,13 @@ def _group_bytes(
     )
 
 
+def least_nbytes(group: GroupShape, itemsize: int) -> int:
+    """Of a group's parameters at home, as they are stored there; without padding, where they are
+    no codes."""
+    layout = group.layout
+    return stored_nbytes(layout, itemsize) if layout.is_stored else group.numel * itemsize
+
+
 def stored_nbytes(layout: Layout, itemsize: int) -> int:
     """Of a group with weights in codes."""
     return lay_out_codes(layout, itemsize).stored_nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.plan.sizes import ITEMSIZE, record_formats
+from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_formats
 from offload.tiers.tier import Tier
 from offload.tools.memest.estimate.case import Case
 
@@ -33,4 +33,5 @@ def states_nbytes(case: Case) -> int:
     per_gradient = 4 if config.sums_gradients else ITEMSIZE[config.precision]
     record = min(kept.nbytes(_NUMEL) for kept in record_formats(config).values()) / _NUMEL
     trained = shape.numel_trainable
-    return int(shape.numel * ITEMSIZE[config.precision] + trained * (per_gradient + record))
+    weights = sum(least_nbytes(group, ITEMSIZE[config.precision]) for group in shape.groups)
+    return int(weights + trained * (per_gradient + record))
