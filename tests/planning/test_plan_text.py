@@ -96,5 +96,5 @@ def test_nothing_is_wider_than_the_terminal(width: int):
 def test_times_are_worded_for_people(value: float, text: str):
     step = StepEstimate(value, (LinkTime("compute", value),), "compute", 64)
     out = StringIO()
-    Console(width=100, file=out).print(_time(step))
+    Console(width=100, file=out).print(_time("step", step, "of the step"))
     assert out.getvalue().count(text) == 2
