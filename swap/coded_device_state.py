@@ -74,6 +74,10 @@ class DeviceCodedState(CodedState):
             self._reads.note(self)
         return view
 
+    def codes(self) -> tuple[Codec, torch.Tensor] | None:
+        """The device decodes."""
+        return None
+
     def note_use(self) -> None:
         with self._lock:
             self._reads.mark()

@@ -101,6 +101,10 @@ class CodedState(SlotState):
             self._is_blank = False
             return view
 
+    def codes(self) -> tuple[Codec, torch.Tensor] | None:
+        """Of a buffer in one piece."""
+        return (self._codec, self._stored(0, self._home.tensor())) if self.pieces == 1 else None
+
     def blank(self) -> torch.Tensor:
         with self._lock:
             if self._slot is not None:

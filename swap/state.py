@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.swap.codec import Codec
 from offload.swap.io_backend import Priority
 from offload.swap.streams import CopyMark
 from offload.swap.transfer import Transfer
@@ -108,6 +109,11 @@ class State(abc.ABC):
         Without `write_back` it goes home only if its memory is needed for something else: the
         caller discards the buffer soon. `to_edge`: nothing was changed behind the edge.
         """
+
+    def codes(self) -> tuple[Codec, torch.Tensor] | None:
+        """What is stored of the buffer, 1D uint8 in host memory, and how, where the model may
+        compute with that; waits for its arrival. Any view of it keeps it there."""
+        return None
 
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
         """The compute side needs the buffer: counted, to tell how much was still in memory."""

@@ -144,6 +144,9 @@ class ParamGroup:
         self.device = device
         self.permanent = False  # True: every state is at home in the memory where it is used
         self.has_masters = False  # True: a write to a parameter has to reach its master, too
+        # True: a module that is called gathers its values only when an operation needs them; until
+        # then they are used as they are stored (zero/coded_uses.py)
+        self.is_lazy = False
         self._addresses: list[int] = []  # of the parameters' values, as they were gathered last
         self._uses = 0  # tensors over the buffer's memory then
         self.version = 0  # counts updates; a saved handle of an older version is stale
@@ -283,13 +286,14 @@ class ParamGroup:
         if self.residing is GroupState.RELEASED:
             param.__class__ = kind
 
-    def enter(self, user: object) -> None:
+    def enter(self, user: object, *, calls: bool = False) -> None:
         """`user` (a module's call, a `gathered`) needs the parameters; it must call `leave`, also
-        if this raises."""
+        if this raises. `calls`: it is a module's call."""
         self._users.add(user)
         if self.on_hold is not None:
             self.on_hold(self, user, True)
-        self.gather()
+        if not (calls and self.is_lazy) or torch.is_grad_enabled():
+            self.gather()
 
     def leave(self, user: object) -> None:
         """`user` is done; the last one to leave releases. Idempotent."""

@@ -29,7 +29,7 @@ from offload.zero import compilers
 from offload.zero.compilers import break_graph, uncompiled
 from offload.zero.discovery import Unit
 from offload.zero.dtype_errors import explain_dtypes
-from offload.zero.group import NO_COPIES, ParamGroup
+from offload.zero.group import NO_COPIES, GroupState, ParamGroup
 from offload.zero.handles import HandleTable
 from offload.zero.one_thread import OneThread
 from offload.zero.session import Session, in_backward, leave_checkpoints
@@ -148,7 +148,7 @@ class UnitHooks:
         if is_expert:
             call.expert = self._handles.of_expert()
             call.expert.__enter__()
-        self._enter(groups, call)
+        self._enter(groups, call, calls=True)
 
     def _return(self, module: nn.Module) -> None:
         # a user's hook in front of `before` may have raised, or another thread be inside: then this
@@ -183,13 +183,14 @@ class UnitHooks:
             self._one_thread.__exit__()
 
     @interrupted_in_waits
-    def _enter(self, groups: Sequence[ParamGroup], user: _User) -> None:
+    def _enter(self, groups: Sequence[ParamGroup], user: _User, *, calls: bool = False) -> None:
         """To be followed by `_leave`, also where this raises."""
         for group in groups:
             self._use(group)
             user.groups.append(group)
-            group.enter(user)
-            self._handles.note(group)
+            group.enter(user, calls=calls)
+            if group.residing is GroupState.GATHERED:
+                self._handles.note(group)
 
     @uninterrupted
     def _leave(self, user: _User) -> None:

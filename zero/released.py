@@ -7,6 +7,8 @@ subclass of its own, whose `__torch_function__` sees every use:
     packed (zero/packed.py)     in a graph its rows as one tensor, where gradients come to the rows
     while a module is called    its group is gathered, and stays until the outermost call returns (a
                                 tied head written as `F.linear(x, embed.weight)`)
+    ... that left it in codes   few tokens are multiplied as they are stored (zero/coded_uses.py),
+                                else the group is decoded
     in a graph                  gathered for that operation; what it saves becomes handles, and what
                                 would be a view of the values is a copy
     otherwise                   it acts as a `PagedTensor`: read when needed, written through,
@@ -28,6 +30,7 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.coded_uses import StoredParam, compute
 from offload.zero.compilers import uncompiled
 from offload.zero.group import Classes, ParamGroup
 from offload.zero.handles import HandleTable
@@ -35,6 +38,7 @@ from offload.zero.local_tensors import is_dtensor
 from offload.zero.packed import PackedParam
 from offload.zero.paged import Operation, PagedTensor
 from offload.zero.session import Session
+from offload.zero.weight_codes import WeightCodes
 
 # Of a parameter's methods, those that need no values.
 # Strides are the placeholder's: who would read by address sees that it is not contiguous.
@@ -184,6 +188,8 @@ class ReleasedParameters:
         if function is torch.autograd.grad:
             return self._differentiate(function, params, args, kwargs)
         groups = list(dict.fromkeys(self._group_of(param) for param in params))
+        if all(group.is_lazy and group.is_entered for group in groups):
+            return self._with_codes(function, name, args, kwargs, groups)
         if self._join_call(groups):
             return function(*args, **kwargs)
         if _is_in_graph(params, name, function):
@@ -218,6 +224,35 @@ class ReleasedParameters:
                 f"{self._name_of(params[0])}: the engine is closed and this model's parameters "
                 "went with it; engine.save_checkpoint or model.state_dict() before close keep them"
             )
+
+    # ---------------------------------------------------------------- stored in fewer bits
+    def _with_codes(
+        self, function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any],
+        groups: Sequence[ParamGroup],
+    ) -> Any:  # fmt: skip
+        """Within a module's call, which has entered the groups and decoded nothing yet."""
+        if not torch.is_grad_enabled():
+            found = compute(function, name, args, kwargs, self._stored)
+            if found is not NotImplemented:
+                return found
+        for group in groups:
+            group.gather()
+            self._handles.note(group)
+        return function(*args, **kwargs)
+
+    def _stored(self, value: Any) -> StoredParam | None:
+        """A released parameter's stored bytes; None for any other value."""
+        if type(value) not in self._released:
+            return None
+        group = self._group_of(value)
+        found = group.state.codes()
+        assert found is not None, "lazy groups have codes"
+        codec, stored = found
+        assert isinstance(codec, WeightCodes), "and this is how"
+        place = self._find(value)
+        assert place is not None, "it has a group"
+        part = codec.layout.parts[place[1]]
+        return StoredParam(part, stored[part.stored], codec, group.dtype)
 
     # ---------------------------------------------------------------- packed ones
     def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:

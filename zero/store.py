@@ -60,12 +60,15 @@ class WeightStore:
     def __init__(
         self, discovery: Discovery, homes: WeightHomes, dtype: torch.dtype, device: torch.device,
         *, prefetch: int = 4, ranks: AnyRankWeights | None = None, keeper: Keeper | None = None,
+        straight_from_codes: bool = False,
     ) -> None:  # fmt: skip
         """The model computes in `dtype` on `device`; `prefetch` groups are fetched ahead.
-        `ranks` are those that share the weights, `keeper` takes saved activations."""
+        `ranks` are those that share the weights, `keeper` takes saved activations.
+        `straight_from_codes`: without gradients few tokens are multiplied so."""
         self.dtype = dtype
         self.device = device
         self.own = FLOAT_OF[dtype]
+        self._straight_from_codes = straight_from_codes
         self.units = [unit for unit in discovery.units if not unit.is_packed]
         self.packed = discovery.packed
         self.tables: list[ExpertTable] = []
@@ -106,6 +109,7 @@ class WeightStore:
             index, plan.name, layout, ordered, self.dtype, state, self.device,
             self._released.classes_of, copies, plan.ep_size,
         )  # fmt: skip
+        group.is_lazy = self._straight_from_codes and stored and self.device.type == "cpu"
         self.groups.append(group)
         self.fetcher.add(group, plan.table)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))

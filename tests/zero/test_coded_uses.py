@@ -11,7 +11,7 @@ from offload.kernels.weight_formats import Code, WeightFormat
 from offload.swap.worker import ParallelRunner
 from offload.zero.bits import DTYPE_OF
 from offload.zero.coded_layout import CodedPart, lay_out_codes
-from offload.zero.coded_products import linear, pays
+from offload.zero.coded_uses import linear, multiplies
 from offload.zero.layout import ParamShape, lay_out
 from offload.zero.weight_codes import WeightCodes
 
@@ -45,11 +45,11 @@ def test_it_is_the_product_with_what_the_codes_decode_to(code: Code, kind: Float
     runner.close()
 
 
-def test_it_pays_for_few_rows_of_x() -> None:
+def test_few_rows_of_x_are_multiplied_straight_from_codes() -> None:
     part, stored, _ = coded(Code.INT4, Float.BF16)
-    assert pays(torch.zeros(1, 1, 128), part)
-    assert pays(torch.zeros(128), part)
-    assert not pays(torch.zeros(1, 100, 128), part)
-    assert not pays(torch.zeros(0, 128), part)
+    assert multiplies(torch.zeros(1, 1, 128), part)
+    assert multiplies(torch.zeros(128), part)
+    assert not multiplies(torch.zeros(1, 100, 128), part)
+    assert not multiplies(torch.zeros(0, 128), part)
     with pytest.raises(ValueError, match="up: x has 64 features, expected 128"):
         linear(torch.zeros(1, 64), stored, part)

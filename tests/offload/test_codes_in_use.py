@@ -1,0 +1,148 @@
+"""A dispatched model computes straight from codes where it gets few tokens: the same bits from all
+tiers, close to those of decoded values, and no slot for values."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.zero import coded_uses
+from tests.offload.engine_cases import VOCABULARY, bits
+from tests.offload.storage_cases import FORMATS, WIDTH, adapted, in_precision, round_to
+from tests.offload.test_storage import PLACEMENTS, coded
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what was multiplied straight from codes."""
+    found: list[tuple[int, ...]] = []
+    linear = coded_uses.linear
+
+    def noted(x: Tensor, *rest: Any) -> Tensor:
+        found.append(tuple(x.shape))
+        return linear(x, *rest)
+
+    monkeypatch.setattr(coded_uses, "linear", noted)
+    return found
+
+
+def tokens(count: int) -> Tensor:
+    return torch.arange(count)[None] * 7 % VOCABULARY
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_few_tokens_give_the_same_bits_from_every_tier(
+    weights: str, tmp_path: Path, products: list[tuple[int, ...]]
+) -> None:
+    plain = in_precision(adapted().requires_grad_(False), "bf16")
+    models = [copy.deepcopy(plain) for _ in PLACEMENTS]
+    round_to(plain, weights)
+    found = []
+    for model, placement in zip(models, PLACEMENTS, strict=True):
+        offload.dispatch(model, coded(tmp_path, weights, placement, precision="bf16"))
+        with torch.no_grad(), offload.dispatched(model) as owner:
+            products.clear()
+            found.append([bits(model(tokens(count))) for count in (1, 4, 1)])
+            assert len(products) == 3 * 3 * 4  # passes, blocks, linear layers of a block
+            assert bits(model(tokens(5))) == bits(plain(tokens(5)))  # decoded, and PyTorch's
+            assert len(products) == 3 * 3 * 4
+            expected = plain(tokens(4)).float()
+            off = (model(tokens(4)).float() - expected).abs().max() / expected.abs().max()
+            assert off < 0.03
+            owner.check_integrity()
+    assert found[1:] == found[:-1]
+    assert found[0][0] == found[0][2]
+
+
+def test_what_is_no_product_of_few_tokens_is_decoded(tmp_path: Path) -> None:
+    plain = adapted(1).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    round_to(plain, "int4")
+    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
+    block, expected = model.layers[0], plain.layers[0]
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        weight = module.down.weight
+        seen.append(weight.detach().clone())
+        seen.append(weight.t() @ torch.ones(WIDTH))
+        seen.append(module.norm.weight.clone())
+        seen.append(torch.linalg.vector_norm(weight))
+
+    block.register_forward_pre_hook(look)
+    expected.register_forward_pre_hook(look)
+    with torch.no_grad(), offload.dispatched(model):
+        model(tokens(1))
+        plain(tokens(1))
+        assert len(seen) == 8
+        assert all(torch.equal(*pair) for pair in zip(seen[:4], seen[4:], strict=True))
+        assert torch.equal(model.layers[0].down.weight.clone(), plain.layers[0].down.weight)
+        assert torch.equal(model(tokens(9)), plain(tokens(9)))
+
+
+def test_gradients_and_autocast_are_computed_with_decoded_values(
+    tmp_path: Path, products: list[tuple[int, ...]]
+) -> None:
+    plain = adapted(1).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    round_to(plain, "int4")
+    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
+    with offload.dispatched(model):
+        found = []
+        for each in (model, plain):
+            x = torch.ones(1, 2, WIDTH, requires_grad=True)
+            each.layers[0](x).sum().backward()
+            found.append(x.grad)
+        assert torch.equal(*found)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(tokens(2)), plain(tokens(2)))
+        assert products == []
+        with torch.inference_mode():
+            model(tokens(2))
+        assert len(products) == 4
+
+
+def test_an_embedding_decodes_the_rows_that_are_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = adapted(1).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    round_to(plain, "nf4")
+    offload.dispatch(model, coded(tmp_path, "nf4", "nvme"))
+    with torch.no_grad(), offload.dispatched(model):
+        decode = offload.zero.weight_codes.WeightCodes.decode
+
+        def refused(*_: Any) -> None:
+            raise AssertionError("decoded as a whole")
+
+        monkeypatch.setattr(offload.zero.weight_codes.WeightCodes, "decode", refused)
+        for ids in (tokens(1), tokens(3).view(3, 1), torch.zeros(2, 0, dtype=torch.long)):
+            assert torch.equal(model.embed(ids), plain.embed(ids))
+        monkeypatch.setattr(offload.zero.weight_codes.WeightCodes, "decode", decode)
+        with pytest.raises(IndexError, match="out of range"):
+            model.embed(torch.tensor([10**6]))
+
+
+def test_a_model_that_trains_is_evaluated_with_decoded_values(
+    tmp_path: Path, products: list[tuple[int, ...]]
+) -> None:
+    model = adapted(1)
+    with offload.initialize(model, coded(tmp_path, "int4")), torch.no_grad():
+        model(tokens(2))
+    assert products == []
+
+
+def test_a_wrong_shape_is_pytorchs_error(tmp_path: Path) -> None:
+    model = adapted(1).requires_grad_(False)
+    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
+    with torch.no_grad(), offload.dispatched(model):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model.layers[0].down(torch.ones(1, 3))
+        with pytest.raises(RuntimeError, match="dtype"):
+            model.layers[0].down(torch.ones(1, 2 * WIDTH, dtype=torch.float64))
