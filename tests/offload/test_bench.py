@@ -46,7 +46,7 @@ ADAM = ["adam", "--numel", "70000", "--threads", "2"]
 IO = ["io", "--size", "1MiB", "--block", "128KiB", "--in-flight", "256KiB"]
 COPY = ["copy", "--size", "256KiB", "--piece", "100KiB", "--threads", "2"]
 CODEC = ["codec", "--numel", "70000", "--threads", "2"]
-STEP = ["step", "--systems", "plain,host,nvme", *TINY_MODEL]
+STEP = ["step", *TINY_MODEL]
 
 
 def run(*arguments: str) -> int:
@@ -166,10 +166,18 @@ def test_copy_measures_both_directions_and_both_at_once(recorded: Any) -> None:
 def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
     recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And a peer that fails is a note."""
     monkeypatch.setattr("offload.bench.step.BUS_NUMEL", 1 << 16)
     monkeypatch.setattr("offload.bench.step.DISK_NBYTES", 32 << 20)
-    record, printed = recorded(*STEP, "--path", str(tmp_path))
+    broken = dataclasses.replace(
+        SYSTEMS[0], name="broken", label="a peer", program="offload.bench.systems:Nothing"
+    )
+    monkeypatch.setattr("offload.bench.step.SYSTEMS", (*SYSTEMS, broken))
+    systems = ("--systems", "plain,host,nvme,broken")
+    record, printed = recorded(*STEP, *systems, "--path", str(tmp_path))
     rows = check(record, "step")
+    assert rows["a peer"]["note"].startswith("failed: ")
+    assert "a peer: failed: " in printed
     bounds = [
         rows[f"bound by {name}"]["measures"]["seconds"] for name in ("bus", "compute", "disk")
     ]
@@ -299,20 +307,6 @@ def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
     assert "ours, all on nvme ended early with status 1" in error
     assert "budget.host: 1.0 MiB" in error
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_peer_that_fails_is_a_note(recorded: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("offload.bench.step.BUS_NUMEL", 1 << 16)
-    monkeypatch.setattr("offload.bench.step.DISK_NBYTES", 32 << 20)
-    broken = dataclasses.replace(SYSTEMS[0], program="offload.bench.systems:Nothing")
-    monkeypatch.setattr("offload.bench.step.SYSTEMS", (broken, *SYSTEMS[1:]))
-    arguments = [*STEP, "--systems", "plain,nvme", "--path", str(tmp_path)]
-    record, printed = recorded(*arguments)
-    rows = {row["name"]: row for row in record["rows"]}
-    assert rows["plain PyTorch"]["note"].startswith("failed: ")
-    assert "plain PyTorch: failed: " in printed
-    assert rows["ours, all on nvme"]["measures"]
 
 
 # ---------------------------------------------------------------- step's processes and limits
