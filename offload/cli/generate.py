@@ -135,14 +135,14 @@ class _Generation:
         from offload.runs.forecast import forecast_generation
 
         config = self._config
+        asked = Generation(encoded.batch, encoded.length, new_tokens)
         try:
-            found = generating(config, str(self._asked.folder))
+            found = generating(config, str(self._asked.folder), asked)
         except OffloadError as error:
             _log.warning("no prediction for this run: %s", error)
             return config, None
         if found.facts is None:
             return config, None
-        asked = Generation(encoded.batch, encoded.length, new_tokens)
         forecast = forecast_generation(found.config, found.shape, found.facts, asked)
         return (config if forecast is None else forecast.config), forecast
 
@@ -155,6 +155,7 @@ class _Generation:
         from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
 
         report, rss = dispatched.report(), peak_rss_nbytes()
+        self._say("")
         for line in _rates(stream, encoded):
             self._say(line)
         memory = MemoryUse(self._baseline_nbytes, rss)

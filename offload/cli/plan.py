@@ -64,7 +64,7 @@ def print_inference_plan(
     from offload.planning.choice.plan_text import describe
 
     with located(file, overrides):
-        planned = _plan_generation(generating(config, source), asked, notes)
+        planned = _plan_generation(generating(config, source, asked), asked, notes)
     Console().print(describe(planned))
 
 

@@ -12,7 +12,8 @@ from offload.gpt import build_meta_model
 from offload.homes import compute_device
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.generation_facts import GenerationFactsOf
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.kv_plan import kv_in_tiers
+from offload.planning.plan.workload import Generation, Workload
 from offload.runs.forecast import Facts, FactsOf, workload_of
 from offload.tiers.errors import ConfigError
 from offload.zero.discovery import discover
@@ -79,7 +80,7 @@ class GeneratingModel:
     context: int | None  # longest sequence in tokens, where one is known
 
 
-def generating(config: OffloadConfig, source: str) -> GeneratingModel:
+def generating(config: OffloadConfig, source: str, asked: Generation) -> GeneratingModel:
     """The model at `source`, as it generates under `config`. ConfigError as `named`."""
     reader: Any = importlib.import_module(_READER)
     if config.written_for is not None:
@@ -92,11 +93,13 @@ def generating(config: OffloadConfig, source: str) -> GeneratingModel:
     device = compute_device(config).type
     facts = None
     if found.has_graph:
-        facts = GenerationFactsOf(partial(_forward, found, device), found.cache)
+        forward = partial(_forward, found, device)
+        facts = GenerationFactsOf(forward, found.cache, gpu=device != "cpu")
     shape = found.shape.frozen
     if not config.splits_experts(1):
         shape = shape.joined
     shape = shape.stored(config.stored)
+    config, shape = kv_in_tiers(config, shape, found.cache, asked.batch, asked.context)
     return GeneratingModel(found.name, config, shape, facts, found.context)
 
 

@@ -113,7 +113,7 @@ def forecast(
 
 def forecast_of(
     config: OffloadConfig, shape: ModelShape, facts: FactsOf, workload: Workload,
-    sharding: Sharding = ALONE, here: int | None = None,
+    sharding: Sharding = ALONE, here: int | None = None, *, trains: bool = True,
 ) -> Forecast | None:  # fmt: skip
     """As `forecast`, of a model known by its shape; `facts`: what its passes take."""
     device = compute_device(config)
@@ -121,6 +121,8 @@ def forecast_of(
     speeds = _speeds(config, shape)
     gpu = accelerator.is_accelerator(device)
     baseline = known_baseline(config.precision, gpu=gpu)
+    if not trains:
+        baseline = baseline.with_transformers()
     run = RunFacts(workload, speeds or replace(NOMINAL, gpu=gpu), facts, baseline)
     try:
         planned = plan_run(config, shape, hardware, run)
@@ -136,8 +138,9 @@ def forecast_generation(
     """The plan of a model that generates so much. `config` is for inference, `shape` frozen. None
     as `forecast`."""
     found = forecast_of(
-        config, shape, lambda settled: facts(settled, generation).peak, generation.usual
-    )
+        config, shape, lambda settled: facts(settled, generation).peak, generation.usual,
+        trains=False,
+    )  # fmt: skip
     if found is None:
         return None
     speeds = found.speeds if found.timed else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,23 @@ def test_the_text_is_transformers_own(
     for part in ("prefill: 1 x ", "decoding: 1 x ", "nvme read", "waited: ",
                  "predicted / measured: ", "peak RSS"):  # fmt: skip
         assert part in said.err
+
+
+@pytest.mark.parametrize("home", ["nvme", "host"])
+def test_caches_in_tiers_are_predicted(
+    home: str, folder: Path, placed: list[str], capsys: Any
+) -> None:
+    prompts = ["to be or not to be, the lazy dog", "the quick brown fox jumps"] * 2
+    expected = plainly(folder, *prompts, new=20, do_sample=False)
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    room = ["-o", f"placement.kv={home}", "-o", "budget.host=600KiB"]
+    words = [*given, "--max-new-tokens", "20", "--greedy", *room]
+    assert run(str(folder), *placed, *words) == 0
+    said = capsys.readouterr()
+    assert all(f"---\n{text}\n" in said.out for text in expected)
+    ratios = dict(re.findall(r"(host|nvme) (\d\.\d+)", said.err.rpartition("measured:")[2]))
+    assert ratios.keys() == {"host", "nvme"}
+    assert all(float(ratio) == pytest.approx(1, abs=0.03) for ratio in ratios.values()), ratios
 
 
 def test_a_batch_is_printed_at_the_end(folder: Path, placed: list[str], capsys: Any) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.planning.plan.kv_plan import KVHeld
+
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
@@ -41,6 +43,7 @@ class ActivationFacts:
     backward: PassCost  # recomputation included
     heap: HeapFacts = HeapFacts()
     cache_nbytes: int = 0  # of the peak, what a cache of keys and values holds
+    kv: KVHeld | None = None  # what one holds in tiers, which is not in the peak
 
 
 NO_WORK = PassCost(0, 0, 0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import ActivationFacts, HeapFacts
 from offload.planning.plan.cache_shape import CacheShape
+from offload.planning.plan.kv_plan import KVHeld, kv_held
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.workload import Generation, Workload
 
@@ -36,8 +37,10 @@ class GenerationFacts:
 class GenerationFactsOf:
     """Those of one model, found once for each choice of what they depend on."""
 
-    def __init__(self, forward: ForwardOf, cache: CacheShape | None) -> None:
-        """`cache`: None where it is not known what the model keeps."""
+    def __init__(self, forward: ForwardOf, cache: CacheShape | None, *, gpu: bool) -> None:
+        """`cache`: None where it is not known what the model keeps; `gpu`: whether it computes on
+        one."""
+        self._gpu = gpu
         self._forward = forward
         self.cache = cache
         self._found: dict[object, ActivationFacts] = {}
@@ -47,8 +50,11 @@ class GenerationFactsOf:
         prefill, decode = (
             self._pass(config, each) for each in (generation.prefill, generation.decode)
         )
-        itemsize = ITEMSIZE[config.precision]
-        return generation_facts(prefill, decode, self.cache, generation, itemsize)
+        itemsize, cache = ITEMSIZE[config.precision], self.cache or CacheShape(())
+        held = kv_held(
+            config, cache, generation.batch, generation.context, itemsize=itemsize, gpu=self._gpu
+        )
+        return generation_facts(prefill, decode, cache, generation, itemsize, held)
 
     def _pass(self, config: OffloadConfig, workload: Workload) -> ActivationFacts:
         """Weights are read whatever the batch is, so no pass is told from another."""
@@ -59,12 +65,11 @@ class GenerationFactsOf:
 
 
 def generation_facts(
-    prefill: ActivationFacts, decode: ActivationFacts, cache: CacheShape | None,
-    generation: Generation, itemsize: int,
+    prefill: ActivationFacts, decode: ActivationFacts, cache: CacheShape,
+    generation: Generation, itemsize: int, held: KVHeld | None = None,
 ) -> GenerationFacts:  # fmt: skip
     """`prefill` and `decode` are traced without a cache, which is added; `itemsize`: bytes of its
-    elements."""
-    cache = cache or CacheShape(())
+    elements. `held`: it is in tiers."""
     element = generation.batch * itemsize
     first, last = generation.prompt, generation.context
     touched = _CACHE_PASSES * element * cache.read_numel((first + last) // 2)
@@ -77,12 +82,16 @@ def generation_facts(
     before, after = (element * cache.kept_numel(tokens) for tokens in (first, last))
     # the layer at work has its cache twice, before and behind the new token
     copied = element * cache.largest_numel(last)
+    if held is not None:
+        before = after = copied = 0
     prefill_nbytes, decode_nbytes = prefill.peak_nbytes + before, decode.peak_nbytes + copied
     peak = max(prefill_nbytes, decode_nbytes + after)
     heap = max(prefill.heap.peak_nbytes, decode.heap.peak_nbytes)
     both = replace(
         decode, peak_nbytes=peak, peak_elsewhere_nbytes=peak,
         peak_at=prefill.peak_at if peak == prefill_nbytes else decode.peak_at,
-        heap=HeapFacts(0, heap, heap), cache_nbytes=before if peak == prefill_nbytes else after,
+        heap=HeapFacts(0, heap, heap), kv=held,
+        cache_nbytes=before if peak == prefill_nbytes else after,
     )  # fmt: skip
-    return GenerationFacts(prefill, decode, both, after)
+    first_pass = replace(prefill, kv=held.of_prefill if held is not None else None)
+    return GenerationFacts(first_pass, replace(decode, kv=held), both, after)

@@ -35,6 +35,9 @@ _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 _DEFAULT_RAM_NBYTES = {"fp32": 410 << 20, "bf16": 422 << 20, "fp16": 422 << 20}
 _DEFAULT_SYMBOLS_NBYTES = 12 << 20
 _DEFAULT_COMPILER_NBYTES = 107 << 20
+# transformers with a tokenizer and `generate`, beside what training takes: 141 MiB in two runs of
+# `offload generate` on the same machine, transformers 5.17.
+_TRANSFORMERS_NBYTES = 141 << 20
 # With a CUDA build of torch: its libraries' code and data in RAM. A round figure for CUDA 12 and
 # 13, not measured by us.
 GPU_RAM_NBYTES = 1536 << 20
@@ -71,6 +74,10 @@ class Baseline:
         if config.placement.activations.checkpoint:
             return self.compiler_nbytes
         return self.symbols_nbytes if config.micro_batches != 1 else 0
+
+    def with_transformers(self) -> Baseline:
+        """The same process when it generates text."""
+        return replace(self, ram_nbytes=self.ram_nbytes + _TRANSFORMERS_NBYTES)
 
     def beside_gpu(self) -> Baseline:
         """The same process with CUDA: nothing of that is measured here."""

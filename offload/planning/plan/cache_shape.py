@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.zero.kv_sizes import CachedLayer
+
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
@@ -17,15 +19,24 @@ class CacheLayer:
     token_numel: int  # of one token: heads x (width of a key + width of a value)
     window: int | None = None  # tokens that attention sees; None: all
     fixed_numel: int = 0  # however long the sequence is
+    heads: int = 1  # of keys and values
+
+    def kept_tokens(self, tokens: int) -> int:
+        """Between two passes, when `tokens` have been seen."""
+        return tokens if self.window is None else min(tokens, self.window - 1)
 
     def kept_numel(self, tokens: int) -> int:
-        """Between two passes, when `tokens` have been seen."""
-        kept = tokens if self.window is None else min(tokens, self.window - 1)
-        return self.token_numel * kept + self.fixed_numel
+        return self.token_numel * self.kept_tokens(tokens) + self.fixed_numel
 
     def read_numel(self, tokens: int) -> int:
         """That a pass of one token reads behind `tokens` others."""
         return self.kept_numel(tokens) + self.token_numel
+
+    @property
+    def in_tiers(self) -> CachedLayer:
+        """As a plan knows it: keys taken to be as wide as values."""
+        width = self.token_numel // (2 * self.heads)
+        return CachedLayer(self.heads, self.token_numel // self.heads - width, width)
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,9 @@ def alike(layers: int, layer: CacheLayer) -> CacheShape:
     return CacheShape((layer,) * layers)
 
 
-def windows_of(types: Sequence[str], window: int | None, token_numel: int) -> CacheShape:
+def windows_of(
+    types: Sequence[str], window: int | None, token_numel: int, heads: int
+) -> CacheShape:
     """By transformers' `layer_types`."""
-    return CacheShape(
-        tuple(
-            CacheLayer(token_numel, window if each == "sliding_attention" else None)
-            for each in types
-        )
-    )
+    windows = (window if each == "sliding_attention" else None for each in types)
+    return CacheShape(tuple(CacheLayer(token_numel, each, heads=heads) for each in windows))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.tiers.extent import PAGE_NBYTES
@@ -20,8 +20,10 @@ from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
+    from offload.planning.plan.cache_shape import CacheShape
 
 KV_PAGE_NBYTES = 4 << 20  # about: requests for files of this size keep disks busy
+_WINDOW_SHARE = 8  # pages are at most this part of a window
 _OPEN_SHARE = 8  # open pages are at most this part of a layer's keys and values, where it is known
 
 
@@ -55,6 +57,76 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
         expected[tier] += sum(_whole(int(tokens * each * share)) + page for each in stored)
     known = page if config.kv.tokens else None
     return KVPlan(placement, tokens, len(stored), known, computing, expected)
+
+
+@dataclass(frozen=True, slots=True)
+class KVHeld:
+    """What the caches of one call of `generate` hold in tiers in the end. Bytes."""
+
+    pages: Mapping[Tier, int]  # full ones, at home
+    computing: int  # open pages, and one layer's keys and values
+    # of a pass of one token, and of each layer: read of nvme, and of all that is not where it
+    read: tuple[int, ...]  # ... computes
+    crossing: tuple[int, ...]
+    written: int  # to nvme, in a pass
+    leaving: int  # from where it computes, in a pass
+
+    @property
+    def of_prefill(self) -> KVHeld:
+        """The same of the pass over the prompts, which reads none and writes all."""
+        none = (0,) * len(self.read)
+        return replace(
+            self, read=none, crossing=none, written=sum(self.read), leaving=sum(self.crossing)
+        )
+
+
+def kv_held(
+    config: OffloadConfig, cache: CacheShape, batch: int, tokens: int, *, itemsize: int, gpu: bool
+) -> KVHeld | None:
+    """Of `batch` sequences of so many tokens; None where caches are in no tier."""
+    placement = config.placement.kv
+    layers = [layer for layer in cache.layers if layer.token_numel]
+    if placement is None or not layers:
+        return None
+    planned, int8 = config.kv.tokens or batch * tokens, config.kv.dtype == "int8"
+    stored = [layer.in_tiers.token_nbytes(itemsize, int8=int8) for layer in layers]
+    page = max(_page_nbytes(nbytes, planned) for nbytes in stored)
+    shares = dict(placement.shares)
+    full, computing, buffers = [], 0, []
+    for layer, nbytes in zip(layers, stored, strict=True):
+        length = layer.kept_tokens(tokens)
+        together = max(1, page // (batch * nbytes))  # tokens of a page
+        if layer.window is not None:
+            together = min(together, max(1, layer.window // _WINDOW_SHARE))
+        each = _whole(together * batch * nbytes)
+        full.append(length // together * each)
+        computing += each
+        whole = -(-(length + 1) // together) * together
+        buffers.append(batch * whole * layer.token_numel * itemsize)
+    computes = Tier.DEVICE if gpu else Tier.HOST
+    away = 1 - shares.get(computes, 0.0)
+    return KVHeld(
+        {tier: int(share * sum(full)) for tier, share in shares.items()},
+        computing + 2 * _whole(max(buffers) // 2),
+        tuple(int(shares.get(Tier.NVME, 0.0) * nbytes) for nbytes in full),
+        tuple(int(away * nbytes) for nbytes in full),
+        int(batch * sum(stored) * shares.get(Tier.NVME, 0.0)),
+        int(batch * sum(stored) * away),
+    )
+
+
+def kv_in_tiers(
+    config: OffloadConfig, model: ModelShape, cache: CacheShape | None, batch: int, tokens: int
+) -> tuple[OffloadConfig, ModelShape]:
+    """With room for caches of `batch` sequences of so many tokens, where they are in tiers and
+    nothing was said of how long they get."""
+    if config.placement.kv is None or cache is None:
+        return config, model
+    layers = tuple(layer.in_tiers for layer in cache.layers if layer.token_numel)
+    if config.kv.tokens is None:
+        known = config.kv.model_copy(update={"tokens": batch * tokens})
+        config = config.model_copy(update={"kv": known})
+    return config, replace(model, cached=layers)
 
 
 def _page_nbytes(token_nbytes: int, tokens: int) -> int:

@@ -151,7 +151,7 @@ class HeldCopies:
         """In uses from the start of this step. As the runtime has it, an update that is pending
         counts as one of the next step's."""
         trace = self._trace
-        if piece.state_class is StateClass.PARAMETERS:
+        if piece.state_class in (StateClass.PARAMETERS, StateClass.KV):
             use = trace.cursor + piece.passes * trace.next_use(piece.group)
             return use + MADE_HERE if piece.is_decoded else use
         return trace.cursor + trace.next_cycle_use(piece.group) + 0.5

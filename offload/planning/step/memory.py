@@ -86,9 +86,18 @@ class PlannedMemory:
         self._itemsize = ITEMSIZE[config.precision]
         self._homes = self._all_homes()
         self._window = plan.activations.window_nbytes if plan.activations is not None else 0
-        self._beside = self._homes[Tier.HOST].nbytes + self._staging + self._window
+        kv = self._kv_in(Tier.HOST)
+        self._beside = self._homes[Tier.HOST].nbytes + self._staging + self._window + kv
         room = plan.budgets[Tier.HOST] - self._beside
-        self._copies = find_copies(self._plan, config, model, workload.passes, room)
+        self._copies = find_copies(self._plan, config, model, workload.passes, room, facts.kv)
+
+    def _kv_in(self, tier: Tier) -> int:
+        """Caches of keys and values at home in a tier, and what is computed with there."""
+        held = self._facts.kv
+        if held is None:
+            return 0
+        computes = Tier.DEVICE if self._plan.gpu else Tier.HOST
+        return held.pages.get(tier, 0) + (held.computing if tier is computes else 0)
 
     def estimate(self) -> MemoryEstimate:
         from offload.planning.plan.checkpoint_size import checkpoint_nbytes
@@ -180,7 +189,8 @@ class PlannedMemory:
     # ---------------------------------------------------------------- device
     def _device_peak(self) -> int:
         """On a GPU parameters from below have mirrors, as many as there is room for."""
-        plan, homes = self._plan, self._homes[Tier.DEVICE].nbytes
+        plan = self._plan
+        homes = self._homes[Tier.DEVICE].nbytes + self._kv_in(Tier.DEVICE)
         if not plan.gpu:
             return homes
         return min(plan.budgets[Tier.DEVICE], homes + self._kernel_buffers + self._mirrors)
@@ -200,11 +210,13 @@ class PlannedMemory:
         """The tier is one block, taken whole; activations and the context lie beside it."""
         budget, homes = self._plan.budgets[Tier.DEVICE], self._homes[Tier.DEVICE]
         by_class = dict(homes.by_class)
-        mirrors = self._device_peak() - homes.nbytes - self._kernel_buffers
+        kv = self._kv_in(Tier.DEVICE)
+        mirrors = self._device_peak() - homes.nbytes - self._kernel_buffers - kv
+        by_class[MemoryClass.CACHE] = kv
         by_class[MemoryClass.STAGING] = self._kernel_buffers + max(0, mirrors)
         by_class[MemoryClass.FRAGMENTATION] = budget - sum(by_class.values())
         by_class[MemoryClass.ACTIVATIONS] = self._tensors - self._facts.cache_nbytes
-        by_class[MemoryClass.CACHE] = self._facts.cache_nbytes
+        by_class[MemoryClass.CACHE] += self._facts.cache_nbytes
         by_class[MemoryClass.FRAMEWORK] = self._baseline.gpu_nbytes
         capacity = budget + self._tensors + self._baseline.gpu_nbytes
         return PlaceEstimate(capacity, _without_zeros(by_class))
@@ -274,13 +286,14 @@ class PlannedMemory:
         steps = {
             **states,
             MemoryClass.ACTIVATIONS: min(self._window, self._parked) + tensors - cache,
-            MemoryClass.CACHE: cache,
+            MemoryClass.CACHE: states[MemoryClass.CACHE] + cache,
             MemoryClass.FRAMEWORK: self._framework,
         }
         steps[MemoryClass.FRAGMENTATION] += self._heap_holes
         loading = {
             **states,
             MemoryClass.GRADIENTS: 0,
+            MemoryClass.CACHE: 0,
             MemoryClass.STAGING: sum(self._copies.by_class.values())
             - self._copies.by_class.get(StateClass.GRADIENTS, 0)
             + self._largest_values,
@@ -300,6 +313,7 @@ class PlannedMemory:
             for name, nbytes in self._homes[tier].by_class.items():
                 by_class[name] += nbytes
             by_class[MemoryClass.FRAGMENTATION] += self._homes[tier].padding_nbytes
+            by_class[MemoryClass.CACHE] += self._kv_in(tier)
         copies, used = self._copies, self._copies.staged or self._plan.gpu
         by_class[MemoryClass.STAGING] += copies.nbytes + self._staging
         by_class[MemoryClass.STAGING] -= 0 if used else self._update_buffers
@@ -331,6 +345,7 @@ class PlannedMemory:
         by_class = _no_bytes()
         for state_class, nbytes in nvme_most(self._planned, self._activations_on_disk).items():
             by_class[MemoryClass(str(state_class))] += nbytes
+        by_class[MemoryClass.CACHE] += self._kv_in(Tier.NVME)
         return by_class
 
     def _disk(self) -> PlaceEstimate:

@@ -23,10 +23,11 @@ taken from the simulated steps, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from offload.planning.plan.kv_plan import KV_PAGE_NBYTES, KVHeld
 from offload.planning.plan.plan import Plan, spare_host_nbytes
 from offload.planning.plan.sizes import ITEMSIZE, RecordKind, own_numel, pages, record_kinds
 from offload.planning.step.activation_traffic import add_activations
@@ -68,7 +69,9 @@ def step_traffic(
     experts = stand_ins(plan, model, workload)
     room = plan.budgets[Tier.HOST] - plan.total(Tier.HOST)
     moves = _all_passes(
-        StepRun(plan, config, experts, workload.passes, room).moves,
+        StepRun(
+            plan, config, experts, workload.passes, room, None if facts is None else facts.kv
+        ).moves,
         write_program(config, experts.model, workload.passes).actions,
     )
     if facts is not None:
@@ -103,8 +106,9 @@ class StepRun:
     """
 
     def __init__(
-        self, plan: Plan, config: OffloadConfig, experts: StandIns, passes: int, room_nbytes: int
-    ) -> None:
+        self, plan: Plan, config: OffloadConfig, experts: StandIns, passes: int, room_nbytes: int,
+        kv: KVHeld | None = None,
+    ) -> None:  # fmt: skip
         passes = min(passes, _MOST_PASSES)
         self._plan = plan
         self._experts = experts
@@ -116,6 +120,7 @@ class StepRun:
         device = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
         self._device = HeldCopies(device if plan.gpu else 0, self._trace)
         self._name_states()
+        self._seats = dict(_seats(experts.model, kv))  # of caches, by the group before them
         self._fetches: list[Fetch] = []
         self._current: set[int] = set()  # groups whose mirror on the device is valid
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
@@ -224,6 +229,8 @@ class StepRun:
         self.host.work_on(self._weights[group])
         self._device.work_on(self._weights[group])
         self._bring(group, moved, HeldCopies.demand)
+        if group in self._seats and action.verb is Verb.FORWARD:
+            self._attend(self._seats[group], moved)
         self._decode(group, moved)
         if self._plan.prefetch and self._trace.learnt:
             self._fetch_ahead(action, moved)
@@ -240,6 +247,20 @@ class StepRun:
             moved.decoded += self._experts.used[group] * self._plan.groups[group].decoded
         memory.work_on(decoded)  # its codes have been read
 
+    def _attend(self, seat: _Seat, moved: Bytes) -> None:
+        """Attention reads the keys and values of a layer, and adds those of a token."""
+        self._trace.use(seat.pages.group)
+        if seat.pages.nbytes:
+            if seat.pages not in self.host:
+                self.host.work_on(self._weights[seat.group], seat.pages)
+                self.host.demand(seat.pages)
+                moved.from_nvme(seat.pages.nbytes, -(-seat.pages.nbytes // KV_PAGE_NBYTES))
+            self.host.work_on(self._weights[seat.group], seat.pages)
+        if self._plan.gpu:
+            moved.to_device += seat.elsewhere_nbytes
+            moved.to_host += seat.leaving_nbytes
+        moved.to_nvme(seat.written_nbytes, 0)
+
     def _fetch_ahead(self, action: Action, moved: Bytes) -> None:
         """Which experts a forward needs it knows when their router has spoken: from the first one
         of their table on."""
@@ -247,6 +268,8 @@ class StepRun:
         here = groups[action.group].table
         left = self._plan.prefetch
         for group in self._trace.upcoming():
+            if group >= len(groups):
+                continue  # pages of a cache come as those of the one before leave
             table = groups[group].table
             if table and table != here and action.verb is Verb.FORWARD:
                 continue
@@ -409,13 +432,42 @@ class PeakCopies:
         return sum(self.by_class.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A layer's cache in the trace. Bytes of one pass."""
+
+    group: int  # of its block
+    pages: Copyable  # on nvme
+    elsewhere_nbytes: int  # that are not where the model computes
+    leaving_nbytes: int  # added, on their way from there
+    written_nbytes: int
+
+
+def _seats(model: ModelShape, kv: KVHeld | None) -> Iterator[tuple[int, _Seat]]:
+    """As many as there are caches, over the blocks in order."""
+    blocks = [unit.groups[0] for unit in model.units if unit.repeated and unit.groups]
+    count = len(kv.read) if kv is not None else 0
+    if kv is None or not blocks or not count:
+        return
+    share = len(blocks)
+    for index, block in enumerate(blocks):
+        layers = slice(index * count // share, (index + 1) * count // share)
+        number = len(model.groups) + index
+        pages = Copyable(f"cache {index}", number, sum(kv.read[layers]), StateClass.KV)
+        yield (
+            block,
+            _Seat(block, pages, sum(kv.crossing[layers]), kv.leaving // share, kv.written // share),
+        )
+
+
 def find_copies(
-    plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int
-) -> PeakCopies:
+    plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int,
+    kv: KVHeld | None = None,
+) -> PeakCopies:  # fmt: skip
     """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`. In a
     long run every expert is touched, and leaves copies."""
     if not plan.copies_on_host:
         return PeakCopies({}, 0, staged=False)
     experts = stand_ins(plan, model, None, _MOST_COPIED)
-    run = StepRun(plan, config, experts, passes, room_nbytes)
+    run = StepRun(plan, config, experts, passes, room_nbytes, kv)
     return PeakCopies(run.host.most, run.host.high_water_nbytes, run.stages)

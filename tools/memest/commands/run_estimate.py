@@ -13,6 +13,7 @@ from offload.config.training import MOST_TOKENS
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.kv_plan import kv_in_tiers
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.files import write_file
@@ -54,6 +55,9 @@ def read_question(asked: EstimateOptions) -> Question:
     planned = config.owning_the_loop() if source.kind is SourceKind.YAML else config
     if generation is not None:
         planned = config.for_inference()
+        planned, _ = kv_in_tiers(
+            planned, source.shape, source.cache, generation.batch, generation.context
+        )
     case = Case(source, planned, workload, profile, speeds, asked.work.ep_size, generation)
     case.check_ep_size()
     return Question(case, config, (*assumed, *more))

@@ -8,6 +8,7 @@ from functools import cached_property
 from offload.config import OffloadConfig
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.experts import check_ranks, check_spread
+from offload.planning.plan.kv_plan import kv_in_tiers
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
 from offload.tools.memest.hardware.profiles import HardwareProfile
@@ -39,7 +40,11 @@ class Case:
             shape = shape.spread(self.ep_size)
         elif not self.config.splits_experts(self.profile.ranks):
             shape = shape.joined
-        return shape.stored(self.config.stored)
+        shape = shape.stored(self.config.stored)
+        if self.generation is None:
+            return shape
+        asked, cache = self.generation, self.source.cache
+        return kv_in_tiers(self.config, shape, cache, asked.batch, asked.context)[1]
 
     @property
     def sharding(self) -> Sharding:

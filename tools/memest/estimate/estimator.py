@@ -109,6 +109,7 @@ class Estimator:
                     config, workload, device, trains=False
                 ),
                 source.cache,
+                gpu=device != "cpu",
             )  # fmt: skip
         return self._passes[key]
 
@@ -118,6 +119,8 @@ class Estimator:
 
     def _planned(self, case: Case, *, any_fit: bool = False) -> RunPlan:
         baseline = known_baseline(case.config.precision, gpu=case.profile.gpu_free_nbytes > 0)
+        if case.generation is not None:
+            baseline = baseline.with_transformers()
         run = RunFacts(
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
             baseline, any_fit,

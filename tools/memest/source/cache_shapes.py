@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.config.training import ModelConfig
 from offload.planning.plan.cache_shape import CacheLayer, CacheShape, alike, windows_of
@@ -21,19 +21,20 @@ _USUAL_WINDOW_FROM = 28  # `max_window_layers` of Qwen
 def built_in_cache(model: ModelConfig) -> CacheShape:
     """Of the model of `offload train`, if it were served with a cache."""
     width = model.kv_head_count * (model.hidden // model.heads)
-    return alike(model.layers, CacheLayer(2 * width))
+    return alike(model.layers, CacheLayer(2 * width, heads=model.kv_head_count))
 
 
 def family_cache(family: Family, keys: Keys) -> CacheShape:
     """Of a decoder whose family is described, as transformers would make it."""
     if family.is_gpt2:
-        return alike(keys.layers("n_layer"), CacheLayer(2 * keys.size("n_embd")))
+        layer = CacheLayer(2 * keys.size("n_embd"), heads=keys.size("n_head"))
+        return alike(keys.layers("n_layer"), layer)
     layers, token_numel = keys.layers(), 2 * kv_heads(keys) * head_dim(keys)
     window = keys.size("sliding_window") if keys.raw("sliding_window") is not None else None
     types = keys.raw("layer_types")
     if not isinstance(types, list):
         types = list(_layer_types(family, keys, layers, window))
-    return windows_of([str(each) for each in types], window, token_numel)
+    return windows_of([str(each) for each in types], window, token_numel, kv_heads(keys))
 
 
 def _layer_types(family: Family, keys: Keys, layers: int, window: int | None) -> Iterator[str]:
@@ -67,17 +68,29 @@ def modules_cache(model: nn.Module) -> CacheShape | None:
     few, more = found
     if not few or len(few) != len(more):
         return None
-    return CacheShape(tuple(_layer(a, b) for a, b in zip(few, more, strict=True) if b[1]))
+    pairs = zip(few, more, strict=True)
+    return CacheShape(tuple(_layer(a, b) for a, b in pairs if b.numel))
 
 
-def _kept(model: nn.Module, length: int) -> list[tuple[int | None, int]]:
-    """Window and elements of each layer's cache."""
+class _Kept(NamedTuple):
+    """Of one layer."""
+
+    window: int | None
+    numel: int
+    heads: int
+
+
+def _kept(model: nn.Module, length: int) -> list[_Kept]:
     import torch
 
     output = model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=True)
     cache = getattr(output, "past_key_values", None)
     return [
-        (getattr(layer, "sliding_window", None), sum(t.numel() for t in _states(vars(layer))))
+        _Kept(
+            getattr(layer, "sliding_window", None),
+            sum(t.numel() for t in _states(vars(layer))),
+            getattr(getattr(layer, "keys", None), "shape", (1, 1))[1],
+        )
         for layer in getattr(cache, "layers", ())
     ]
 
@@ -96,6 +109,6 @@ def _states(values: Any) -> Iterator[Tensor]:
             yield from _states(each)
 
 
-def _layer(few: tuple[int | None, int], more: tuple[int | None, int]) -> CacheLayer:
-    token_numel = (more[1] - few[1]) // (_LENGTHS[1] - _LENGTHS[0])
-    return CacheLayer(token_numel, few[0], few[1] - token_numel * _LENGTHS[0])
+def _layer(few: _Kept, more: _Kept) -> CacheLayer:
+    token_numel = (more.numel - few.numel) // (_LENGTHS[1] - _LENGTHS[0])
+    return CacheLayer(token_numel, few.window, few.numel - token_numel * _LENGTHS[0], few.heads)
