@@ -26,9 +26,9 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_modules import ModuleInfo, module_db
 
 MOST_CASES = 8  # per module, spread over all there are; 857 of 2.13's are of one loss
-# Of PyTorch 2.13's 3618 cases 3560 are equal, of the 1784 taken 1726; an older one has fewer. The
+# Of PyTorch 2.13's 3618 cases 3560 are equal, of the 668 taken 624; an older one has fewer. The
 # others are lazy modules and what PyTorch itself cannot run. Fewer have gradients, 260 in 2.11.
-LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 900, 250, 0.94
+LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 400, 250, 0.9
 
 outcomes: Counter[str] = Counter()
 
@@ -153,7 +153,10 @@ def test_gradients_through_the_hooks_equal_plain_autograd(
     if torch.float32 not in info.supported_dtypes("cpu"):
         outcomes["no float32"] += 1
         return
-    for case in cases(info, training, most=1 << 20 if long else MOST_CASES):
+    chosen = cases(info, training, most=1 << 20 if long else MOST_CASES)
+    if not long and chosen and not list(build(info, chosen[0], training).module.parameters()):
+        chosen = chosen[:: max(1, len(chosen) - 1)]  # nothing of it moves: the first and the last
+    for case in chosen:
         outcomes[compare(info, case, training, folder)] += 1
 
 
