@@ -36,8 +36,8 @@ class Refusal:
     def __call__(self, module: nn.Module, args: Any) -> None:
         raise StateError(
             "the engine is closed and this model's parameters went with it; build the model anew, "
-            "or give it to offload.initialize with weights= (engine.save_checkpoint or state_dict "
-            "before close keep them)"
+            "or give it to offload.initialize or offload.dispatch with weights= "
+            "(engine.save_checkpoint or state_dict before close keep them)"
         )
 
     @staticmethod

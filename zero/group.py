@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from offload.zero.packed import ExpertTable
 
 NO_COPIES = (
-    "a model that trains through an engine has its parameters in the engine's tiers. Use "
-    "model.state_dict() or engine.save_checkpoint(), or copy the model before offload.initialize"
+    "its parameters are in tiers, not in its modules. Use model.state_dict() or "
+    "engine.save_checkpoint(), or copy the model before offload.initialize or offload.dispatch"
 )
 
 
@@ -387,7 +387,7 @@ class ParamGroup:
                 raise UnsupportedError(
                     f"{spec.name}.data was set to {tuple(given.shape)}, {given.dtype} on "
                     f"{given.device}, and is {tuple(spec.shape)}, {self.dtype} on {flat.device} in "
-                    "the engine's tiers; change the model before offload.initialize, or "
+                    "its tiers; change the model before offload.initialize or offload.dispatch, or "
                     "precision: and device: in the configuration"
                 )
             view = flat[spec.offset : spec.stop].view(spec.shape)

@@ -49,9 +49,9 @@ class OneThread:
         if self._depth and other != this and not (_is_autograds(this) or _is_autograds(other)):
             raise StateError(
                 f"thread {_name(this)} uses a model or its optimizer while thread "
-                f"{_name(other)} is in a call of the same one: an engine follows the calls of "
-                "one thread; let threads take turns (a threading.Lock around "
-                "forward, backward and step), or give each a model and engine of its own"
+                f"{_name(other)} is in a call of the same one: its tiers follow the calls of one "
+                "thread; let threads take turns (a threading.Lock around forward, backward and "
+                "step, or generate), or give each a model of its own"
             )
 
     def __exit__(self, *_: object) -> None:

@@ -102,8 +102,8 @@ class PackedValues:
             if (tuple(values.shape), values.dtype) != wanted:
                 raise UnsupportedError(
                     f"{packed.name}.data was set to {tuple(values.shape)}, {values.dtype}, and is "
-                    f"{wanted[0]}, {wanted[1]} in the engine's tiers; change the model before "
-                    "offload.initialize"
+                    f"{wanted[0]}, {wanted[1]} in its tiers; change the model before "
+                    "offload.initialize or offload.dispatch"
                 )
             now = [digest(row) for row in values]
             pairs = zip(now, self._shown[packed], strict=True)

@@ -370,9 +370,9 @@ class ReleasedParameters:
         if (value.shape, value.dtype, value.device) != wanted:
             raise UnsupportedError(
                 f"{name}.data was set to {tuple(value.shape)}, {value.dtype} on {value.device}, "
-                f"and is {tuple(param.shape)}, {param.dtype} on {param.device} in the engine's "
-                "tiers; change the model before offload.initialize, or precision: and device: in "
-                "the configuration"
+                f"and is {tuple(param.shape)}, {param.dtype} on {param.device} in its tiers; "
+                "change the model before offload.initialize or offload.dispatch, or precision: and "
+                "device: in the configuration"
             )
         with torch.no_grad():
             for source in list(self._sources):
