@@ -70,9 +70,9 @@ def dispatch(
     """
     loaded = OffloadConfig.load({} if config is None else config)
     refuse_shared(model)
-    config_, only = _precision(loaded, model)
+    chosen, only = _precision(loaded, model)
     with torch.inference_mode(False), LazyWeights(model, only) as lazy:
-        Dispatched(model, config_, lazy, weights=weights, only=only)
+        Dispatched(model, chosen, lazy, weights=weights, only=only)
     return model
 
 

@@ -47,6 +47,7 @@ from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 from offload.zero.local_tensors import local_of
+from offload.zero.micro_batches import blocks_of
 from offload.zero.ranks import Ranks
 from offload.zero.sharding import ALONE
 from offload.zero.shared_views import refuse_shared_views
@@ -99,6 +100,8 @@ class TieredModel(abc.ABC):
             only=only,
         )  # fmt: skip
         self.spread.check_groups(discovery.groups)
+        if config.micro_batches != 1:
+            blocks_of(int(config.micro_batches), discovery.units)  # before anything is allocated
         return discovery.stored(config.stored)
 
     def _find_tensor_parallel(

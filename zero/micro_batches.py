@@ -94,14 +94,7 @@ class MicroBatching:
         `compare=False` skips the test for mixed samples: without values it cannot be made.
         `splitters` are for calls without gradients. `check` is given the name of each block that is
         called without them."""
-        blocks = [unit for unit in units if unit.repeated]
-        if not blocks:
-            raise UnsupportedError(
-                f"micro_batches: {count} needs repeated blocks, and none were found in this model; "
-                "name their class in groups.blocks, or use gradient_accumulation_steps"
-            )
-        for unit in blocks:
-            refuse_batch_norm(unit, count)
+        blocks = blocks_of(count, units)
         self._blocks = [
             _BatchedBlock(unit, count, backward, compare, splitters or {}, check) for unit in blocks
         ]
@@ -109,6 +102,20 @@ class MicroBatching:
     def remove(self) -> None:
         for block in self._blocks:
             block.remove()
+
+
+def blocks_of(count: int, units: Sequence[Unit]) -> list[Unit]:
+    """Those that run over `count` pieces. UnsupportedError where there are none, or one holds a
+    batch norm."""
+    blocks = [unit for unit in units if unit.repeated]
+    if not blocks:
+        raise UnsupportedError(
+            f"micro_batches: {count} needs repeated blocks, and none were found in this model; "
+            "name their class in groups.blocks, or use gradient_accumulation_steps"
+        )
+    for unit in blocks:
+        refuse_batch_norm(unit, count)
+    return blocks
 
 
 class _BatchedBlock:
