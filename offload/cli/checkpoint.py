@@ -94,11 +94,11 @@ def export(
     from offload.integrations.changed_weights import Change
     from offload.integrations.hub_export import write_hub_format
     from offload.tiers.units import format_bytes
-    from offload.zero.storage import HEAD
 
     write = write_hub_format
     if storage is not None:
-        change = Change.of(None, storage, group_size, [HEAD] if skip is None else skip)
+        _check_folder(path, out)
+        change = Change.of(None, storage, group_size, skip)
         write = partial(write_hub_format, change=change)
     files = run(path, out, None if dtype is None else str(dtype), source, write)
     nbytes = sum(file.stat().st_size for file in files)
@@ -108,6 +108,21 @@ def export(
         typer.echo(f"with {', '.join(others)}")
     if "config.json" in others and not any(name.startswith("tokenizer") for name in others):
         typer.echo("without a tokenizer: --source FOLDER names the folder that has its files")
+
+
+def _check_folder(path: Path, out: Path) -> None:
+    """ConfigError where no folder of transformers would be written: codes have no other place."""
+    from offload.checkpoint.reader import CheckpointReader
+    from offload.tiers.errors import ConfigError
+
+    if out.suffix == ".safetensors":
+        raise ConfigError(f"--storage: {out} is one file, which says of no codes; name a folder")
+    with CheckpointReader(path) as reader:
+        if reader.manifest.model is None:
+            raise ConfigError(
+                f"--storage: the model of {path} is none of transformers, whose folders alone say "
+                "what codes stand for"
+            )
 
 
 @checkpoint_app.command("import-deepspeed")

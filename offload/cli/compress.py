@@ -44,12 +44,11 @@ def compress(
     from_pretrained opens. One tensor is in RAM at a time."""
     from offload.integrations.compress import compress as run
     from offload.tiers.units import format_bytes
-    from offload.zero.storage import HEAD
 
     kept = None if layers is None else _numbers(layers)
     files = run(
         folder, out, layers=kept, prune=prune, storage=storage, group_size=group_size,
-        skip=[HEAD] if skip is None else skip,
+        skip=skip,
     )  # fmt: skip
     nbytes = sum(file.stat().st_size for file in files)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

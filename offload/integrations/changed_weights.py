@@ -29,10 +29,12 @@ class Change:
 
     pruning: Pruning | None = None
     weights: WeightFormat | None = None
-    skip: Sequence[str] = (HEAD,)
+    skip: Sequence[str] | None = None  # None: HEAD, where there is one
 
     @staticmethod
-    def of(prune: str | None, storage: str | None, group_size: int, skip: Sequence[str]) -> Change:
+    def of(
+        prune: str | None, storage: str | None, group_size: int, skip: Sequence[str] | None
+    ) -> Change:
         """ConfigError for what there is not."""
         weights = None
         if storage is not None:
@@ -43,7 +45,7 @@ class Change:
                 weights = WeightFormat(Code[storage.upper()], group_size)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
-        return Change(None if prune is None else Pruning(prune), weights, tuple(skip))
+        return Change(None if prune is None else Pruning(prune), weights, skip)
 
 
 class NamedTensors(Tensors, Protocol):
@@ -127,6 +129,12 @@ def _chosen(
     saved: NamedTensors, model: nn.Module, change: Change, transposed: Collection[str]
 ) -> tuple[set[str], list[str]]:
     """Of the model: names of the weights to be changed, and of the linear layers that are not."""
+    skip = (HEAD,) if change.skip is None else change.skip
+    for pattern in change.skip or ():
+        if not any(is_named(name, pattern) for name, _ in model.named_parameters()):
+            raise ConfigError(
+                f"skip: {pattern!r:.60} names no module and no parameter of {type(model).__name__}"
+            )
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     shared = {*tied, *tied.values()}
     chosen, others = set(), []
@@ -137,14 +145,14 @@ def _chosen(
             continue
         # what files have in another shape (fused, experts) stays as it is
         may = weight in saved.names and (linear or change.weights is None)
-        if may and weight not in shared and not any(is_named(weight, each) for each in change.skip):
+        if may and weight not in shared and not any(is_named(weight, each) for each in skip):
             chosen.add(weight)
         elif linear:
             others.append(name)
     if not chosen:
         raise ConfigError(
             f"no weight of {type(model).__name__} is left to be changed: its linear layers are "
-            f"skipped ({', '.join(change.skip)}), or its files have them fused"
+            f"skipped ({', '.join(skip)}), or its files have them fused"
         )
     files = {saved.names[name] for name in chosen}
     experts = [

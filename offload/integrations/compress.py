@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from offload.checkpoint.disk import storage_errors
@@ -21,7 +22,6 @@ from offload.lazy_tensors import LazyTensor
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.hooks import UnitHooks
-from offload.zero.storage import HEAD
 
 _PIECE_NUMEL = 1 << 22
 _SPELT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -35,7 +35,7 @@ def compress(
     prune: str | None = None,
     storage: str | None = None,
     group_size: int = 64,
-    skip: Sequence[str] = (HEAD,),
+    skip: Sequence[str] | None = None,
 ) -> list[Path]:
     """Write a folder that transformers' `from_pretrained` opens; its files. One tensor is in RAM at
     a time.
@@ -48,7 +48,8 @@ def compress(
     quantises: "int4" and "int8" in the format of compressed-tensors, "nf4" in that of bitsandbytes,
     with `group_size` elements per scale. The codes are those of `storage:` in the configuration: a
     model whose weights are stored so computes with the same values. Pruning and quantising are of
-    the weights of linear layers, but those that `skip` names (modules, or ends of their names).
+    the weights of linear layers, but those that `skip` names (modules, or ends of their names; by
+    default `lm_head`).
 
     ConfigError for what cannot be done with this model, PathError where `out` cannot be made,
     CheckpointError for values that the format does not hold.
@@ -121,6 +122,12 @@ class ModelInHubFormat:
     def check(self, storage: str | None) -> None:
         """UnsupportedError where `storage` would change values that the model computes with."""
         kept = None if self._owner is None else self._owner.config.storage
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if self._owner is not None and not alone:
+            raise UnsupportedError(
+                "of a model on several ranks none writes a folder by itself; save a checkpoint, "
+                "and write it with offload checkpoint export --storage"
+            )
         in_int8 = storage == "int8" and kept is not None and kept.weights == "int8"
         if in_int8 and self.dtype != torch.float32:
             raise UnsupportedError(

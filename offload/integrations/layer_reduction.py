@@ -23,7 +23,9 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
     which a block's place changes what it computes.
     """
     settings: Any = model.config.get_text_config()
-    count = int(settings.num_hidden_layers)
+    count = getattr(settings, "num_hidden_layers", None)
+    if not isinstance(count, int):
+        raise UnsupportedError(f"layers: {type(settings).__name__} has no num_hidden_layers")
     if not kept or sorted(set(kept)) != list(kept) or not 0 <= kept[0] <= kept[-1] < count:
         raise ConfigError(f"layers: expected numbers from 0 to {count - 1} in order, got {kept}")
     found = [

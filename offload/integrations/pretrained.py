@@ -7,6 +7,7 @@ heads and the report of what is missing are its own. What it is given are lazy t
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Mapping
@@ -220,7 +221,7 @@ def _take_quantisation(settings: Any, folder: Path) -> Mapping[str, Any] | None:
 def _transposed(kind: Any, settings: Any) -> set[str]:
     """Names of weights as files may have them: with the base model's prefix, and without."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        names = transposed_weights(kind(settings))
+        names = transposed_weights(kind(copy.deepcopy(settings)))  # which it adds to
     prefix = f"{kind.base_model_prefix}."
     return names | {name.removeprefix(prefix) for name in names} | {prefix + n for n in names}
 

@@ -251,8 +251,19 @@ def test_a_checkpoint_is_exported_in_codes(folder: Path, tmp_path: Path) -> None
     offload.compress(folder, tmp_path / "expected", storage="int4", group_size=32)
     found, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
     assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
+    one_file = [*command[:3], str(tmp_path / "out.safetensors"), "--storage", "int4"]
+    assert CliRunner().invoke(app, one_file).exit_code == 2
     said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert said["ignore"] == ["lm_head"]
+
+
+def test_a_checkpoint_of_another_model_is_not_exported_in_codes(tmp_path: Path) -> None:
+    with offload.initialize(torch.nn.Linear(32, 32), config(tmp_path, HOST)) as engine:
+        engine.save_checkpoint(tmp_path / "checkpoint")
+    command = ["checkpoint", "export", str(tmp_path / "checkpoint"), str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*command, "--storage", "int4"])
+    assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_of_an_unknown_class_is_not_exported_in_codes(tmp_path: Path) -> None:
@@ -433,6 +444,7 @@ def test_a_block_whose_place_matters_is_not_moved(tmp_path: Path) -> None:
         ({"storage": "int4", "group_size": 48}, "group_size: expected one of"),
         ({"storage": "int4", "group_size": 256}, "no whole groups of 256"),
         ({"storage": "int4", "skip": ["*"]}, "is left to be changed"),
+        ({"storage": "int4", "skip": ["lm_haed"]}, "'lm_haed' names no module"),
         ({"prune": "1:4"}, "expected 2:4, or a share"),
         ({"prune": "0%"}, "expected 2:4"), ({"prune": "100%"}, "expected 2:4"),
         ({"layers": []}, "expected numbers from 0 to 1"),
