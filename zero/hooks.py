@@ -64,11 +64,15 @@ class UnitHooks:
         self._calls: list[_Call] = []  # under way, the outermost first
         self._removable: list[RemovableHandle | _Guard] = []
         self._names = {id(module): name for name, module in model.named_modules()}
-        if all(unit.module is not model for unit in units):
+        self._units = units
+        called = {id(unit.module) for unit in units}
+        if id(model) not in called:
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
-        self._units = units
+        for name, module in model.named_modules():
+            if name and id(module) not in called and self._read_ahead_by(module):
+                self._install(Unit(name, module))
 
     def follow_recomputation(self) -> None:
         """Gather also for modules within units that are called in a backward pass, to be computed
@@ -89,12 +93,24 @@ class UnitHooks:
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
+        ahead = self._read_ahead_by(unit.module)
         is_expert = bool(unit.table)
 
         def before(module: nn.Module, args: Any) -> None:
-            self._begin(module, groups, is_expert=is_expert)
+            more = ahead if ahead and _may_take_the_fast_path(module) else []
+            self._begin(module, [*groups, *more], is_expert=is_expert)
 
         self._register(unit.module, before)
+
+    def _read_ahead_by(self, module: nn.Module) -> list[ParamGroup]:
+        """The groups of an encoder's first layer: before it calls a layer it asks of what class
+        this one's parameters are, and where they are released computes in another way (what is
+        padded is not zero then)."""
+        if not isinstance(module, nn.TransformerEncoder):
+            return []
+        first = {id(each) for each in module.layers[:1].modules()}
+        found = [index for unit in self._units if id(unit.module) in first for index in unit.groups]
+        return [self._groups[index] for index in dict.fromkeys(found)]
 
     def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
         """Hooks on a module within a unit: a checkpoint around a part of the unit calls that part
@@ -280,6 +296,13 @@ class UnitHooks:
         self._calls.clear()
         for each in self._removable:
             each.remove()
+
+
+def _may_take_the_fast_path(encoder: nn.Module) -> bool:
+    """As `nn.TransformerEncoder` decides, but for its input."""
+    if encoder.training:
+        return False
+    return not (torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters()))
 
 
 def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:

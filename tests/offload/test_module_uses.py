@@ -17,6 +17,7 @@ from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
+    NVME,
     ON,
     WIDTH,
     Block,
@@ -97,6 +98,44 @@ def test_multihead_attention_reads_its_projection_without_calling_it(make: MakeE
     data = floats(1, 2, 3, 160)  # one step: its key bias has no gradient but rounding
     engine = check(make, WideAttention, square_loss, data)
     assert len(engine.runtime.groups) > 1
+
+
+class Encoder(nn.Module):
+    """Computes what is not padded alone, in `eval`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        y: Tensor = self.encoder(self.first(x), src_key_padding_mask=padded)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("build", [Encoder, lambda: seeded(Encoder).encoder], ids=["within", "all"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_encoder_takes_its_fast_path_wherever_its_first_layer_is(
+    make: MakeEngine, build: Any, frozen: bool
+) -> None:
+    x = floats(1, 3, 7, 32)[0].to(ON)
+    padded = torch.arange(7, device=ON) >= torch.tensor([[5], [7], [3]], device=ON)
+    plain = seeded(build).to(ON).eval().requires_grad_(not frozen)
+    context = torch.enable_grad if frozen else torch.no_grad
+    with context():
+        expected = (
+            plain(x, src_key_padding_mask=padded) if build is not Encoder else plain(x, padded)
+        )
+    assert not expected[padded].any()
+    for placement in HOST, NVME:
+        engine = make(seeded(build).requires_grad_(not frozen), placement)
+        model = engine.module.eval()
+        with context():
+            found = model(x, padded) if build is Encoder else model(x, src_key_padding_mask=padded)
+        assert torch.equal(found, expected)
+        engine.check_integrity()
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights:UserWarning")  # cuDNN copies them together
