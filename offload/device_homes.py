@@ -51,7 +51,8 @@ class DeviceHomes:
         self._reads = OpenReads(device)
         self._leases: list[Lease] = []
         mark_here(device).wait()  # what PyTorch has freed may still be read, by streams of its own
-        if accelerator.is_accelerator(device) and plan.device is None:
+        trains = any(group.layout.numel_trainable for group in plan.groups)
+        if accelerator.is_accelerator(device) and plan.device is None and trains:
             _log.warning(
                 "gradients are converted and their norm is taken on the CPU, and each is waited "
                 "for: %s", triton_launch.missing(device),
@@ -97,7 +98,9 @@ class DeviceHomes:
             self._lease(plan.outbox_nbytes, f"gradients leaving, buffer {index}")
             for index in range(plan.outbox_buffers)
         ]
-        partials = self._lease(plan.partials_nbytes, "sums of squares").view(torch.float64)
+        partials = None
+        if plan.partials_nbytes:
+            partials = self._lease(plan.partials_nbytes, "sums of squares").view(torch.float64)
         outbox = Outbox(waiting, self.links) if waiting else None
         return DeviceWork(self._stream, self._update_links, buffers, partials, outbox)
 

@@ -73,7 +73,7 @@ def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWor
     patch.setattr(offload.swap.activation_returns, "DEVICE_NBYTES", 8 * KIB)
     patch.setattr(offload.planning.plan.activation_plan, "LEAST_WINDOW_NBYTES", 16 * KIB)
     # asked of each block once, at length, and not of its streams
-    patch.setattr(offload.zero.micro_batches, "refuse_mixing", lambda *args: None)
+    patch.setattr(offload.zero.micro_batches, "refuse_mixing", lambda *args, **keys: None)
     world = CheckedWorld(patch, **options)
     patch.setattr(offload.homes, "DeviceHomes", world.device_homes)
     return world

@@ -43,7 +43,7 @@ class DevicePlan:
 
     @property
     def partials_nbytes(self) -> int:
-        return pages(self.partials_numel * 8)
+        return pages(self.partials_numel * 8) if self.partials_numel else 0
 
     @property
     def total_nbytes(self) -> int:
@@ -65,11 +65,11 @@ def plan_device(
     _check_codes(kinds, hardware)
     if not hardware.device_nbytes or hardware.kernels_missing is not None:
         return None
-    leave = tiers_of(placements, StateClass.GRADIENTS) != {Tier.DEVICE}
+    together = max((group.layout.shard_trainable for group in kinds), default=0)
+    leave = together > 0 and tiers_of(placements, StateClass.GRADIENTS) != {Tier.DEVICE}
     stepped = Tier.DEVICE in tiers_of(placements, StateClass.OPTIMIZER)
     staging = _staging_nbytes(placements, kinds, sizes) if stepped else 0
     largest = max((numel for group in kinds for numel in group.trained_numels), default=0)
-    together = max((group.layout.shard_trainable for group in kinds), default=0)
     return DevicePlan(
         outbox_buffers=_OUTBOX_BUFFERS if leave else 0,
         outbox_nbytes=_outbox_nbytes(largest, together, budget_nbytes) if leave else 0,
