@@ -33,6 +33,7 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream, mark_here
 from offload.swap.swap_file import SwapFile, check_directory
+from offload.swap.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
 from offload.tiers.extent import PAGE_NBYTES
@@ -75,6 +76,8 @@ class TieredHomes:
         self._memory: dict[Tier, MemoryTier] = {}
         self.store: BlockStore | None = None
         self._staging: list[Lease] = []
+        # as many threads as PyTorch computes with; they start when there is much to decode
+        self._run = ParallelRunner(torch.get_num_threads(), min_share=1)
         with ExitStack() as opened:
             opened.callback(self._close_memory)
             for tier in Tier:
@@ -180,7 +183,8 @@ class TieredHomes:
         def home(stored: int, _: int) -> State:
             return self._computed_with(tier, label, stored, piece, StateClass.PARAMETERS, next_use)
 
-        codec = WeightCodes(lay_out_codes(layout, self._itemsize), FLOAT_OF[self._dtype])
+        kind = FLOAT_OF[self._dtype]
+        codec = WeightCodes(lay_out_codes(layout, self._itemsize), kind, self._run)
         if self.plan.gpu:
             return self._device.coded(nbytes, codec, home, next_use)
         return CodedState(nbytes, nbytes, codec, home, self.pool, next_use)
@@ -333,6 +337,7 @@ class TieredHomes:
                 last_first.callback(tier.close)
             if self.store is not None:
                 last_first.callback(self.store.close)
+            last_first.callback(self._run.close)
 
 
 def _backend_options(nvme: NvmeConfig) -> dict[str, int]:

@@ -108,11 +108,14 @@ def _linear(
     stored = find(weight)
     if stored is None or not multiplies(input, stored.part):
         return NotImplemented
-    if input.dtype is not stored.dtype or torch.is_autocast_enabled("cpu"):
+    if type(input) is not torch.Tensor or input.dtype is not stored.dtype:
+        return NotImplemented
+    if torch.is_autocast_enabled("cpu"):
         return NotImplemented
     if input.device != stored.stored.device or input.shape[-1] != weight.shape[1]:
         return NotImplemented  # an error of PyTorch's
-    return linear(input, stored.stored, stored.part, _as_raw(bias, find), stored.codec.run)
+    run = stored.codec.runner(stored.part)
+    return linear(input, stored.stored, stored.part, _as_raw(bias, find), run)
 
 
 def _embedding(

@@ -15,6 +15,8 @@ from offload.tiers.accelerator import is_accelerator
 from offload.zero.bits import DTYPE_OF, array_of
 from offload.zero.coded_layout import CodedLayout, CodedPart
 
+_SHARED_NUMEL = 1 << 20
+
 
 @dataclass(frozen=True)
 class WeightCodes:
@@ -24,6 +26,10 @@ class WeightCodes:
     layout: CodedLayout
     kind: Float  # of the values in a slot
     run: Runner = serial
+
+    def runner(self, part: CodedPart) -> Runner:
+        """What shares work on a parameter: small ones are not worth waking a thread for."""
+        return self.run if part.spec.numel >= _SHARED_NUMEL else serial
 
     def stored_nbytes(self, nbytes: int) -> int:
         if nbytes != self.layout.nbytes:
@@ -67,7 +73,7 @@ class WeightCodes:
             device_kernels.encode_weights(typed, words, codes, part.weights)
             return
         arrays = array_of(values, self.kind), words.numpy().view(np.uint32), codes.numpy()
-        encode_weights(*arrays, part.weights, self.kind, self.run)
+        encode_weights(*arrays, part.weights, self.kind, self.runner(part))
 
     def decode_part(self, part: CodedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
         """The reverse of `encode_part`."""
@@ -80,7 +86,7 @@ class WeightCodes:
             device_kernels.decode_weights(words, codes, typed, part.weights)
             return
         arrays = words.numpy().view(np.uint32), codes.numpy(), array_of(values, self.kind)
-        decode_weights(*arrays, part.weights, self.kind, self.run)
+        decode_weights(*arrays, part.weights, self.kind, self.runner(part))
 
 
 def split_codes(
