@@ -211,6 +211,8 @@ class Dispatched(TieredModel):
         """Bytes per tier, bytes moved, and seconds waited so far. It waits for nothing: numbers of
         what is under way may change while they are read."""
         lanes = [*self._homes.lanes(), *self.store.ranks.lanes()]
+        if self._kv is not None:
+            self._kv.tidy()
         seen = self._seen()
         if self.plan.kv is not None:
             seen["placements"]["kv"] = self.plan.kv.placement.describe()

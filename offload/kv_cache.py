@@ -8,8 +8,10 @@ of lengths, masks and windows what transformers has them say.
 
 from __future__ import annotations
 
+import abc
+import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -40,9 +42,11 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
     """What all layers in tiers have in common. `keys` and `values` are read from the tiers."""
 
     is_compileable = False
+    _parts: dict[tuple[int, int], _Paged]
 
     def _own(self, store: KVStore, name: str, window: int | None = None) -> None:
         self._store, self._name, self._window = store, name, window
+        self._parts = {}  # of the batch, where blocks compute it in pieces, by their rows
         self._hold(store.pages(name, window))
 
     def _hold(self, pages: KVPages) -> None:
@@ -72,9 +76,11 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         self._refuse(given)
 
     def _whole(self, **which: bool) -> torch.Tensor | None:
-        if not self.is_initialized:
+        layers = self._each()
+        if not layers[0].is_initialized:
             return None
-        return self._pages.read(**which, length=self._after_store())[0]
+        found = [layer._pages.read(**which, length=layer._after_store())[0] for layer in layers]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     @staticmethod
     def _refuse(given: torch.Tensor | None) -> None:
@@ -88,6 +94,33 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._join()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._update(key_states, value_states)
+
+    @abc.abstractmethod
+    def _update(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def get_seq_length(self) -> int:
+        return self._each()[0]._seen()
+
+    def _seen(self) -> int:
+        """Tokens that there were, those outside of a window too."""
+        return self._pages.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        layer = self._each()[0]
+        if layer is not self:
+            return layer.get_mask_sizes(query_length)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length)
+        return sizes
+
     def offload(self) -> None:
         """Its home is where the placement says."""
 
@@ -96,27 +129,42 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens. (transformers' own dynamic layers keep as many, of zeros.)"""
+        for layer in self._each():
+            layer._reset()
+
+    def _reset(self) -> None:
         self._pages.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.get_seq_length() > 0:
-            self._pages.select(beam_idx)
+            self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.get_seq_length() > 0:
-            rows = torch.arange(self._pages.batch).repeat_interleave(repeats)
-            self._pages.select(rows)
+            self._join()
+            self._select(torch.arange(self._pages.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
         if self.get_seq_length() > 0:
+            self._join()
             if isinstance(indices, torch.Tensor):
                 indices = indices.cpu()
-            self._pages.select(torch.arange(self._pages.batch)[indices])
+            self._select(torch.arange(self._pages.batch)[indices])
+
+    def _select(self, rows: torch.Tensor) -> None:
+        rows = rows.cpu()
+        spans = [(rows[start:stop], start, stop) for start, stop in self._parts]
+        if not all(((own >= start) & (own < stop)).all() for own, start, stop in spans):
+            self._join()  # beams of one sample in two pieces
+        if not self._parts:
+            self._pages.select(rows)
+        for (start, stop), part in self._parts.items():
+            part._pages.select(rows[start:stop] - start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Paged:
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        other = self._like()
         other._hold(self._pages.copied())
+        other._parts = {rows: copy.deepcopy(part, memo) for rows, part in self._parts.items()}
         memo[id(self)] = other
         return other
 
@@ -126,6 +174,75 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
             "prompt again where it is needed, or remove placement.kv"
         )
 
+    # ---------------------------------------------------------------- pieces of the batch
+    def of_rows(self, rows: slice, batch: int) -> _Paged:
+        """The layer that has these rows of it, of `batch`, alone: from here on it is where they
+        are. Asked for other rows than before, or for all, they are put together first."""
+        asked = rows.start, rows.stop
+        if asked in self._parts:
+            return self._parts[asked]
+        touched = sorted(
+            each for each in self._parts if each[0] < rows.stop and rows.start < each[1]
+        )
+        if touched and (touched[0][0], touched[-1][1]) == asked:
+            part = self._joined(touched)
+        else:
+            if touched:
+                self._join()
+            part = self._part(rows)
+        part._name = f"{self._name}, rows {rows.start} to {rows.stop - 1}"
+        self._parts[asked] = part
+        if sum(stop - start for start, stop in self._parts) == batch:
+            self._pages.clear()
+        return part
+
+    def _each(self) -> list[_Paged]:
+        """The parts, in their order, or the layer itself."""
+        return [self._parts[rows] for rows in sorted(self._parts)] or [self]
+
+    def _like(self) -> _Paged:
+        """Another one, without pages."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _parts={})
+        return other
+
+    def _part(self, rows: slice) -> _Paged:
+        part = self._like()
+        if self._pages.length:
+            part._hold(self._pages.copied())
+            part._pages.select(torch.arange(rows.start, rows.stop))
+            return part
+        known = (layer._pages.page_tokens for layer in (self, *self._parts.values()))
+        tokens = next((count for count in known if count is not None), None)
+        part._hold(self._store.pages(self._name, self._window, tokens))
+        return part
+
+    def _joined(self, rows: Sequence[tuple[int, int]]) -> _Paged:
+        """One part in place of some."""
+        parts = [self._parts[each] for each in rows]
+        joined = parts[0]._like()
+        joined._hold(self._store.pages(self._name, self._window, parts[0]._pages.page_tokens))
+        if len({part.get_seq_length() for part in parts}) > 1:
+            raise StateError(
+                f"{self._name}: pieces of the batch have different lengths, as behind a forward "
+                "that was interrupted; make a new cache"
+            )
+        if parts[0]._pages.batch:
+            joined._pages.join([part._pages for part in parts])
+        for each in rows:
+            self._parts.pop(each)._pages.close()
+        return joined
+
+    def _join(self) -> None:
+        """Be one layer again."""
+        if not self._parts:
+            return
+        joined, name = self._joined(sorted(self._parts)), self._name
+        self._pages.close()
+        joined._given_back.detach()
+        self.__dict__.update(joined.__dict__, _name=name)
+        self._hold(joined._pages)
+
 
 class PagedLayer(_Paged, DynamicLayer):  # type: ignore[misc]
     """A `DynamicLayer` in tiers."""
@@ -134,22 +251,18 @@ class PagedLayer(_Paged, DynamicLayer):  # type: ignore[misc]
         DynamicLayer.__init__(self)
         self._own(store, name)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    def _update(
+        self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return self._pages.extend(key_states, value_states)
-
-    def get_seq_length(self) -> int:
-        return self._pages.length
+        return self._pages.extend(keys, values)
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `DynamicLayer.crop`: a positive number is the length to crop to."""
-        length, tokens_to_remove = self._pages.length, int(tokens_to_remove)  # it may be a tensor
-        if tokens_to_remove > 0:
-            tokens_to_remove = max(0, length - tokens_to_remove)
-        self._pages.drop_last(abs(tokens_to_remove))
+        length, removed = self.get_seq_length(), int(tokens_to_remove)  # it may be a tensor
+        if removed > 0:
+            removed = max(0, length - removed)
+        for layer in self._each():
+            layer._pages.drop_last(abs(removed))
 
 
 class PagedSlidingLayer(_Paged, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -160,41 +273,51 @@ class PagedSlidingLayer(_Paged, DynamicSlidingWindowLayer):  # type: ignore[misc
         self.cumulative_length = 0
         self._own(store, name, sliding_window)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    def _update(
+        self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         keep = None if self.record_past else self.sliding_window - 1
-        whole = self._pages.extend(key_states, value_states, keep=keep)
-        self.cumulative_length += key_states.shape[-2]
+        whole = self._pages.extend(keys, values, keep=keep)
+        self.cumulative_length += keys.shape[-2]
         return whole
+
+    def _seen(self) -> int:
+        return self.cumulative_length
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+        for layer in self._parts.values():
+            layer.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `DynamicSlidingWindowLayer.crop`."""
-        length, tokens_to_remove = self.cumulative_length, int(tokens_to_remove)
+        for layer in self._each():
+            cast(PagedSlidingLayer, layer)._crop(int(tokens_to_remove))
+
+    def _crop(self, removed: int) -> None:
+        length = self.cumulative_length
         if length >= self.sliding_window:
             if not self.record_past:
                 raise StateError(
                     f"{self._name}: the window is full and what was before it is gone; call "
                     "activate_past_recording before what is to be cropped"
                 )
-            if tokens_to_remove > 0:
+            if removed > 0:
                 raise StateError(
                     f"{self._name}: the window is full: crop takes a negative number, of tokens to "
                     "remove"
                 )
-        elif tokens_to_remove > 0:
-            tokens_to_remove = max(0, length - tokens_to_remove)
-        self._pages.drop_last(abs(tokens_to_remove))
+        elif removed > 0:
+            removed = max(0, length - removed)
+        self._pages.drop_last(abs(removed))
         if length < self.sliding_window:
             self.cumulative_length = self._pages.length
             return
-        self.cumulative_length = length - abs(tokens_to_remove)
+        self.cumulative_length = length - abs(removed)
         self._pages.keep_last(self.sliding_window - 1)
 
-    def reset(self) -> None:
-        super().reset()
+    def _reset(self) -> None:
+        super()._reset()
         self.cumulative_length = 0
 
 
@@ -210,21 +333,16 @@ class PagedStaticLayer(_Paged, StaticLayer):  # type: ignore[misc]
     def _after_store(self) -> int:
         return cast(int, self.max_cache_len)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    def _update(
+        self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        needed = self._pages.length + key_states.shape[-2]
+        needed = self._pages.length + keys.shape[-2]
         if needed > self.max_cache_len:
             raise StateError(
                 f"{self._name}: a static cache of {self.max_cache_len} tokens is given "
                 f"{needed}; make it longer (max_cache_len)"
             )
-        return self._pages.extend(key_states, value_states, length=self.max_cache_len)
-
-    def get_seq_length(self) -> int:
-        return self._pages.length
+        return self._pages.extend(keys, values, length=self.max_cache_len)
 
 
 class PagedStaticSlidingLayer(_Paged, StaticSlidingWindowLayer):  # type: ignore[misc]
@@ -234,27 +352,29 @@ class PagedStaticSlidingLayer(_Paged, StaticSlidingWindowLayer):  # type: ignore
 
     def __init__(self, store: KVStore, name: str, window: int) -> None:
         StaticSlidingWindowLayer.__init__(self, max_cache_len=window, sliding_window=window)
+        self.cumulative_length_int = 0
         self._own(store, name, window)
 
     def _after_store(self) -> int:
         return cast(int, self.max_cache_len)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    def _update(
+        self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        window, count = self.max_cache_len, key_states.shape[-2]
+        window, count = self.max_cache_len, keys.shape[-2]
         before = self.cumulative_length_int
         if before >= window:  # the oldest one is not seen any more
             self._pages.keep_last(window - 1)
         length = window if before + count <= window else None
-        whole = self._pages.extend(key_states, value_states, keep=window, length=length)
+        whole = self._pages.extend(keys, values, keep=window, length=length)
         self.cumulative_length_int += count
         return whole
 
-    def reset(self) -> None:
-        super().reset()
+    def _seen(self) -> int:
+        return self.cumulative_length_int
+
+    def _reset(self) -> None:
+        super()._reset()
         self.cumulative_length_int = 0
 
 

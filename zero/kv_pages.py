@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +56,10 @@ class _Page:
 class KVPages:
     """Keys and values [batch, heads, length, dim] of one layer. For the thread of the model."""
 
-    def __init__(self, store: KVStore, name: str, seat: Seat, window: int | None = None) -> None:
+    def __init__(
+        self, store: KVStore, name: str, seat: Seat, window: int | None = None,
+        tokens: int | None = None,
+    ) -> None:  # fmt: skip
         """`window`: so many tokens are kept, in the end. Made by `KVStore.pages`."""
         self.name = name
         self.length = 0  # tokens
@@ -63,6 +67,7 @@ class KVPages:
         self.seat = seat
         self._store = store
         self._window = window
+        self._tokens = tokens
         self._format: PageFormat | None = None  # once anything is known
         self._pages: list[tuple[_Page, Rows]] = []
         self._open: Lease | None = None
@@ -199,10 +204,44 @@ class KVPages:
         self._select_open(rows)
         self.batch = len(rows)
 
-    def copied(self) -> KVPages:
+    @property
+    def page_tokens(self) -> int | None:
+        """Tokens of a page, if that is known."""
+        return self._tokens if self._format is None else self._format.tokens
+
+    @interrupted_in_waits
+    def join(self, others: Sequence[KVPages]) -> None:
+        """Let these, which are empty, have the rows of all others, one after the other. Those are
+        parts of a batch: of the same layer and length, with as many tokens in a page."""
+        self._check_open()
+        first = others[0]
+        assert first._format is not None, "they have tokens"
+        self._format = replace(first._format, batch=sum(other.batch for other in others))
+        self.batch = self._format.batch
+        for place in range(len(first._pages)):
+            self._add_page(partial(self._fill_joined, [other._pages[place] for other in others]))
+        if first._filled:
+            into, row = self._open_page(), 0
+            for other in others:
+                assert other._open is not None, "as long as the first"
+                kind, tokens = other._format, slice(first._filled)
+                assert kind is not None, "as long as the first"
+                kind.copy(other._open.tensor, tokens, None, self._format, into, row)
+                row += other.batch
+        self.length, self._filled, self._dropped = first.length, first._filled, first._dropped
+
+    def _fill_joined(self, pages: Sequence[tuple[_Page, Rows]], into: torch.Tensor) -> None:
+        assert self._format is not None, "it is joined"
+        row = 0
+        for page, rows in pages:
+            kind, source = page.format, page.state.tensor()
+            kind.copy(source, slice(kind.tokens), rows, self._format, into, row)
+            row += kind.batch if rows is None else len(rows)
+
+    def copied(self, name: str | None = None) -> KVPages:
         """The same tokens once more, on their own from here on. Full pages are shared."""
         self._check_open()
-        other = self._store.pages(self.name, self._window)
+        other = self._store.pages(name or self.name, self._window, self.page_tokens)
         other.batch, other._format = self.batch, self._format
         if self._open is not None and self._filled:
             try:
@@ -267,7 +306,11 @@ class KVPages:
         self.batch = keys.shape[0]
         value_type = torch.promote_types(keys.dtype, values.dtype)  # as torch.cat has it
         self._format = self._store.format(
-            KVShape.of(keys, keys.dtype), KVShape.of(values, value_type), self.batch, self._window
+            KVShape.of(keys, keys.dtype),
+            KVShape.of(values, value_type),
+            self.batch,
+            self._window,
+            self._tokens,
         )
 
     def _contiguous(self, *states: torch.Tensor) -> list[torch.Tensor]:

@@ -112,8 +112,11 @@ class KVStore:
         self._closed = False
 
     # ---------------------------------------------------------------- pages
-    def pages(self, name: str, window: int | None = None) -> KVPages:
-        """Room for the keys and values of one layer, empty."""
+    def pages(
+        self, name: str, window: int | None = None, tokens: int | None = None
+    ) -> KVPages:  # fmt: skip
+        """Room for the keys and values of one layer, empty; with `tokens` in a page, by default as
+        many as suit it."""
         self.reap()
         if self._closed:
             raise StateError(f"{name}: the model was given back; dispatch it again")
@@ -122,7 +125,7 @@ class KVStore:
             self.fetcher.add(seat)
         else:
             seat = self._free_seats.pop()
-        seat.pages = KVPages(self, name, seat, window)
+        seat.pages = KVPages(self, name, seat, window, tokens)
         self._live[seat.index] = seat.pages
         return seat.pages
 
@@ -138,6 +141,10 @@ class KVStore:
         if os.getpid() != self._process:  # a forked child: they are its parent's
             return
         self._dropped.append(pages)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """`reap`, if it can be done here and now. For any thread, at any time."""
         held = self._homes.lock._is_owned()  # type: ignore[attr-defined]
         if threading.get_ident() == self._thread and not held:
             self.reap()
@@ -163,10 +170,11 @@ class KVStore:
             self.fetcher.fetch_ahead()
 
     def format(
-        self, keys: KVShape, values: KVShape, batch: int, window: int | None
+        self, keys: KVShape, values: KVShape, batch: int, window: int | None,
+        tokens: int | None = None,
     ) -> PageFormat:  # fmt: skip
         """Of the pages of one layer."""
-        tokens = self._page_tokens
+        tokens = tokens or self._page_tokens
         if tokens is None:
             most = self._homes.page_nbytes or min(
                 PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers)
