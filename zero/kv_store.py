@@ -1,9 +1,9 @@
 """The KV caches of a model: their pages in tiers, and the memory that attention reads them from.
 
-    layer ─▶ KVPages ─new_page─▶ State        a full page, in the tier that the placement gives it
-                │─────memory───▶ Lease        its open page, where the model computes
-                │─────buffer───▶ Lease        keys and values for attention, used again by each layer
-                └──────use─────▶ Fetcher      pages are fetched ahead with the weights
+    layer ─▶ KVPages ─new_page─▶ State      a full page, in the tier that the placement gives it
+                │─────memory───▶ Lease      its open page, where the model computes
+                │─────buffer───▶ Lease      keys and values for attention, the same for each layer
+                └──────use─────▶ Fetcher    pages are fetched ahead with the weights
 
 Caches come and go: one per call of `generate`. A cache that nobody has any more is given back by
 whoever comes next, or at once where that is safe: its last reference may go anywhere, in any
@@ -160,6 +160,7 @@ class KVStore:
     def use(self, pages: KVPages) -> None:
         """They are needed now: note it and begin to bring them."""
         self.check_usable()
+        self._thread = threading.get_ident()  # threads take turns
         self.reap()
         with self._session:
             self.fetcher.need(pages.seat)

@@ -177,6 +177,19 @@ def test_a_cache_without_a_configuration_gets_its_layers_as_they_come(tmp_path: 
         assert {type(layer) for layer in cache.layers} == {PagedLayer}
 
 
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+def test_pieces_of_a_batch_have_pages_of_their_own(way: str, tmp_path: Path) -> None:
+    """Of five prompts in two pieces, the beams of one sample are in both."""
+    prompt = torch.randint(3, 61, (5, 11), generator=torch.Generator().manual_seed(2))
+    keys = {"micro_batches": 2, "groups": {"blocks": ["LlamaDecoderLayer"]}}
+    in_ram = {"placement": {"parameters": "nvme"}}
+    with dispatched(llama(), tmp_path, None, **keys, **in_ram) as owner:
+        expected = bits(generated(owner.module, prompt, **WAYS[way]))
+    with dispatched(llama(), tmp_path, MIXED, **keys) as owner:
+        assert bits(generated(owner.module, prompt, **WAYS[way])) == expected
+        assert kv_nbytes(owner) == 0
+
+
 # -------------------------------------------------------------------------------- in 8 bits
 def test_8_bits_are_the_same_in_every_tier_and_near(tmp_path: Path) -> None:
     expected = torch.stack(generated(llama()).logits)
