@@ -51,8 +51,10 @@ def minilm() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def texts(folder: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], int]:
-    """To train on, held out (a tenth), and how many labels."""
+def texts(
+    folder: Path, most: int = MOST_TEXTS
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]], int]:
+    """To train on, held out (a tenth), and how many labels; at most so many of each collection."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*")):
         if path.suffix or path.name in MIXED:
@@ -60,7 +62,7 @@ def texts(folder: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], i
         pieces = [p.strip() for p in path.read_text(errors="replace").split("\n%\n")]
         if len(pieces) >= LEAST_TEXTS:
             random.Random(0).shuffle(pieces)
-            found[path.name] = [piece for piece in pieces if piece][:MOST_TEXTS]
+            found[path.name] = [piece for piece in pieces if piece][:most]
     if not found:
         sys.exit(f"no texts in {folder}: apt-get install fortunes fortunes-min")
     rows = [(text, label) for label, each in enumerate(found.values()) for text in each]
@@ -126,9 +128,9 @@ def train(
 
 
 def run(
-    way: str, folder: Path, fortunes: Path, *, lora: bool, storage: str | None
+    way: str, folder: Path, fortunes: Path, *, lora: bool, storage: str | None, most: int
 ) -> dict[str, Any]:  # fmt: skip
-    rows, held_out, labels = texts(fortunes)
+    rows, held_out, labels = texts(fortunes, most)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     start = time.perf_counter()
@@ -163,13 +165,17 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--storage", choices=["int8", "int4", "nf4"])
     parser.add_argument("--losses", type=Path)
+    parser.add_argument("--texts", type=int, default=MOST_TEXTS, help="of a collection, at most")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--fortunes", type=Path, default=FORTUNES)
     parser.add_argument("--way", choices=["offload", "plain", "both"], default="both")
     given = parser.parse_args()
     if given.way != "both":
         folder = given.model or minilm()
-        found = run(given.way, folder, given.fortunes, lora=given.lora, storage=given.storage)
+        found = run(
+            given.way, folder, given.fortunes, lora=given.lora, storage=given.storage,
+            most=given.texts,
+        )  # fmt: skip
         print(json.dumps(found))
         return
     curves = {}
