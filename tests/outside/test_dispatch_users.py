@@ -1,0 +1,226 @@
+"""What users do with a model that generates, done with one whose weights are on nvme."""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import offload
+from offload.errors import StateError, UnsupportedError
+from tests.offload.engine_cases import bits
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.randint(3, 60, (3, 7), generator=torch.Generator().manual_seed(2))
+MASK = torch.ones_like(TOKENS)
+MASK[1, :3] = 0  # padded on the left
+
+
+def build() -> Any:
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    made = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(made).eval()
+
+
+def keys_of(folder: Path) -> dict[str, Any]:
+    """Memory for about three of the blocks."""
+    return {
+        "device": "cpu", "budget": {"host": "400KiB", "nvme": "64MiB"}, "prefetch": 1,
+        "placement": {"parameters": "nvme"}, "nvme": {"paths": [str(folder)]},
+        "groups": {"blocks": ["LlamaDecoderLayer"]},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Any]:
+    made = offload.dispatch(build(), keys_of(tmp_path))
+    yield made
+    offload.dispatched(made).close()
+
+
+def generated(model: Any, **how: Any) -> Tensor:
+    torch.manual_seed(1)
+    keys = {"max_new_tokens": 6, "do_sample": False, **how}
+    found: Tensor = model.generate(TOKENS, attention_mask=MASK, **keys)
+    return found
+
+
+def alone(model: Any, **how: Any) -> Tensor:
+    found: Tensor = model.generate(TOKENS[:1], max_new_tokens=6, do_sample=False, **how)
+    return found
+
+
+WAYS: dict[str, Callable[[Any], Tensor]] = {
+    "greedy": generated,
+    "beams": lambda model: generated(model, num_beams=3),
+    "sampling": lambda model: generated(model, do_sample=True, top_k=5),
+    "static cache": lambda model: generated(
+        model, cache_implementation="static", disable_compile=True
+    ),
+    "prompt lookup": lambda model: alone(model, prompt_lookup_num_tokens=2),
+    "assistant": lambda model: alone(model, assistant_model=build()),
+}
+
+
+def test_every_way_to_generate(model: Any) -> None:
+    plain = build()
+    for name, way in WAYS.items():
+        assert torch.equal(way(model), way(plain)), name
+        with torch.inference_mode():
+            assert torch.equal(way(model), way(plain)), name
+
+
+def test_under_autocast(model: Any) -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert bits(model(TOKENS).logits.float()) == bits(build()(TOKENS).logits.float())
+
+
+def test_hooks_see_every_call_and_may_read_other_weights(model: Any) -> None:
+    seen: list[float] = []
+    other = model.model.layers[5].mlp.up_proj
+    model.model.layers[2].mlp.register_forward_hook(
+        lambda *_: seen.append(other.weight.sum().item())
+    )
+    expected = build().model.layers[5].mlp.up_proj.weight.sum().item()
+    assert torch.equal(generated(model), generated(build()))
+    assert seen == [expected] * 6
+
+
+def test_it_says_where_and_what_it_is(model: Any) -> None:
+    plain = build()
+    assert (model.device, model.dtype) == (plain.device, plain.dtype)
+    assert model.num_parameters() == plain.num_parameters()
+    assert model.to("cpu").float().eval() is model
+    assert torch.equal(generated(model), generated(plain))
+
+
+def test_a_pipeline(model: Any) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w1")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words),
+        pad_token="w0",
+        eos_token="w2",
+    )
+    fast.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    texts = [
+        transformers.pipeline("text-generation", model=each, tokenizer=fast)(
+            "w5 w6", max_new_tokens=4, do_sample=False
+        )
+        for each in (model, build())
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_streamer_reads_what_another_thread_generates(model: Any) -> None:
+    came: queue.Queue[Any] = queue.Queue()
+
+    class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]
+        def put(self, value: Tensor) -> None:
+            came.put(value)
+
+        def end(self) -> None:
+            came.put(None)
+
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(alone(model, streamer=Streamer())))
+    thread.start()
+    streamed = torch.cat([each.flatten() for each in iter(lambda: came.get(timeout=60), None)])
+    thread.join()
+    assert torch.equal(streamed, found[0][0])
+    assert torch.equal(found[0], alone(build()))
+
+
+def test_closing_between_its_passes_ends_the_thread_that_generates(tmp_path: Path) -> None:
+    model = offload.dispatch(build(), keys_of(tmp_path))
+    began, go_on, told = threading.Event(), threading.Event(), []
+
+    class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]
+        def put(self, value: Tensor) -> None:
+            began.set()
+            assert go_on.wait(60)
+
+        def end(self) -> None: ...
+
+    def run() -> None:
+        try:
+            alone(model, streamer=Streamer())
+        except StateError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert began.wait(60)
+    offload.dispatched(model).close()
+    go_on.set()
+    thread.join()
+    assert "closed" in told[0]
+
+
+def test_a_ctrl_c_in_the_middle_leaves_the_model_usable(model: Any) -> None:
+    calls = []
+
+    def press(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) in (3, 10, 20):
+            _thread.interrupt_main()
+
+    hook = model.model.layers[3].self_attn.register_forward_hook(press)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            generated(model, max_new_tokens=20)
+    hook.remove()
+    assert torch.equal(generated(model), generated(build()))
+    offload.dispatched(model).check_integrity()
+
+
+def test_what_changes_the_model_is_refused(model: Any) -> None:
+    for change in (
+        lambda: model.half(), lambda: model.resize_token_embeddings(70),
+        lambda: model.to(torch.bfloat16),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=r"change the model before offload\.initialize"):
+            change()
+    assert torch.equal(generated(model), generated(build()))
+
+
+def test_a_trainer_evaluates_it_and_does_not_train_it(model: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+    def trainer(each: Any) -> Any:
+        settings = transformers.TrainingArguments(
+            str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        return transformers.Trainer(each, settings, train_dataset=rows)
+
+    losses = [trainer(each).evaluate(rows)["eval_loss"] for each in (model, build())]
+    assert losses[0] == losses[1]
+    with pytest.raises(UnsupportedError, match="a dispatched model does not train"):
+        trainer(model).train()
+
+
+def test_weights_of_a_checkpoint_that_was_trained(tmp_path: Path) -> None:
+    keys = keys_of(tmp_path)
+    budget = {"host": "64MiB", "nvme": "64MiB"}
+    with offload.initialize(build(), {**keys, "placement": {}, "budget": budget}) as engine:
+        engine.module(TOKENS, labels=TOKENS).loss.backward()
+        engine.optimizer.step()
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = generated(engine.module.eval())
+    with torch.device("meta"):
+        model = build()
+    offload.dispatch(model, keys, weights=tmp_path / "saved")
+    with offload.dispatched(model):
+        assert torch.equal(generated(model), expected)
