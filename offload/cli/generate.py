@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -98,6 +99,7 @@ class _Generation:
         torch.manual_seed(self._config.seed if asked.seed is None else asked.seed)
         config, forecast = self._planned(encoded, new_tokens)
         several = encoded.batch > 1
+        _replace_unknown_letters()
         stream = Stream(tokenizer, None if several else _write, self._say, new_tokens)
         with noted_interrupts() as interrupts:
             offload.dispatch(model, config)
@@ -191,6 +193,12 @@ def _rates(stream: Stream, encoded: Encoded) -> list[str]:
             f"{three_digits(encoded.batch / times.pass_s)} tokens/s"
         )
     return lines
+
+
+def _replace_unknown_letters() -> None:
+    """Standard output may have no letters for what a model says."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _write(text: str) -> None:

@@ -12,12 +12,15 @@ import torch
 from offload.config import OffloadConfig
 from offload.planning.activations.generation_facts import generation_facts
 from offload.planning.activations.trace import trace_forward
+from offload.planning.choice.planner import make_plan
 from offload.planning.plan.cache_shape import CacheLayer, CacheShape
+from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
 from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.cache_shapes import family_cache, modules_cache
 from offload.tools.memest.source.decoder_settings import own_model
 from offload.tools.memest.source.hugging_face import ModelConfiguration, check_configuration
+from offload.tools.memest.source.read_model import read_model
 from tests.tools.test_memest_cli import run
 
 transformers = pytest.importorskip("transformers")
@@ -264,3 +267,25 @@ def test_the_largest_model_that_generates(capsys: Any) -> None:
     assert all(each["places"]["host"]["by_class"].get("gradients", 0) == 0 for each in found)
     assert run("max", "gpt", "--prompt", "16", "--no-measure") == 2
     assert "--prompt 16: is of inference alone" in capsys.readouterr().err
+
+
+def test_few_rows_are_multiplied_straight_from_codes(folder: Path) -> None:
+    from offload.kernels.weight_products import MOST_ROWS
+    from offload.planning.step.traffic import STRAIGHT_ROWS, step_traffic
+
+    assert STRAIGHT_ROWS == MOST_ROWS
+    source = read_model(str(folder))
+    keys = {
+        "device": "cpu",
+        "budget": {"host": "300KiB"},
+        "storage": {"weights": "int4", "group_size": 32},
+    }
+    config = OffloadConfig.load({**keys, "placement": {"parameters": "nvme"}}).for_inference()
+    shape = source.shape.frozen.stored(config.stored)
+    plan = make_plan(config, shape, Hardware(0, 1 << 34, 1 << 34, 1 << 34))
+    few, many = (
+        step_traffic(plan, config, shape, None, Workload(rows, 1)).total.decoded
+        for rows in (MOST_ROWS, MOST_ROWS + 1)
+    )
+    assert few == 0
+    assert many > 0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from offload.planning.plan.estimate import InferenceEstimate, StepEstimate
 from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.step.program import pieces_of
 from offload.planning.step.stand_ins import stand_ins
-from offload.planning.step.step_time import estimate_step, pieces_of, used_numel
-from offload.planning.step.work_time import forward_s
+from offload.planning.step.step_time import estimate_step, forward_work_s
 
 if TYPE_CHECKING:
     from offload.planning.activations.facts import PassCost
@@ -58,13 +58,13 @@ def _break_even_batch(
     move, or no batch is enough.
     """
     link_s = max((link.seconds for link in decode.links if link.nbytes), default=0.0)
-    numel = used_numel(stand_ins(planned.best.plan, planned.model, generation.usual))
-    precision, one, two = planned.best.config.precision, facts.decode, twice.decode
+    experts = stand_ins(planned.best.plan, planned.model, generation.usual)
+    config, one, two = planned.best.config, facts.decode, twice.decode
 
     def is_enough(batch: int) -> bool:
         cost = _at(batch / generation.batch, one.forward, two.forward)
-        pieces = pieces_of(planned.best.config, batch)
-        return forward_s(cost, numel, precision, speeds, pieces) >= link_s
+        pieces = pieces_of(config, batch)
+        return forward_work_s(cost, experts, config, batch // pieces, pieces, speeds) >= link_s
 
     if not link_s or not is_enough(_MOST_BATCH):
         return None

@@ -97,6 +97,11 @@ def working_groups(model: ModelShape) -> frozenset[int]:
     return frozenset(group for groups in _backward_uses(model).values() for group in groups)
 
 
+def pieces_of(config: OffloadConfig, batch: int) -> int:
+    """Of a batch, that a block of a dispatched model runs over."""
+    return config.micro_batches if batch >= config.micro_batches else 1
+
+
 def _rank(forward: list[int], otherwise: int) -> Callable[[int], int]:
     order = {group: rank for rank, group in reversed(list(enumerate(forward)))}
     return lambda group: order.get(group, otherwise)

@@ -30,16 +30,16 @@ from offload.planning.plan.estimate import LinkTime, Span, StepEstimate
 from offload.planning.plan.plan import Plan
 from offload.planning.step.collective_sequence import Collective, collective_sequence
 from offload.planning.step.moves import Move
-from offload.planning.step.program import Action, Verb, working_groups
+from offload.planning.step.program import Action, Verb, pieces_of, working_groups
 from offload.planning.step.stand_ins import StandIns
-from offload.planning.step.traffic import StepTraffic, step_traffic
+from offload.planning.step.traffic import StepTraffic, is_straight, step_traffic
 from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.activations.facts import ActivationFacts
+    from offload.planning.activations.facts import ActivationFacts, PassCost
     from offload.planning.machine.speeds import Speeds
     from offload.planning.plan.workload import Workload
 
@@ -92,15 +92,19 @@ def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -
     return StepEstimate(max(seconds, slowest.seconds), links, slowest.name, tokens, step.spans)
 
 
-def pieces_of(config: OffloadConfig, batch: int) -> int:
-    """Of a batch, that a block of a dispatched model runs over."""
-    return config.micro_batches if batch >= config.micro_batches else 1
-
-
-def used_numel(experts: StandIns) -> int:
-    """Elements of the weights that one pass works with."""
+def forward_work_s(
+    cost: PassCost, experts: StandIns, config: OffloadConfig, rows: int, pieces: int, speeds: Speeds
+) -> float:
+    """The work of a pass without gradients, of which each product has so many rows."""
     model, working = experts.model, working_groups(experts.model)
-    return sum(model.groups[g].numel * used for g, used in experts.used.items() if g in working)
+    straight = is_straight(rows, gpu=speeds.gpu)
+    weights: dict[str, float] = defaultdict(float)
+    for group, used in experts.used.items():
+        for param in model.groups[group].params if group in working else ():
+            coded = param.stored is not None and straight
+            name = param.stored.name if param.stored is not None and coded else config.precision
+            weights[name] += used * param.numel
+    return forward_s(cost, weights, config.precision, speeds, pieces)
 
 
 @dataclass(slots=True)
@@ -176,9 +180,12 @@ class _Pipeline:
         for verb, cost in ((Verb.FORWARD, facts.forward), (Verb.BACKWARD, facts.backward)):
             total = pass_s(cost, precision, self._speeds)
             if not model.numel_trainable:
-                worked = used_numel(self._experts)
-                pieces = pieces_of(self._config, self._workload.batch)
-                total = forward_s(facts.forward, worked, precision, self._speeds, pieces)
+                work = self._workload
+                pieces = pieces_of(self._config, work.batch)
+                rows = work.batch * work.sequence // pieces
+                total = forward_work_s(
+                    facts.forward, self._experts, self._config, rows, pieces, self._speeds
+                )
             weights = {g: self._active_numel(model, g) if g in needed else 0 for g in uses[verb]}
             whole = sum(weights[g] for g in uses[verb])
             for group, weight in weights.items():

@@ -23,7 +23,7 @@ taken from the simulated steps, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from offload.planning.plan.sizes import ITEMSIZE, RecordKind, own_numel, pages, 
 from offload.planning.step.activation_traffic import add_activations
 from offload.planning.step.held_copies import Copyable, HeldCopies
 from offload.planning.step.moves import Bytes, Fetch, Move
-from offload.planning.step.program import Action, Verb, write_program
+from offload.planning.step.program import Action, Verb, pieces_of, working_groups, write_program
 from offload.planning.step.stand_ins import StandIns, stand_ins
 from offload.swap.trace import Trace
 from offload.tiers.ledger import StateClass
@@ -49,6 +49,7 @@ _Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
 _MOST_PASSES = 3  # that are simulated: the first, one between, the last
 _MOST_CHUNKS = 1000  # whose copies are looked at one by one
 _MOST_COPIED = 2048  # groups whose copies are looked at one by one
+STRAIGHT_ROWS = 4  # `kernels.weight_products.MOST_ROWS`, which needs numba
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 
 
@@ -68,18 +69,38 @@ def step_traffic(
     """The bytes of one step. Without `facts`, those of activations are left out."""
     experts = stand_ins(plan, model, workload)
     room = plan.budgets[Tier.HOST] - plan.total(Tier.HOST)
-    moves = _all_passes(
-        StepRun(
-            plan, config, experts, workload.passes, room, None if facts is None else facts.kv
-        ).moves,
-        write_program(config, experts.model, workload.passes).actions,
-    )
+    run = StepRun(
+        plan, config, experts, workload.passes, room, None if facts is None else facts.kv,
+        _straight_groups(plan, config, experts.model, workload),
+    )  # fmt: skip
+    actions = write_program(config, experts.model, workload.passes).actions
+    moves = _all_passes(run.moves, actions)
     if facts is not None:
         add_activations(plan, experts.model, facts, moves)
     total = Bytes()
     for move in moves:
         total.add(move.nbytes)
     return StepTraffic(tuple(moves), experts, total)
+
+
+def is_straight(rows: int, *, gpu: bool) -> bool:
+    """Whether products of so many rows are made from codes, not from the values of weights."""
+    return rows <= STRAIGHT_ROWS and not gpu
+
+
+def _straight_groups(
+    plan: Plan, config: OffloadConfig, model: ModelShape, workload: Workload
+) -> Collection[int]:
+    """Groups in codes of which a pass makes no values: on a CPU few rows are multiplied straight
+    from codes, and of a table the rows are made that are looked up."""
+    if plan.trains or plan.gpu:
+        return ()
+    rows = workload.batch * workload.sequence // pieces_of(config, workload.batch)
+    everything = range(len(model.groups))
+    if is_straight(rows, gpu=plan.gpu):
+        return everything
+    working = working_groups(model)
+    return [group for group in everything if group not in working]
 
 
 def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
@@ -107,8 +128,9 @@ class StepRun:
 
     def __init__(
         self, plan: Plan, config: OffloadConfig, experts: StandIns, passes: int, room_nbytes: int,
-        kv: KVHeld | None = None,
+        kv: KVHeld | None = None, straight: Collection[int] = (),
     ) -> None:  # fmt: skip
+        """`straight`: groups that are computed with as they are stored."""
         passes = min(passes, _MOST_PASSES)
         self._plan = plan
         self._experts = experts
@@ -120,6 +142,7 @@ class StepRun:
         device = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
         self._device = HeldCopies(device if plan.gpu else 0, self._trace)
         self._name_states()
+        self._straight = straight
         self._seats = dict(_seats(experts.model, kv))  # of caches, by the group before them
         self._fetches: list[Fetch] = []
         self._current: set[int] = set()  # groups whose mirror on the device is valid
@@ -239,7 +262,7 @@ class StepRun:
     def _decode(self, group: int, moved: Bytes) -> None:
         """Values of a group that is used now are made where it is computed with."""
         decoded = self._decoded.get(group)
-        if decoded is None:
+        if decoded is None or group in self._straight:
             return
         memory = self._device if self._plan.gpu else self.host
         if decoded not in memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -27,27 +28,32 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
 
 
 def forward_s(
-    cost: PassCost, weights_numel: float, precision: str, speeds: Speeds, pieces: int = 1
+    cost: PassCost, weights: Mapping[str, float], precision: str, speeds: Speeds, pieces: int = 1
 ) -> float:
-    """A forward without gradients, whose products are with so many elements of weights: few rows
-    take as long as reading those does, once for each of the `pieces` of the batch."""
-    rows = cost.flops / (2 * weights_numel * pieces) if weights_numel else 0.0
-    read = pieces * weights_numel
-    touched = max(0.0, cost.touched_nbytes - read * ITEMSIZE[precision])
+    """A forward without gradients, whose products are with so many elements of weights, by the
+    format that they are multiplied in: few rows take as long as reading those does, once for each
+    of the `pieces` of the batch."""
+    numel = pieces * sum(weights.values())
+    rows = cost.flops / (2 * numel) if numel else 0.0
+    touched = max(0.0, cost.touched_nbytes - numel * ITEMSIZE[precision])
     rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
-    work_s = read * _weight_s(rows, precision, speeds) + touched / rate
+    work_s = touched / rate
+    for name, each in weights.items():
+        work_s += pieces * each * _weight_s(rows, name, precision, speeds)
     calls_s = cost.operations * speeds.operation_s
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
-def _weight_s(rows: float, precision: str, speeds: Speeds) -> float:
-    """Seconds per element of weights in a product of so many rows: between those measured on a
-    straight line."""
+def _weight_s(rows: float, name: str, precision: str, speeds: Speeds) -> float:
+    """Seconds per element of weights in a product of so many rows: between those measured of their
+    format on a straight line."""
     measured = sorted(
-        (int(name.rpartition(" ")[2]), rate)
-        for name, rate in speeds.forward_flops_per_s.items()
-        if name.partition(" ")[0] == precision
+        (int(key.rpartition(" ")[2]), rate)
+        for key, rate in speeds.forward_flops_per_s.items()
+        if key.partition(" ")[0] == name
     )
+    if not measured and name != precision:
+        return _weight_s(rows, precision, precision, speeds)
     if not measured:
         read_s = ITEMSIZE[precision] / speeds.compute_bytes_per_s
         return max(2 * rows / _matmul_rate(precision, speeds), read_s)
@@ -57,7 +63,7 @@ def _weight_s(rows: float, precision: str, speeds: Speeds) -> float:
         return rows / most * most_s
     below = max((point for point in points if point[0] <= rows), default=points[0])
     above = min(point for point in points if point[0] > rows)
-    if below == points[0] and rows <= below[0]:
+    if rows <= below[0]:
         return below[1]
     return below[1] + (above[1] - below[1]) * (rows - below[0]) / (above[0] - below[0])
 
