@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()

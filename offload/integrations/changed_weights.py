@@ -98,16 +98,16 @@ class ChangedWeights:
         if name not in self._names:
             write(name, raw)
             return
-        described = self._saved.tensors[name]
+        like = self._saved.tensors[name]
         if name not in self._raw:
-            self._raw[name] = torch.empty(described.nbytes, dtype=torch.uint8), 0
+            self._raw[name] = torch.empty(like.nbytes, dtype=torch.uint8), 0
         whole, there = self._raw[name]
         whole[there : there + raw.numel()] = raw
         self._raw[name] = whole, there + raw.numel()
-        if there + raw.numel() < described.nbytes:
+        if there + raw.numel() < like.nbytes:
             return
         del self._raw[name]
-        tensor = whole.view(described.dtype).view(described.shape)
+        tensor = whole.view(like.dtype).view(like.shape)
         if self._change.pruning is not None:
             self._change.pruning.apply(self._as_linear(name, tensor))
         if self._change.weights is None:
