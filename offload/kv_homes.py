@@ -33,6 +33,10 @@ class KVHomes:
     def page_nbytes(self) -> int | None:
         return self._kv.page_nbytes
 
+    @property
+    def kv_tokens(self) -> int:
+        return self._kv.piece_tokens
+
     def kv_room_nbytes(self) -> int:
         return self._room[self._kv.computing]
 

@@ -24,12 +24,11 @@ from offload.swap.io_backend import Priority
 from offload.swap.shield import interrupted_in_waits
 from offload.swap.state import State
 from offload.tiers.errors import OffloadError, StateError, UnsupportedError
-from offload.tiers.memory_tier import Lease
 from offload.tiers.units import round_up
 from offload.zero.kv_format import KVShape, PageFormat
 
 if TYPE_CHECKING:
-    from offload.zero.kv_store import KVStore, Seat
+    from offload.zero.kv_store import KVStore, OpenPage, Seat
 
 _NOW = -1.0  # before all that the trace expects
 _PER_LOOK = 4  # pages that are read before what comes next is looked for again
@@ -70,7 +69,7 @@ class KVPages:
         self._tokens = tokens
         self._format: PageFormat | None = None  # once anything is known
         self._pages: list[tuple[_Page, Rows]] = []
-        self._open: Lease | None = None
+        self._open: OpenPage | None = None
         self._filled = 0  # tokens of the open page
         self._dropped = 0  # tokens of the first page that are no longer kept
         self._reading: int | None = None  # the first of the pages that a read has not come to yet
@@ -429,7 +428,7 @@ class KVPages:
         """The open page's bytes."""
         assert self._format is not None, "learnt"
         if self._open is None:
-            self._open = self._store.memory(f"{self.name}, the open page", self._format.nbytes)
+            self._open = self._store.open_page(f"{self.name}, the open page", self._format.nbytes)
         return self._open.tensor[: self._format.nbytes]
 
     def _reopen(self, page: _Page, rows: Rows, count: int) -> None:
@@ -453,12 +452,12 @@ class KVPages:
             if self._filled:
                 kind.copy(before.tensor, tokens, rows, self._format, self._open_page())
         finally:
-            self._store.free(before)
+            self._store.close_page(before)
 
     def _close_open(self) -> None:
         if self._open is not None:
             opened, self._open = self._open, None
-            self._store.free(opened)
+            self._store.close_page(opened)
 
     # ---------------------------------------------------------------- books
     def _number(self) -> None:

@@ -1,7 +1,7 @@
 """The KV caches of a model: their pages in tiers, and the memory that attention reads them from.
 
     layer ─▶ KVPages ─new_page─▶ State      a full page, in the tier that the placement gives it
-                │─────memory───▶ Lease      its open page, where the model computes
+                │──open_page───▶ OpenPage   the one that is written to, where the model computes
                 │─────buffer───▶ Lease      keys and values for attention, the same for each layer
                 └──────use─────▶ Fetcher    pages are fetched ahead with the weights
 
@@ -17,20 +17,24 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from offload.swap.io_backend import Priority
 from offload.swap.state import State
-from offload.tiers.errors import StateError
+from offload.tiers.errors import StateError, TierFullError
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.memory_tier import Lease
+from offload.tiers.units import round_up
 from offload.zero.fetching import Fetcher
 from offload.zero.kv_format import Int8Format, KVShape, PageFormat, PlainFormat
 from offload.zero.kv_pages import KVPages
 
-PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
+KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
 _MIN_WINDOW_PAGES = 8  # a page is at most this part of a window: what is kept beside it
+_SLAB_NBYTES = 32 << 20  # about, of several open pages together
 _OPEN_SHARE = 4  # ... and all open pages together at most this part of the memory there is
 
 
@@ -62,6 +66,11 @@ class KVHomes(Protocol):
         """Of a page, about; None: as there is room."""
         ...
 
+    @property
+    def kv_tokens(self) -> int:
+        """Of all rows of a piece of the batch, that are planned for; 0: it is not known."""
+        ...
+
 
 class Seat:
     """A number in the trace, that the pages of one layer after another have: of caches that follow
@@ -85,6 +94,24 @@ class Seat:
             self.pages.note_use()
 
 
+@dataclass(eq=False)
+class _Slab:
+    """One lease for several open pages of a size: apart they would cut up the memory that slots
+    come and go in, until nothing large finds room."""
+
+    lease: Lease
+    free: list[OpenPage] = field(default_factory=list)
+    cells: int = 0
+
+
+@dataclass(eq=False)
+class OpenPage:
+    """Memory of an open page."""
+
+    tensor: torch.Tensor  # 1D uint8
+    slab: _Slab
+
+
 class KVStore:
     """Owns the pages of all caches of one model. For the thread of the model."""
 
@@ -94,7 +121,7 @@ class KVStore:
         page_tokens: int | None = None, check_usable: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Caches have about so many `layers` (times pieces of the batch); `page_tokens` are in a
-        page, by default as many as make it `PAGE_NBYTES` long and leave room for the open ones."""
+        page, by default as many as make it `KV_PAGE_NBYTES` long and leave room for open ones."""
         self.fetcher = fetcher
         self.device = device
         self.check_usable = check_usable
@@ -109,6 +136,7 @@ class KVStore:
         self._free_seats: list[Seat] = []
         self._dropped: deque[KVPages] = deque()  # nobody has them any more
         self._buffers: dict[str, list[Lease]] = {}
+        self._slabs: dict[int, list[_Slab]] = {}  # by the size of a page
         self._closed = False
 
     # ---------------------------------------------------------------- pages
@@ -178,7 +206,7 @@ class KVStore:
         tokens = tokens or self._page_tokens
         if tokens is None:
             most = self._homes.page_nbytes or min(
-                PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers)
+                KV_PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers)
             )
             tokens = max(1, most // self._kind.token_nbytes(keys, values, batch))
             if window is not None:
@@ -191,10 +219,47 @@ class KVStore:
     def free_page(self, page: State) -> None:
         self._homes.free_kv_page(page)
 
-    def memory(self, name: str, nbytes: int) -> Lease:
-        return self._homes.kv_memory(name, nbytes)
+    def open_page(self, name: str, nbytes: int) -> OpenPage:
+        """Memory for a page that is written to."""
+        size = round_up(nbytes, PAGE_NBYTES)
+        for slab in self._slabs.get(size, ()):
+            if slab.free:
+                return slab.free.pop()
+        slab = self._new_slab(name, size)
+        self._slabs.setdefault(size, []).append(slab)
+        return slab.free.pop()
 
-    def free(self, lease: Lease) -> None:
+    def _new_slab(self, name: str, size: int) -> _Slab:
+        """For as many pages as there are layers, if they find room together; else for one."""
+        slabs = -(-self._layers * size // _SLAB_NBYTES)
+        cells = -(-self._layers // slabs)
+        try:
+            if cells * size * _OPEN_SHARE > self._homes.kv_room_nbytes():
+                cells = 1
+            lease = self._homes.kv_memory(name, cells * size)
+        except TierFullError:
+            if cells == 1:
+                raise
+            cells = 1
+            lease = self._homes.kv_memory(name, size)
+        slab = _Slab(lease, cells=cells)
+        slab.free = [
+            OpenPage(lease.tensor[at * size : (at + 1) * size], slab)
+            for at in reversed(range(cells))
+        ]
+        return slab
+
+    def close_page(self, page: OpenPage) -> None:
+        """An open page's memory is not needed any more."""
+        slab = page.slab
+        slab.free.append(page)
+        if len(slab.free) == slab.cells:
+            size = page.tensor.numel()
+            self._slabs[size].remove(slab)
+            slab.free.clear()
+            self._free(slab.lease)
+
+    def _free(self, lease: Lease) -> None:
         self._homes.free_kv_memory(lease)
 
     def buffer(
@@ -202,6 +267,8 @@ class KVStore:
     ) -> torch.Tensor:  # fmt: skip
         """[batch, heads, length, dim], contiguous, content undefined, in memory that has room for
         `room` tokens. Nobody else gets its memory while any view of it is alive."""
+        # of the planned size from the beginning on: later there may be no such room in one piece
+        room = max(room, self._homes.kv_tokens // batch)
         token_nbytes = batch * shape.heads * shape.dim * shape.dtype.itemsize
         lease = self._lease_for(what, room * token_nbytes)
         flat = lease.tensor[: length * token_nbytes].view(shape.dtype)
@@ -215,9 +282,9 @@ class KVStore:
         for lease in idle:
             if lease is not chosen:
                 kept.remove(lease)
-                self.free(lease)
+                self._free(lease)
         if chosen is None:
-            chosen = self.memory(f"KV cache, {what} for attention", nbytes)
+            chosen = self._homes.kv_memory(f"KV cache, {what} for attention", nbytes)
             kept.append(chosen)
         return chosen
 
@@ -226,7 +293,7 @@ class KVStore:
         for kept in self._buffers.values():
             for lease in [lease for lease in kept if not lease.in_use()]:
                 kept.remove(lease)
-                self.free(lease)
+                self._free(lease)
 
     def close(self) -> None:
         """Close all pages. Tensors that were given out must not be used any more."""
@@ -236,5 +303,5 @@ class KVStore:
             pages.close()
         for kept in self._buffers.values():
             for lease in kept:
-                self.free(lease)
+                self._free(lease)
             kept.clear()

@@ -58,6 +58,7 @@ class Homes:
         state.close()
 
     page_nbytes = None
+    kv_tokens = 0
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
         return self.pool.demand(nbytes, name, StateClass.KV)

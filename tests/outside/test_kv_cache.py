@@ -19,6 +19,8 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from offload.errors import StateError
 from offload.kv_cache import keep_in_tiers
 from offload.tiers.tier import Tier
+from offload.zero.fetching import Fetcher
+from offload.zero.kv_store import KVStore
 from tests.offload.kv_cases import Homes
 
 TIERS = {
@@ -172,4 +174,19 @@ def test_drawn_operations_have_the_bits_of_transformers_own(
         del pair
         gc.collect()
         store.reap()  # what an error of transformers' own has kept until here
+    assert here.held() == {"host": 0, "nvme": 0}
+
+
+def test_open_pages_of_all_layers_lie_together(homes: Callable[..., Homes]) -> None:
+    """Between slots that come and go they would leave no room for what attention reads."""
+    here = homes("nvme")
+    store = KVStore(here, Fetcher(4), torch.device("cpu"), layers=4, page_tokens=8)
+    layers = [store.pages(f"layer {number}") for number in range(4)]
+    for layer in layers:
+        layer.extend(*tokens(random.Random(0), 2, 3))
+    starts = sorted(layer._open.tensor.data_ptr() for layer in layers if layer._open is not None)
+    assert [b - a for a, b in pairwise(starts)] == [4096] * 3
+    for layer in layers:
+        layer.close()
+    store.reap()
     assert here.held() == {"host": 0, "nvme": 0}

@@ -33,6 +33,7 @@ class KVPlan:
 
     placement: Placement  # of full pages
     tokens: int  # of all sequences together
+    piece_tokens: int  # ... of a piece of the batch; 0: it is not known
     layers: int  # times pieces of the batch
     page_nbytes: int | None  # of a page, about; None: as there is room
     computing: Tier
@@ -59,7 +60,8 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
     for tier, share in placement.shares:
         expected[tier] += sum(_whole(int(tokens * each * share)) + page for each in stored)
     known = page if config.kv.tokens else None
-    return KVPlan(placement, tokens, len(stored) * pieces, known, computing, expected)
+    piece_tokens = tokens // pieces if config.kv.tokens else 0
+    return KVPlan(placement, tokens, piece_tokens, len(stored) * pieces, known, computing, expected)
 
 
 @dataclass(frozen=True, slots=True)
