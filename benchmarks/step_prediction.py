@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from offload.bench.contenders import LLAMA_151M, OURS, Contender, SystemSpec, Turn, all_on
 from offload.bench.record import Kind, Record, Row
@@ -186,7 +187,19 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def row_of(run: Run) -> Row:
+class Measured(Protocol):
+    """A case, and what was found round by round: seconds, and bytes of nvme in both directions."""
+
+    case: Case
+    workload: Workload
+    facts: ActivationFacts
+    measured: list[float]
+    predicted: list[float]
+    moved: list[tuple[int, int]]
+    estimate: StepEstimate | None
+
+
+def row_of(run: Measured) -> Row:
     """Ratios round by round; of nvme's bytes, predicted over moved, both directions together."""
     assert run.estimate is not None, "it had a turn"
     ratios = [p / m for p, m in zip(run.predicted, run.measured, strict=True)]
@@ -201,8 +214,10 @@ def row_of(run: Run) -> Row:
     return row
 
 
-def record_of(runs: Sequence[Run], speeds: Sequence[Speeds]) -> Record:
-    record = Record("step prediction", {"rounds": len(speeds)}, [row_of(run) for run in runs])
+def record_of(
+    runs: Sequence[Measured], speeds: Sequence[Speeds], name: str = "step prediction"
+) -> Record:
+    record = Record(name, {"rounds": len(speeds)}, [row_of(run) for run in runs])
     near = [row for row in record.rows if abs(row.median(RATIO) - 1) <= BAR]
     record.notes.append(f"{len(near)} of {len(runs)} cases within {BAR:.0%}")
     record.details["speeds"] = [asdict(each) for each in speeds]

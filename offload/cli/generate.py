@@ -146,7 +146,11 @@ class _Generation:
         if found.facts is None:
             return config, None
         forecast = forecast_generation(found.config, found.shape, found.facts, asked)
-        return (config if forecast is None else forecast.config), forecast
+        if forecast is None:
+            return config, None
+        for short in forecast.planned.shortfalls:  # what budgets lack dispatch refuses
+            _log.warning("%s", short.message)
+        return forecast.config, forecast
 
     # ---------------------------------------------------------------- behind
     def _close(

@@ -22,7 +22,7 @@ from offload.planning.choice.inference import estimate_inference
 from offload.planning.choice.planner import chosen_config
 from offload.planning.choice.run_check import LinkPrediction, Prediction
 from offload.planning.choice.run_plan import RunPlan, plan_run
-from offload.planning.choice.solver import RunFacts, Solution
+from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import NOMINAL, Speeds
@@ -135,18 +135,27 @@ def forecast_of(
 def forecast_generation(
     config: OffloadConfig, shape: ModelShape, facts: GenerationFactsOf, generation: Generation
 ) -> Forecast | None:
-    """The plan of a model that generates so much. `config` is for inference, `shape` frozen. None
-    as `forecast`."""
-    found = forecast_of(
-        config, shape, lambda settled: facts(settled, generation).peak, generation.usual,
-        trains=False,
-    )  # fmt: skip
+    """The plan of a model that generates so much: the one that `offload.dispatch` makes by itself,
+    if activations leave it room, else one that they do. `config` is for inference, `shape` frozen.
+    None as `forecast`."""
+
+    def under(config: OffloadConfig) -> Forecast | None:
+        return forecast_of(
+            config, shape, lambda settled: facts(settled, generation).peak, generation.usual,
+            trains=False,
+        )  # fmt: skip
+
+    alone = solve(config, shape, this_machine(config.nvme, compute_device(config)))
+    found = under(chosen_config(alone.best.config, alone.best.plan))
+    if found is not None and found.planned.shortfalls:
+        found = under(config)
     if found is None:
         return None
+    solution = replace(found.solution, open_keys=alone.open_keys)
+    planned = replace(found.planned, asked=config, solution=solution)
     speeds = found.speeds if found.timed else None
-    return replace(
-        found, inference=estimate_inference(found.planned, generation, facts, speeds)
-    )  # fmt: skip
+    inference = estimate_inference(planned, generation, facts, speeds)
+    return replace(found, planned=planned, inference=inference)
 
 
 def workload_of(config: OffloadConfig) -> Workload:

@@ -1,0 +1,161 @@
+"""How well the time of a pass of inference is predicted: passes of a dispatched model beside what
+`estimate_step` says of it.
+
+    python -m benchmarks.pass_prediction [--rounds 5] [--cases 'NAME; NAME'] [--path FOLDER]
+                                         [--json FILE]
+
+As `benchmarks.step_prediction`, of a model that is not trained: a pass of one token per sequence,
+or over prompts. The built-in model has no cache of keys and values; `offload generate` says of each
+run how far its prediction was off, cache included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import offload
+from benchmarks.step_prediction import COLUMNS, Case, record_of
+from offload import Dispatched
+from offload.bench.contenders import LLAMA_151M
+from offload.bench.rounds import in_turn
+from offload.bench.table import print_record
+from offload.config import OffloadConfig
+from offload.gpt import LanguageModel, build_meta_model
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import trace_forward
+from offload.planning.machine.calibration import measure_speeds
+from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.estimate import StepEstimate
+from offload.planning.plan.workload import Workload
+from offload.planning.step.step_time import estimate_step
+from offload.zero.discovery import discover
+from offload.zero.model_shape import ModelShape
+
+_SETTLING, _LEAST_S, _MOST = 3, 1.0, 20
+_BF16 = ("precision=bf16",)
+_NVME = (*_BF16, "placement.parameters=nvme", "budget.host=128MiB")
+_INT4 = ("storage.weights=int4", "storage.skip=[head]")
+
+
+def _tokens(batch: int, length: int) -> tuple[str, ...]:
+    return (f"train.batch={batch}", f"train.sequence={length}")
+
+
+CASES = (
+    Case("151 M bf16, host, 1 x 1", (*_BF16, "placement.parameters=host", *_tokens(1, 1))),
+    Case("151 M bf16, nvme, 1 x 1", (*_NVME, *_tokens(1, 1))),
+    Case("151 M bf16, nvme, 32 x 1", (*_NVME, *_tokens(32, 1))),
+    Case("151 M bf16, nvme, 256 x 1", (*_NVME, *_tokens(256, 1))),
+    Case("151 M bf16, nvme, 4 x 256", (*_NVME, *_tokens(4, 256))),
+    Case("151 M int4, nvme, 1 x 1", (*_NVME, *_INT4, *_tokens(1, 1))),
+    Case("151 M int4, nvme, 32 x 1", (*_NVME, *_INT4, *_tokens(32, 1))),
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A case with its model, and what was found round by round."""
+
+    case: Case
+    model: LanguageModel
+    owner: Dispatched
+    shape: ModelShape
+    facts: ActivationFacts
+    workload: Workload
+    measured: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    moved: list[tuple[int, int]] = field(default_factory=list)  # read, written
+    estimate: StepEstimate | None = None
+
+    def turn(self, speeds: Speeds) -> None:
+        """Predict from `speeds`, then measure."""
+        plan, config = self.owner.plan, self.owner.config
+        self.estimate = estimate_step(plan, config, self.shape, self.facts, self.workload, speeds)
+        self.predicted.append(self.estimate.seconds)
+        generator = torch.Generator().manual_seed(1)
+        size = (self.workload.batch, self.workload.sequence)
+        tokens = torch.randint(self.model.config.vocab, size, generator=generator)
+        for _ in range(_SETTLING):
+            self._pass(tokens)
+        before = self.owner.report().bytes_moved["nvme read"]
+        seconds: list[float] = []
+        while len(seconds) < _MOST and (sum(seconds) < _LEAST_S or len(seconds) < _SETTLING):
+            seconds.append(self._pass(tokens))
+        read = self.owner.report().bytes_moved["nvme read"] - before
+        self.moved.append((read // len(seconds), 0))
+        self.measured.append(statistics.median(seconds))
+
+    def _pass(self, tokens: torch.Tensor) -> float:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            self.model(tokens)
+        return time.perf_counter() - began
+
+    def forget(self) -> None:
+        self.measured, self.predicted, self.moved = [], [], []
+
+
+def start(case: Case, folder: Path, stack: ExitStack) -> Run:
+    asked = OffloadConfig.load(LLAMA_151M, (*case.overrides, f"nvme.paths=[{folder}]"))
+    config = asked.for_inference()
+    model = offload.dispatch(build_meta_model(config), config)
+    owner = stack.enter_context(offload.dispatched(model))
+    meta = build_meta_model(config).requires_grad_(False)
+    shape = discover(meta, config.groups.blocks, experts=True).shape().stored(config.stored)
+    workload = Workload(config.train.batch, config.train.sequence)
+    return Run(case, model, owner, shape, trace_forward(meta, config, workload), workload)
+
+
+def measure(
+    cases: Sequence[Case], folder: Path, rounds: int
+) -> Iterator[tuple[list[Run], list[Speeds]]]:
+    """Every case once per round; gives what there is after each round but the first, which does
+    not count."""
+    speeds: list[Speeds] = []
+    with ExitStack() as stack:
+        runs = [start(case, folder, stack) for case in cases]
+        for number, order in in_turn(runs, rounds):
+            speeds.append(measure_speeds([folder]))
+            for run in order:
+                run.turn(speeds[-1])
+                print(
+                    f"round {number + 1}: {run.case.name}: {run.predicted[-1]:.4f} s predicted, "
+                    f"{run.measured[-1]:.4f} s measured", flush=True,
+                )  # fmt: skip
+            if number < 0:
+                for run in runs:
+                    run.forget()
+            else:
+                yield runs, speeds[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", default="", help="names, separated by ;")
+    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    wanted = [part.strip() for part in options.cases.split(";") if part.strip()]
+    cases = [case for case in CASES if not wanted or case.name in wanted]
+    if not cases or options.rounds < 1:
+        parser.error("nothing to measure: name at least one case and one round")
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        for runs, speeds in measure(cases, Path(folder), options.rounds):
+            found = record_of(runs, speeds, "pass prediction")
+            if options.json is not None:  # anew after every round: one may be the last
+                found.write(options.json)
+    print_record(found, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
