@@ -16,6 +16,7 @@ from offload.planning.choice.planner import make_plan
 from offload.planning.plan.cache_shape import CacheLayer, CacheShape
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
+from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.cache_shapes import family_cache, modules_cache
 from offload.tools.memest.source.decoder_settings import own_model
@@ -104,6 +105,15 @@ def test_own_modules_take_what_those_of_transformers_take(kind: str) -> None:
         assert trace_forward(own, config, workload) == found
         assert found.saved_nbytes == found.backward.flops == 0
         assert model.training
+
+
+def test_an_encoder_with_a_decoder_is_refused() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    config = OffloadConfig.load({"device": "cpu"})
+    with pytest.raises(UnsupportedError, match="has an encoder and a decoder"):
+        trace_forward(model, config, Workload(1, 8))
 
 
 def test_a_pass_without_gradients_counts_skipped_blocks_as_if_they_ran() -> None:

@@ -37,6 +37,11 @@ def forward_run(model: nn.Module) -> Run:
     """As `default_run`, for a pass that generates: gives the logits of each sequence's last token,
     or of all where the model cannot leave the others out. Nothing is kept in a cache."""
     names = inspect.signature(model.forward).parameters.keys()
+    if "decoder_input_ids" in names:
+        raise UnsupportedError(
+            f"{type(model).__name__} has an encoder and a decoder: what generating takes is "
+            "predicted for models of one stack alone"
+        )
     if "tokens" in names:
         return _logits_of_tokens
     if "input_ids" in names:
