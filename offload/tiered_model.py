@@ -138,6 +138,7 @@ class TieredModel(abc.ABC):
         make_real(_named(self.module, discovery), dtype, self.device, only)
         return first
 
+    @uninterrupted  # nobody else would end the threads
     def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
         if self.config.threads.torch != "auto":
             torch.set_num_threads(self.config.threads.torch)
