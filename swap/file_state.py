@@ -23,7 +23,7 @@ from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
 from offload.swap.state import HostPiece
 from offload.swap.transfer import Failure, Transfer
-from offload.tiers.errors import StateError, TierFullError
+from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
@@ -235,7 +235,12 @@ class FileState(SlotState):
     # ---------------------------------------------------------------- both
     @uninterrupted
     def discard(self) -> None:
-        self.settle()
+        try:
+            self.settle()
+        finally:  # what failed has ended, too, and its memory is given back
+            self._forget()
+
+    def _forget(self) -> None:
         with self._lock:
             unsent = range(self.pieces) if self._filling else self._dirty
             self._pool.traffic.dropped_nbytes += sum(map(self._piece_nbytes, unsent))
@@ -326,5 +331,12 @@ class FileState(SlotState):
 
 
 def _wait_all(transfers: list[Transfer[None]]) -> None:
+    """Until the last one has ended; then raise the first error."""
+    failed: OffloadError | None = None
     for transfer in transfers:
-        transfer.wait()
+        try:
+            transfer.wait()
+        except OffloadError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ import torch
 from offload.swap.io_backend import Priority
 from offload.swap.shield import interrupted_in_waits
 from offload.swap.state import State
-from offload.tiers.errors import OffloadError, StateError, UnsupportedError
+from offload.tiers.errors import OffloadError, StateError, StorageError, UnsupportedError
 from offload.tiers.units import round_up
 from offload.zero.kv_format import KVShape, PageFormat
 
@@ -78,10 +78,14 @@ class KVPages:
 
     # ---------------------------------------------------------------- fetching
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Begin to bring the pages, in order, as far as there is room; whether that was all."""
-        return all(
-            page.state.bring(next_use=next_use, priority=priority) for page, _ in self._pages
-        )
+        """Begin to bring the pages, in order, as far as there is room; whether that was all. What
+        failed is raised where it is read."""
+        try:
+            return all(
+                page.state.bring(next_use=next_use, priority=priority) for page, _ in self._pages
+            )
+        except StorageError:
+            return False
 
     def note_use(self) -> None:
         for page, _ in self._pages:
@@ -260,13 +264,19 @@ class KVPages:
         if self._closed:
             return
         self._closed = True
-        pages, self._pages = self._pages, []
+        pages, self._pages, self._places = self._pages, [], {}
         self.length = self._filled = 0
         try:
             self._forget(pages)
         finally:
             self._close_open()
             self._store.left(self)
+
+    def _give_up(self) -> None:
+        """Bytes are lost: close, also what says so itself, which would keep the error and all that
+        its traceback refers to."""
+        with suppress(OffloadError):
+            self.close()
 
     # ---------------------------------------------------------------- checks
     def _check_open(self) -> None:
@@ -339,6 +349,9 @@ class KVPages:
         try:
             self._store.use(self)
             yield
+        except StorageError:
+            self._give_up()
+            raise
         finally:
             self._reading = None
             self._store.fetch_ahead()
@@ -382,6 +395,9 @@ class KVPages:
         try:
             while at < count:
                 at += self._append_some(keys[:, :, at:], values[:, :, at:])
+        except StorageError:
+            self._give_up()
+            raise
         except BaseException:
             self.drop_last(self.length - before)
             raise
@@ -419,7 +435,8 @@ class KVPages:
                 fill(page.state.host_blank())
                 page.state.host_wrote()
         except BaseException:
-            page.leave(self)
+            with suppress(OffloadError):
+                page.leave(self)
             raise
         self._places[page] = len(self._pages)
         self._pages.append((page, None))

@@ -12,6 +12,7 @@ thread, also amid our own bookkeeping.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -24,7 +25,7 @@ import torch
 
 from offload.swap.io_backend import Priority
 from offload.swap.state import State
-from offload.tiers.errors import StateError, TierFullError
+from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.memory_tier import Lease
 from offload.tiers.units import round_up
@@ -32,6 +33,7 @@ from offload.zero.fetching import Fetcher
 from offload.zero.kv_format import Int8Format, KVShape, PageFormat, PlainFormat
 from offload.zero.kv_pages import KVPages
 
+_log = logging.getLogger("offload")
 KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
 _MIN_WINDOW_PAGES = 8  # a page is at most this part of a window: what is kept beside it
 _SLAB_NBYTES = 32 << 20  # about, of several open pages together
@@ -180,7 +182,10 @@ class KVStore:
     def reap(self) -> None:
         """Give back what nobody has any more."""
         while self._dropped:
-            self._dropped.popleft().close()
+            try:
+                self._dropped.popleft().close()
+            except OffloadError as error:  # of bytes that nobody will ask for
+                _log.warning("while a KV cache was given back: %s", error)
         if not self._live:
             self._close_buffers()
 

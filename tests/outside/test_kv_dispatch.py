@@ -24,8 +24,9 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import offload
-from offload.errors import BudgetError, StateError, TierFullError, UnsupportedError
+from offload.errors import BudgetError, StateError, StorageError, TierFullError, UnsupportedError
 from offload.kv_cache import PagedLayer, PagedSlidingLayer
+from offload.swap.transfer import Transfer
 
 MIXED = {"host": "40%", "nvme": "60%"}
 PLACEMENTS: list[Any] = ["host", "nvme", MIXED]
@@ -262,6 +263,28 @@ def test_what_ends_generate_leaves_nothing(
     with dispatched(llama(), tmp_path, MIXED) as owner:
         with pytest.raises(kind):
             generated(owner.module, logits_processor=LogitsProcessorList([_Fails(4, error)]))
+        gc.collect()
+        assert kv_nbytes(owner) == 0
+        assert bits(generated(owner.module)) == bits(generated(llama()))
+
+
+def test_a_page_that_cannot_be_written_ends_its_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dispatched(llama(), tmp_path, "nvme", budget={"host": "256KiB"}) as owner:
+        assert owner._homes.store is not None
+        backend = owner._homes.store.backend
+        real = backend.submit_write
+
+        def failing(*args: Any, **keys: Any) -> Any:
+            failed: Transfer[None] = Transfer("a write")
+            failed.fail(StorageError("the disk is gone"))
+            return failed if "layer 1" in keys["owner"] else real(*args, **keys)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "submit_write", failing)
+            with pytest.raises(StorageError, match="the disk is gone"):
+                generated(owner.module, PROMPT.repeat(1, 16))
         gc.collect()
         assert kv_nbytes(owner) == 0
         assert bits(generated(owner.module)) == bits(generated(llama()))
