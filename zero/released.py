@@ -29,6 +29,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from offload.swap.shield import interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.coded_uses import StoredParam, compute
 from offload.zero.compilers import uncompiled
@@ -235,10 +236,14 @@ class ReleasedParameters:
             found = compute(function, name, args, kwargs, self._stored)
             if found is not NotImplemented:
                 return found
+        self._decode(groups)
+        return function(*args, **kwargs)
+
+    @interrupted_in_waits  # half gathered, a group would not be released
+    def _decode(self, groups: Sequence[ParamGroup]) -> None:
         for group in groups:
             group.gather()
             self._handles.note(group)
-        return function(*args, **kwargs)
 
     def _stored(self, value: Any) -> StoredParam | None:
         """A released parameter's stored bytes; None for any other value."""

@@ -4,6 +4,7 @@ tiers, close to those of decoded values, and no slot for values."""
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.zero import coded_uses
+from offload.zero.group import ParamGroup
+from offload.zero.released import is_released
 from tests.offload.engine_cases import VOCABULARY, bits
 from tests.offload.storage_cases import FORMATS, WIDTH, adapted, in_precision, round_to
 from tests.offload.test_storage import PLACEMENTS, coded
@@ -197,3 +200,25 @@ def test_large_weights_are_shared_among_threads_that_end_with_the_model(
             assert (threading.active_count() > before) == (threads > 1)
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert threading.active_count() == before
+
+
+def test_an_interrupt_amid_decoding_leaves_nothing_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(1).requires_grad_(False)
+    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
+    with torch.no_grad(), offload.dispatched(model) as owner:
+        expected = bits(model(tokens(1)))
+        find = ParamGroup._find_addresses
+
+        def interrupted(group: ParamGroup) -> list[int]:
+            signal.raise_signal(signal.SIGINT)
+            return find(group)
+
+        monkeypatch.setattr(ParamGroup, "_find_addresses", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens(9))
+        monkeypatch.setattr(ParamGroup, "_find_addresses", find)
+        params = [param for group in owner.store.groups for param in group.params]
+        assert all(is_released(param) for param in params)
+        assert bits(model(tokens(1))) == expected
