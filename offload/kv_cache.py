@@ -482,6 +482,8 @@ def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     if outermost is None:
         return ()
     config = outermost.config.get_text_config(decoder=True)
+    if not hasattr(config, "num_attention_heads"):  # RWKV: states alone
+        return ()
     layers = get_layer_types_and_kwargs(config)[0]
     heads = int(config.num_attention_heads)
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

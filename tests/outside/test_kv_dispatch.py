@@ -20,6 +20,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -331,3 +333,6 @@ def test_gradients_through_a_cache_are_refused(tmp_path: Path) -> None:
 def test_a_model_without_a_known_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"placement\.kv: Linear has no KV cache"):
         dispatched(torch.nn.Linear(4, 4), tmp_path, "nvme")
+    rwkv = RwkvForCausalLM(RwkvConfig(hidden_size=32, vocab_size=61, num_hidden_layers=2))
+    with pytest.raises(UnsupportedError, match=r"placement\.kv: RwkvForCausalLM has no KV cache"):
+        dispatched(rwkv, tmp_path, "nvme")
