@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import signal
 import weakref
@@ -26,6 +27,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import offload
+import offload.tiered_model
 from offload.errors import BudgetError, StateError, StorageError, TierFullError, UnsupportedError
 from offload.kv_cache import PagedLayer, PagedSlidingLayer
 from offload.swap.transfer import Transfer
@@ -178,6 +180,22 @@ def test_a_cache_without_a_configuration_gets_its_layers_as_they_come(tmp_path: 
         whole = plain(PROMPT[:, :8], use_cache=True).past_key_values
         assert torch.equal(ours, plain(PROMPT[:, 8:12], past_key_values=whole).logits)
         assert {type(layer) for layer in cache.layers} == {PagedLayer}
+
+
+def test_pages_cross_to_a_device_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with host memory in its place."""
+    real = offload.tiered_model.this_machine
+    monkeypatch.setattr(
+        offload.tiered_model, "this_machine",
+        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
+    )  # fmt: skip
+    expected = bits(generated(llama(), num_beams=2))
+    budget = {"device": "2MiB", "host": "2MiB", "nvme": "64MiB"}
+    for kv in ("device", {"device": "30%", "host": "30%", "nvme": "40%"}):
+        with dispatched(llama(), tmp_path, kv, budget=budget) as owner:
+            assert owner.plan.gpu
+            assert bits(generated(owner.module, num_beams=2)) == expected
+            assert kv_nbytes(owner) == 0
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams"])
