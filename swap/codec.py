@@ -15,12 +15,13 @@ class Codec(Protocol):
         ...
 
     def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
-        """Fill `stored` from `values` (both 1D uint8). The values may be rounded."""
+        """Fill `stored` from `values` (both 1D uint8). The values may be rounded. UnsupportedError
+        for values that cannot be stored."""
         ...
 
     def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
         """As `encode`, where `stored` has codes: those of what decodes to its values already stay,
-        as far as parts of the buffer can be told apart."""
+        as far as parts of the buffer can be told apart. After an error, `stored` is as before."""
         ...
 
     def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:

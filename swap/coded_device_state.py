@@ -120,9 +120,18 @@ class DeviceCodedState(CodedState):
             self._codec.encode(values, stored)
         else:
             stored = self._home.host_tensor()
-            self._codec.update(values, stored)
+            try:
+                self._codec.update(values, stored)
+            except BaseException:
+                del stored
+                self._refresh()  # what was refused is not there
+                raise
         self._home.host_wrote()
         del stored
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """The values of the home's codes, where there is a slot."""
         with self._lock:
             view = None if self._slot is None else self._slot.tensor[: self.nbytes]
         if view is not None:

@@ -140,7 +140,12 @@ class CodedState(SlotState):
         stored = self._home.blank() if is_new else self._home.tensor()
         store = self._codec.encode if is_new else self._codec.update
         for piece in range(self.pieces):
-            store(view[self.span(piece)], self._stored(piece, stored))
+            try:
+                store(view[self.span(piece)], self._stored(piece, stored))
+            except BaseException:
+                if not is_new:
+                    self._decode(piece, stored, view)  # what was refused is not there
+                raise
             self._decode(piece, stored, view)
         self._home.wrote(write_back=write_back)
         self._is_blank, self._is_stored = False, True

@@ -150,6 +150,7 @@ class ParamGroup:
         self._addresses: list[int] = []  # of the parameters' values, as they were gathered last
         self._uses = 0  # tensors over the buffer's memory then
         self.version = 0  # counts updates; a saved handle of an older version is stale
+        self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
         # makes `pending` an update by the steps that were missed, if there are any

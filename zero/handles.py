@@ -236,6 +236,12 @@ class HandleTable:
                 "an optimizer step has changed them since; run backward before optimizer.step() "
                 "(or set optimizer.in_backward: false, if that is on)"
             )
+        if group.version != handle.version and _was_written(handle):
+            raise ModifiedError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {_name_of(handle)} was written after the forward; make the "
+                "change before the forward or after the backward, or compute with a copy"
+            )
         self._use(group)
         flat = group.flat()
         if group.dtype is not handle.dtype:
@@ -274,12 +280,21 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
     )
 
 
+def _was_written(handle: Handle) -> bool:
+    """By a user, of parameters that no update changes."""
+    written = handle.group.written_at
+    return any(written.get(index, 0) > handle.version for index, _ in _params_of(handle))
+
+
 def _name_of(handle: Handle) -> str:
     """The parameter that a handle is a view of; the group, if no parameter has its dtype."""
+    found = next((name for _, name in _params_of(handle)), handle.group.name)
+    return f"{found}, saved in shape {tuple(handle.shape)},"
+
+
+def _params_of(handle: Handle) -> Iterator[tuple[int, str]]:
+    """Number and name of the parameter that a handle is a view of."""
     group = handle.group
-    found = [
-        spec.name
-        for spec in group.layout.params
-        if group.dtype is handle.dtype and spec.offset <= handle.offset < spec.stop
-    ]
-    return f"{found[0] if found else group.name}, saved in shape {tuple(handle.shape)},"
+    for index, spec in enumerate(group.layout.params):
+        if group.dtype is handle.dtype and spec.offset <= handle.offset < spec.stop:
+            yield index, spec.name

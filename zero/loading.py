@@ -7,7 +7,7 @@ only while ranges with some of them are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import torch
 from offload.kernels.convert import encode, split_master
 from offload.kernels.floats import Array, Float
 from offload.swap.state import State
-from offload.tiers.errors import UnsupportedError
 from offload.zero.bits import array_of, flat_array
 from offload.zero.layout import ParamSpec
 from offload.zero.sharding import Part
@@ -27,10 +26,6 @@ ValuesOf = Callable[[ParamSpec], torch.Tensor]
 
 
 _PIECE_NUMEL = 1 << 22
-# Bits that are all set in infinities and NaNs, by format.
-_EXPONENTS: dict[Float, np.unsignedinteger[Any]] = {
-    Float.FP32: np.uint32(0x7F800000), Float.BF16: np.uint16(0x7F80), Float.FP16: np.uint16(0x7C00)
-}  # fmt: skip
 
 
 def load_weights(state: State, part: Part, own: Float, values: ValuesOf) -> None:
@@ -68,7 +63,6 @@ def _fill(into: Array, elements: range, own: Float, window: _Window) -> None:
         start = piece.start - elements.start
         weights = into[start : start + len(piece)]
         encode(window.assemble(piece), weights, own)
-        window.check(weights, piece, own)
 
 
 def _pieces(elements: range) -> Iterator[range]:
@@ -109,25 +103,6 @@ class _Window:
                 if hi == spec.stop:
                     del self._held[spec]
         return full
-
-    def check(self, weights: Array, elements: range, own: Float) -> None:
-        """UnsupportedError for what is to be stored in codes and is not finite: elements that share
-        a scale with it would be lost, too."""
-        if not any(spec.stored for spec in self._params):
-            return
-        exponent: np.unsignedinteger[Any] = _EXPONENTS[own]
-        bits = weights.view(exponent.dtype) & exponent
-        places = np.flatnonzero(bits == exponent)
-        for spec in self._params if places.size else ():
-            inside = (places + elements.start >= spec.offset) & (
-                places + elements.start < spec.stop
-            )
-            if spec.stored and inside.any():
-                raise UnsupportedError(
-                    f"{spec.name} has values that are infinite or NaN in {own.name.lower()}, which "
-                    f"cannot be stored in {spec.stored.name}; add it to storage.skip, or set "
-                    "precision: bf16, which holds larger numbers than fp16"
-                )
 
 
 def _store(full: Array, weights: Array, own: Float, arrays: dict[str, Array]) -> None:

@@ -38,6 +38,8 @@ from offload.zero.released import ReleasedParameters, Values
 from offload.zero.session import in_backward
 from offload.zero.sharding import ALONE, Part, Sharding
 
+# Modules that compute in another way where one of their parameters is no plain tensor.
+_ASK_FOR_CLASSES = nn.MultiheadAttention | nn.TransformerEncoderLayer
 _REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
 
@@ -184,6 +186,12 @@ class WeightStore:
         """Install the hooks: from here on `model` computes with this store's weights, while their
         `owner` is there. `begin_forward` is called in place of the store's own."""
         self._values = values
+        for module in model.modules():
+            if isinstance(module, _ASK_FOR_CLASSES):
+                for param in module.parameters():
+                    found = self.group_of(param)
+                    if found is not None:
+                        found[0].is_lazy = False
         self.hooks = UnitHooks(
             model, self.units, self.groups, self._handles, self.use, values.adopt_written,
             begin_forward or self.begin_forward, owner, self.one_thread,

@@ -12,6 +12,7 @@ from offload.kernels.floats import Float, Runner, serial
 from offload.kernels.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.accelerator import is_accelerator
+from offload.tiers.errors import UnsupportedError
 from offload.zero.bits import DTYPE_OF, array_of
 from offload.zero.coded_layout import CodedLayout, CodedPart
 
@@ -41,10 +42,13 @@ class WeightCodes:
         for part in self.layout.parts:
             stored[end : part.stored.start].zero_()
             end = part.stored.stop
+            self._check(part, values[part.values])
             self.encode_part(part, values[part.values], stored[part.stored])
         stored[end:].zero_()
 
     def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        for part in self.layout.parts:
+            self._check(part, values[part.values])
         for part in self.layout.parts:
             now, codes = values[part.values], stored[part.stored]
             was = torch.empty_like(now)
@@ -59,6 +63,19 @@ class WeightCodes:
             end = part.values.stop
             self.decode_part(part, stored[part.stored], values[part.values])
         values[end:].zero_()
+
+    def _check(self, part: CodedPart, values: torch.Tensor) -> None:
+        """UnsupportedError for what is not finite: elements that share a scale with it would be
+        lost, too."""
+        if part.weights is None or not part.spec.numel:
+            return
+        if not all(end.isfinite() for end in values.view(DTYPE_OF[self.kind]).aminmax()):
+            raise UnsupportedError(
+                f"{part.spec.name} has values that are infinite or NaN in "
+                f"{self.kind.name.lower()}, which cannot be stored in "
+                f"{part.weights.name}; add it to storage.skip, or set precision: bf16, which "
+                "holds larger numbers than fp16"
+            )
 
     def encode_part(self, part: CodedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
         """One parameter; both are its own bytes, in one memory."""

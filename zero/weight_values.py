@@ -149,6 +149,7 @@ class WeightValues:
         for index in indices:
             self._follow(group, index)
         group.version += 1
+        group.written_at.update(dict.fromkeys(indices, group.version))
 
     def _wrote(self, param: nn.Parameter) -> None:
         """As if a parameter of a group had been written, with the values that it has."""
@@ -195,9 +196,9 @@ class WeightValues:
         """
         names = ", ".join(group.layout.params[index].name for index in indices)
         self._store.ranks.refuse_forward_write(names)
-        version = group.version
+        version, written = group.version, dict(group.written_at)
         self.accept(group, indices)
-        group.version = version
+        group.version, group.written_at = version, written
 
     @interrupted_in_waits
     def full(self, param: nn.Parameter) -> torch.Tensor:

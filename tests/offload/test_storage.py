@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import offload
 from offload.cli.app import app
 from offload.config import OffloadConfig
-from offload.errors import BudgetError, ConfigError, UnsupportedError
+from offload.errors import BudgetError, ConfigError, ModifiedError, UnsupportedError
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
 from offload.planning.step.traffic import find_copies
@@ -439,3 +439,39 @@ def test_a_plan_says_what_codes_take(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert "nf4, 64 elements per scale" in done.output
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_refused_and_nothing_is_lost(value: float, tmp_path: Path) -> None:
+    with offload.initialize(adapted(1), coded(tmp_path, "int8")) as engine:
+        before = frozen_of(engine)
+        model: Any = engine.module
+        weight = model.layers[0].down.weight
+        with (
+            pytest.raises(UnsupportedError, match=r"down\.weight has values that are infinite"),
+            engine.gathered(weight),
+            torch.no_grad(),
+        ):
+            weight[0, 0] = value
+        assert frozen_of(engine) == before
+        assert all(torch.isfinite(torch.tensor(losses_of(engine, batches(1)))))
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+def test_codes_written_between_forward_and_backward_are_an_error(
+    placement: str, tmp_path: Path
+) -> None:
+    model = adapted(1)
+    with offload.initialize(model, coded(tmp_path, "int4", placement)):
+        block = model.layers[0]
+        x = torch.randn(2, 5, WIDTH, requires_grad=True)
+        loss = block(x).sum()
+        with torch.no_grad():
+            block.down.bias.add_(1)  # backward does not need it
+        loss.backward()
+        loss = block(x).sum()
+        with torch.no_grad():
+            block.down.weight.add_(1)
+        with pytest.raises(ModifiedError, match=r"layers\.0\.down\.weight"):
+            loss.backward()
+        block(x).sum().backward()
