@@ -177,15 +177,14 @@ class KVPages:
             self._dropped = 0
         assert self._format is not None, "there are tokens"
         full, rest = divmod(self._dropped + left, self._format.tokens)
-        pages, self.length = len(self._pages), left
-        if full < pages:
+        if full < len(self._pages):
             reopened = self._pages[full] if rest else None
             if reopened is not None:
                 self._reopen(*reopened, rest)
             self._forget(self._pages[full:])
             del self._pages[full:]
             self._number()
-        self._filled = rest
+        self.length, self._filled = left, rest
 
     def clear(self) -> None:
         """Forget all tokens."""
@@ -197,6 +196,7 @@ class KVPages:
         if self._format is None:
             return
         rows = rows.to(self._store.device, torch.long)
+        self._select_open(rows)  # where there is no room for it, nothing has changed
         memo: dict[int, Rows] = {}
         for place, (page, before) in enumerate(self._pages):
             if id(before) not in memo:
@@ -204,7 +204,6 @@ class KVPages:
                 same = torch.equal(chosen, torch.arange(page.format.batch, device=rows.device))
                 memo[id(before)] = None if same else chosen
             self._pages[place] = page, memo[id(before)]
-        self._select_open(rows)
         self.batch = len(rows)
 
     @property
@@ -456,20 +455,33 @@ class KVPages:
 
     def _select_open(self, rows: torch.Tensor) -> None:
         assert self._format is not None, "learnt"
-        kind, tokens = self._format, slice(self._filled)
-        self._format = replace(kind, batch=len(rows))
-        before = self._open
-        if before is None:
-            return
-        if self._format == kind:
+        kind, before, tokens = self._format, self._open, slice(self._filled)
+        chosen = self._format_of(len(rows))
+        if chosen == kind and before is not None:
             kind.copy(before.tensor, tokens, rows, kind, before.tensor)
             return
-        self._open = None
+        self._format, self._open = chosen, None
+        if before is None:
+            return
         try:
             if self._filled:
-                kind.copy(before.tensor, tokens, rows, self._format, self._open_page())
-        finally:
-            self._store.close_page(before)
+                kind.copy(before.tensor, tokens, rows, chosen, self._open_page())
+        except BaseException:
+            self._close_open()
+            self._format, self._open = kind, before
+            raise
+        self._store.close_page(before)
+
+    def _format_of(self, batch: int) -> PageFormat:
+        """For another batch. A larger one has fewer tokens in a page, while no page is full: as
+        many would not find room."""
+        assert self._format is not None, "learnt"
+        kind = self._format
+        tokens = kind.tokens
+        if batch > kind.batch and not self._pages:
+            fresh = self._store.format(kind.keys, kind.values, batch, self._window)
+            tokens = min(tokens, max(fresh.tokens, self._filled + 1))
+        return replace(kind, batch=batch, tokens=tokens)
 
     def _close_open(self) -> None:
         if self._open is not None:

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
-from offload.errors import StateError
+from offload.errors import StateError, TierFullError
 from offload.kv_cache import keep_in_tiers
 from offload.tiers.tier import Tier
 from offload.zero.fetching import Fetcher
@@ -190,3 +190,29 @@ def test_open_pages_of_all_layers_lie_together(homes: Callable[..., Homes]) -> N
         layer.close()
     store.reap()
     assert here.held() == {"host": 0, "nvme": 0}
+
+
+def test_a_prompt_that_is_repeated_for_a_large_batch_needs_no_large_pages(
+    homes: Callable[..., Homes],
+) -> None:
+    """A page has as many tokens as make it large: of one sequence many more than of sixty-four."""
+    pair = Pair("dynamic", homes("nvme", host_nbytes=4 << 20).store(page_tokens=None))
+    draw = random.Random(0)
+    pair.batch = 1
+    pair.update(draw, 9)
+    pair.both(lambda cache: cache.batch_repeat_interleave(64))
+    pair.batch = 64
+    for _ in range(3):
+        pair.update(draw, 5)
+
+
+def test_where_more_rows_find_no_room_nothing_has_changed(
+    homes: Callable[..., Homes],
+) -> None:
+    made = homes("nvme", host_nbytes=256 << 10)
+    for count in (9, 40):  # in an open page alone, and in full ones, too
+        pair, draw = Pair("dynamic", made.store(page_tokens=16)), random.Random(0)
+        pair.update(draw, count)
+        with pytest.raises(TierFullError):
+            pair.ours.layers[0].batch_repeat_interleave(256)
+        pair.update(draw, 1)
