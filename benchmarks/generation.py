@@ -88,6 +88,7 @@ def write_model(shape: str, folder: Path) -> None:
     from safetensors.torch import save_file
 
     model: Any = on_meta(shape)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     index: dict[str, str] = {}
@@ -280,12 +281,14 @@ def _add_rows(
     record: Record, turns: Mapping[str, Sequence[Mapping[str, Any]]], speeds: Sequence[float],
     options: argparse.Namespace,
 ) -> None:  # fmt: skip
+    batch = record.options["batch"]
     names = ("seconds", "read_nbytes", "peak_rss_nbytes")
     for system, found in turns.items():
         kind = {OURS: Kind.OURS, ACCELERATE: Kind.PEER, IN_RAM: Kind.LIMIT}[system]
         measures = {name: [float(each[name]) for each in found] for name in names}
+        measures["tokens_per_s"] = [batch / seconds for seconds in measures["seconds"]]
         record.rows.append(Row(system, kind, measures))
-    ours, batch = record.measured(OURS), record.options["batch"]
+    ours = record.measured(OURS)
     assert ours is not None, "ours is always measured"
     waits = [n / s for n, s in zip(ours.values("read_nbytes"), speeds, strict=True)]
     record.rows.append(Row(DISK, Kind.LIMIT, {"seconds": waits}))
@@ -293,8 +296,6 @@ def _add_rows(
     bounds = [waits] if computing is None else [waits, computing.values("seconds")]
     longest = [max(each) for each in zip(*bounds, strict=True)]
     record.rows.append(Row(LONGEST, Kind.LIMIT, {"seconds": longest}))
-    for row in record.rows:
-        row.measures["tokens_per_s"] = [batch / each for each in row.values("seconds")]
     least = 0.9 if batch == 1 and options.shape == "dense" else 0.85
     record.compare(LONGEST, OURS, "seconds", Target(0.8 if options.shape == "mixture" else least))
     beside = 8.0 if options.shape == "mixture" else 2.0 if batch == 1 else 1.0
