@@ -112,7 +112,9 @@ def pending_output(out: Path) -> Iterator[Path]:
     pending = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
     try:
         yield pending
-        os.rename(pending, out)
+        check_new(out)  # somebody else may have made it meanwhile
+        with storage_errors("creating", out):
+            os.rename(pending, out)
     except BaseException:
         shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
         raise

@@ -219,10 +219,19 @@ def _scales(
 def _zeros(scheme: _Scheme, scale: Stored, rows: int, parts: Parts, of: str) -> Stored | None:
     name = f"{of}_zero_point"
     if scheme.symmetric:
-        parts.left.pop(name, None)  # older files have zeros there, which nothing reads
+        zeros = parts.left.pop(name, None)  # older files have them
+        if zeros is not None and not _are_zeros(zeros.read(), scheme.bits, rows):
+            raise damaged(zeros, "is not zero, and the weights are said to be symmetric")
         return None
     found = parts.left.get(name)
     if found is not None and found.dtype == torch.int8:
         return parts.take(name, (torch.int8,), scale.shape, of)
     words = -(-rows * scheme.bits // 32)
     return parts.take(name, (torch.int32, torch.int8), (words, scale.shape[-1]), of)
+
+
+def _are_zeros(points: Tensor, bits: int, rows: int) -> bool:
+    """Zero points, as they are or packed."""
+    if points.dtype == torch.int32 and points.ndim == 2 and bool(points.any()):
+        points = unpacked(points.t(), bits).flatten(1)[:, :rows] != 1 << (bits - 1)
+    return not bool(points.any())

@@ -294,6 +294,26 @@ def test_a_mislabelled_folder_is_refused(name: str, other: dict[str, Any], tmp_p
         opened(folder)
 
 
+def zero_points(value: int) -> list[Tensor]:
+    """As older files have them, and packed: 4 bits."""
+    word = (value + 8) * 0x11111111
+    packed = torch.full((ROWS // 8, 4), word - (1 << 32 if word >> 31 else 0), dtype=torch.int32)
+    return [torch.full((ROWS, 4), value, dtype=torch.int8), packed]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_symmetric_weights_have_no_zero_points_but_zero(kind: int, tmp_path: Path) -> None:
+    weight = FORMATS["ct int4"].make(ROWS, COLUMNS, generator())
+    for value in (0, 3):
+        tensors = named(weight) | {"linear.weight_zero_point": zero_points(value)[kind]}
+        folder = write(tmp_path / str(value), FORMATS["ct int4"].settings, tensors)
+        if value == 0:
+            assert torch.equal(opened(folder)["linear.weight"].value(), weight.value)
+            continue
+        with pytest.raises(CheckpointError, match="zero_point is not zero"):
+            opened(folder)
+
+
 @pytest.mark.parametrize("name", ["ct int4", "gptq", "awq", "nf4", "int8"])
 def test_quantised_tensors_without_the_mark_are_refused(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path, None, named(FORMATS[name].make(ROWS, COLUMNS, generator())))

@@ -24,6 +24,7 @@ import offload
 from offload.checkpoint.exporting import export
 from offload.cli.app import app
 from offload.errors import CheckpointError, ConfigError, PathError, UnsupportedError
+from offload.integrations import compress
 from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_hub_format
 from offload.integrations.pruning import Pruning
@@ -473,6 +474,24 @@ def test_what_is_there_is_not_replaced(folder: Path, tmp_path: Path) -> None:
         offload.compress(folder, tmp_path / "none/out", prune="2:4")
     with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):
         offload.compress(torch.nn.Linear(4, 4), tmp_path / "other", prune="2:4")
+
+
+def test_what_somebody_else_has_written_meanwhile_stays(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files = compress.write_files
+
+    def late(*args: Any) -> Any:
+        offload.compress(folder, tmp_path / "out", prune="2:4")
+        return write_files(*args)
+
+    with monkeypatch.context() as patched:
+        calls = iter([late, write_files])
+        patched.setattr(compress, "write_files", lambda *args: next(calls)(*args))
+        with pytest.raises(PathError, match="out exists; remove it"):
+            offload.compress(folder, tmp_path / "out", storage="int4")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
 @pytest.mark.parametrize("text", ["", "a", "0-", "3-x", "0,,1", "1e3", "9" * 30])
