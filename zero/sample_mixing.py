@@ -89,11 +89,11 @@ class _Question:
 
     # ---------------------------------------------------------------- values
     def _compare_values(self) -> None:
-        together = self._outputs(self._pieces.pair(self._leaves()))
+        together = self._together()
         self._refuse_changes()
         if self._draws:
             self._evaluates, self._draws = True, False
-            together = self._outputs(self._pieces.pair(self._leaves()))
+            together = self._together()
         alone = self._alone()
         for number, outputs in enumerate(alone):
             check_joinable(outputs, self._pieces.spans[number], self._unit.name)
@@ -112,8 +112,16 @@ class _Question:
             )
 
     def _alone(self) -> list[list[Tensor]]:
+        return [self._of_some(self._pieces.call(each, self._leaves())) for each in (0, 1)]
+
+    def _together(self) -> list[Tensor]:
+        pair = self._pieces.pair(self._leaves())
+        return self._of_some(pair) if len(self._pieces.spans) > 2 else self._outputs(pair)
+
+    def _of_some(self, call: tuple[Any, Any]) -> list[Tensor]:
+        """Of a part of the batch."""
         try:
-            return [self._outputs(self._pieces.call(each, self._leaves())) for each in (0, 1)]
+            return self._outputs(call)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
