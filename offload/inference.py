@@ -271,13 +271,19 @@ def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
 
 
 def _check_values(model: nn.Module, lazy: LazyWeights, only: torch.dtype | None) -> None:
-    """What stays in the model has values, or is no floating point."""
-    for name, param in model.named_parameters():
-        if param.is_meta and managed(param) and not managed(param, only) and param not in lazy:
+    """What stays in the model has values, or is no floating point. Says what has random ones."""
+    named = [(name, p) for name, p in model.named_parameters() if p.is_meta and p not in lazy]
+    for name, param in named:
+        if managed(param) and not managed(param, only):
             raise UnsupportedError(
                 f"{name} is {param.dtype} on the meta device, other than most weights; say with "
                 "weights= where its values are, or name precision: in the configuration"
             )
+    if named:
+        _log.warning(
+            "%s are on the meta device, and no files were named: they get random values, as their "
+            "modules begin with; say with weights= where their values are", _listed(named),
+        )  # fmt: skip
 
 
 def _precision(config: OffloadConfig, model: nn.Module) -> tuple[OffloadConfig, torch.dtype | None]:

@@ -225,6 +225,13 @@ class ReleasedParameters:
                 f"{self._name_of(params[0])}: the engine is closed and this model's parameters "
                 "went with it; engine.save_checkpoint or model.state_dict() before close keep them"
             )
+        for param in params:
+            if self._packed_of(param) is None and self._find(param) is None:
+                raise UnsupportedError(
+                    f"a parameter of {tuple(param.shape)} has the class of one in tiers and is "
+                    "none: other code put it in its place (accelerate's cpu_offload and "
+                    "dispatch_model do so); leave the parameters of a model in tiers as they are"
+                )
 
     # ---------------------------------------------------------------- stored in fewer bits
     def _with_codes(

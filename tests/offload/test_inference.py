@@ -85,6 +85,25 @@ def test_a_named_precision_casts(tmp_path: Path) -> None:
         assert logits(model) == expected
 
 
+def test_random_values_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4, device="meta")
+    with offload.dispatched(offload.dispatch(model, placed(tmp_path))):
+        assert (
+            "weight, bias are on the meta device, and no files were named: they get random"
+            in caplog.text
+        )
+
+
+def test_parameters_that_other_code_exchanged_are_refused(tmp_path: Path) -> None:
+    """As accelerate's hooks do, which build one of the same class."""
+    model = build()
+    with offload.dispatched(offload.dispatch(model, placed(tmp_path, device="cpu"))):
+        linear = next(m for m in model.modules() if isinstance(m, nn.Linear))
+        linear._parameters["weight"] = type(linear.weight)(torch.zeros(linear.weight.shape), False)
+        with pytest.raises(UnsupportedError, match="other code put it in its place"):
+            logits(model)
+
+
 class Mixed(nn.Module):
     """Most weights in bf16, and one that is kept in fp32."""
 
