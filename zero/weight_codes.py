@@ -70,11 +70,11 @@ class WeightCodes:
         if part.weights is None or not part.spec.numel:
             return
         if not all(end.isfinite() for end in values.view(DTYPE_OF[self.kind]).aminmax()):
+            wider = ", or set precision: bf16, which holds larger numbers"
             raise UnsupportedError(
                 f"{part.spec.name} has values that are infinite or NaN in "
-                f"{self.kind.name.lower()}, which cannot be stored in "
-                f"{part.weights.name}; add it to storage.skip, or set precision: bf16, which "
-                "holds larger numbers than fp16"
+                f"{self.kind.name.lower()}, which cannot be stored in {part.weights.name}; add it "
+                f"to storage.skip{wider if self.kind is Float.FP16 else ''}"
             )
 
     def encode_part(self, part: CodedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
