@@ -270,6 +270,7 @@ class UnitHooks:
         """Let the outermost call under way use `groups`, too. False if there is none."""
         if not self._calls:
             return False
+        refuse_transforms()
         self._enter(groups, self._calls[0])
         return True
 

@@ -39,6 +39,7 @@ from offload.zero.local_tensors import is_dtensor
 from offload.zero.packed import PackedParam
 from offload.zero.paged import Operation, PagedTensor
 from offload.zero.session import Session
+from offload.zero.transforms import refuse_transforms
 from offload.zero.weight_codes import WeightCodes
 
 # Of a parameter's methods, those that need no values.
@@ -248,6 +249,7 @@ class ReleasedParameters:
 
     @interrupted_in_waits  # half gathered, a group would not be released
     def _decode(self, groups: Sequence[ParamGroup]) -> None:
+        refuse_transforms()
         for group in groups:
             group.gather()
             self._handles.note(group)

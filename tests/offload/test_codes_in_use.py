@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
+from offload.errors import UnsupportedError
 from offload.zero import coded_uses
 from offload.zero.group import ParamGroup
 from offload.zero.released import is_released
@@ -156,6 +157,32 @@ def test_a_model_that_trains_is_evaluated_with_decoded_values(
     with offload.initialize(model, coded(tmp_path, "int4")), torch.no_grad():
         model(tokens(2))
     assert products == []
+
+
+class Differentiated(nn.Module):
+    """Differentiates a layer in its forward, which it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        found: Tensor = torch.func.jvp(lambda z: nn.functional.linear(z, weight), (x,), (x,))[1]
+        return found
+
+
+@pytest.mark.parametrize("codes", [True, False])
+def test_a_transform_within_a_forward_is_refused(codes: bool, tmp_path: Path) -> None:
+    keys = coded(tmp_path, "int4", "nvme")
+    if not codes:
+        del keys["storage"]
+    model = Differentiated().requires_grad_(False)
+    offload.dispatch(model, keys)
+    with torch.no_grad(), offload.dispatched(model):
+        with pytest.raises(UnsupportedError, match=r"torch\.func\.jvp"):
+            model(torch.randn(5, WIDTH))
+        assert model.layer(torch.randn(5, WIDTH)).isfinite().all()
 
 
 def test_what_a_forward_writes_is_kept(tmp_path: Path) -> None:
