@@ -2,7 +2,7 @@
 
 Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
 
-    RELEASED   a one-element placeholder (NaN) of the parameter's full shape; the state owns
+    RELEASED   a placeholder of the parameter's full shape (zero/placeholders.py); the state owns
                the bytes, in any tier. The parameter's class fetches them when it is read
                (zero/released.py)
     GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
@@ -30,6 +30,7 @@ from offload.swap.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
 from offload.zero.layout import Layout, ParamSpec
 from offload.zero.local_tensors import hold, is_dtensor, local_of
+from offload.zero.placeholders import exchanging, placeholder
 
 if TYPE_CHECKING:
     from offload.zero.packed import ExpertTable
@@ -163,9 +164,7 @@ class ParamGroup:
         self._held_for: set[int] = set()  # users of a pass that is repeated without data
         self.on_hold: Callable[[ParamGroup, object, bool], None] | None = None  # True: entered
         self._written = [param._version for param in self.params]  # counters of known writes
-        nan = float("nan") if dtype.is_floating_point else 0
-        element = torch.full((), nan, dtype=dtype, device=device)
-        self._placeholders = [element.expand(spec.shape) for spec in layout.params]
+        self._placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
         # of a home on the device, which never moves: its bytes, and views of them
         self._home: torch.Tensor | None = None
         self._flat: torch.Tensor | None = None
@@ -242,7 +241,7 @@ class ParamGroup:
     def _gather(self) -> None:
         with profiled(f"gather {self.name}"):
             flat = self.flat()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), exchanging():
             self._show(flat)
             self._addresses = self._find_addresses()
             self._uses = _uses(flat)  # those of `_show` have ended, and do not count
@@ -274,7 +273,7 @@ class ParamGroup:
     def _put_placeholders(self) -> None:
         self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
         held = self._hold
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), exchanging():
             for param, placeholder, classes in zip(
                 self.params, self._placeholders, self._classes, strict=True
             ):

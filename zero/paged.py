@@ -15,6 +15,7 @@ reads, writes and aliases.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from offload.zero.compilers import uncompiled
 aten = torch.ops.aten
 Operation = Any  # torch._ops.OpOverload
 # These need a tensor's shape and format alone.
-_MAKE_ANOTHER = frozenset(
+MAKE_ANOTHER = frozenset(
     {
         aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
         aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
@@ -36,6 +37,12 @@ _MAKE_ANOTHER = frozenset(
         aten.new_full.default, aten.new_empty_strided.default,
     }
 )  # fmt: skip
+# What `tensor.data = other` asks, above __torch_dispatch__. Without an answer of ours the tensor
+# would be left without memory, and reading it would end the process. So a PagedTensor has a
+# dispatch key of its own, which nothing in PyTorch uses, and all other operations fall through.
+SHARE_DATA = aten._has_compatible_shallow_copy_type.default
+_KEY = "TESTING_ONLY_GenericWrapper"
+_KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 
 
 class Source(Protocol):
@@ -87,9 +94,11 @@ class PagedTensor(torch.Tensor):
         views: tuple[_View, ...] = (),
     ) -> PagedTensor:  # fmt: skip
         """`like` (it may be on the meta device) has the shape, strides and dtype."""
+        _guard_data()
         made: PagedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
-        )
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device,
+            _extra_dispatch_keys=_KEYS,
+        )  # fmt: skip
         # else what takes the address below Python (`to_dlpack`) would read at address 0
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.source, made.views = source, views
@@ -114,7 +123,7 @@ class PagedTensor(torch.Tensor):
                     return first if answer is first.source else answer
             if operation is aten.detach_.default:
                 return first
-            if operation in _MAKE_ANOTHER:
+            if operation in MAKE_ANOTHER:
                 kwargs = {"device": first.device, **kwargs}
                 return operation(_shape_of(first), *args[1:], **kwargs)
             if _gives_views(operation):
@@ -197,6 +206,21 @@ class PagedTensor(torch.Tensor):
 
     def __dlpack__(self, **_: Any) -> Any:
         self._refuse("__dlpack__()")
+
+
+@functools.cache
+def _guard_data() -> tuple[torch.library.Library, ...]:
+    every, one = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    every.fallback(torch.library.fallthrough_kernel, _KEY)
+    one.impl(SHARE_DATA, _share_data, _KEY)
+    return every, one
+
+
+def _share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if isinstance(other, PagedTensor) and not isinstance(tensor, PagedTensor):
+        other._refuse("setting .data of another tensor to memory")
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        return bool(SHARE_DATA(tensor, other))
 
 
 def _shape_of(paged: PagedTensor) -> torch.Tensor:

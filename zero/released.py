@@ -15,6 +15,8 @@ subclass of its own, whose `__torch_function__` sees every use:
                                 masters included
     copied or pickled           its values; a module of the model refuses that
 
+What reads it below Python comes here, too (zero/placeholders.py).
+
 A gathered parameter that will be released has a class that notes when its `.data` is taken, for
 autograd does not count what is written through that; one that stays has its own class.
 """
@@ -37,9 +39,10 @@ from offload.zero.group import Classes, ParamGroup
 from offload.zero.handles import HandleTable
 from offload.zero.local_tensors import is_dtensor
 from offload.zero.packed import PackedParam
-from offload.zero.paged import Operation, PagedTensor
+from offload.zero.paged import SHARE_DATA, Operation, PagedTensor
+from offload.zero.placeholders import exchanging, placeholder
 from offload.zero.session import Session
-from offload.zero.transforms import refuse_transforms
+from offload.zero.transforms import refuse_in_transforms, refuse_transforms
 from offload.zero.weight_codes import WeightCodes
 
 # Of a parameter's methods, those that need no values.
@@ -47,12 +50,13 @@ from offload.zero.weight_codes import WeightCodes
 _METADATA = frozenset(
     {
         "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex",
-        "is_signed", "element_size", "ndimension", "nelement", "requires_grad_", "data_ptr",
-        "__len__", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+        "is_signed", "element_size", "ndimension", "nelement", "requires_grad_", "__len__",
+        "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
         "storage_offset", "is_same_size", "__hash__", "get_device", "is_inference", "is_pinned",
         "is_shared", "_has_compatible_shallow_copy_type", "__dir__", "__format__",
     }
 )  # fmt: skip
+_NEVER_IN_A_GRAPH = frozenset({"detach", "numpy", "tolist", "__repr__", "data_ptr"})
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 Function = Callable[..., Any]
@@ -151,6 +155,7 @@ class ReleasedParameters:
         body = {
             "__torch_function__": classmethod(torch_function), "__deepcopy__": deepcopy,
             "set_": set_, "as_subclass": as_subclass,
+            "use_below_python": staticmethod(self._use_below),
         }  # fmt: skip
         return _subclass(kind, body)
 
@@ -183,6 +188,21 @@ class ReleasedParameters:
                 self._refuse_hook(args[0], name)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        return self._use_values(function, name, args, kwargs)
+
+    def _use_below(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Of something that read them below Python, or of a function that needs no values."""
+        if operation is SHARE_DATA and args[0] is not args[1] and type(args[1]) in self._released:
+            self._refuse_sharing(args[1])
+        name = operation.__name__.partition(".")[0]  # without its overload
+        if _needs_no_values(operation, name, args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass(), exchanging():
+                return operation(*args, **kwargs)
+        return self._use_values(operation, name, args, kwargs)
+
+    def _use_values(
+        self, function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         params = list({id(p): p for p in self._among([args, kwargs])}.values())
         self._check(params)
         if any(self._packed_of(param) is not None for param in params):
@@ -195,7 +215,7 @@ class ReleasedParameters:
         if self._join_call(groups):
             return function(*args, **kwargs)
         if _is_in_graph(params, name, function):
-            return self._in_graph(function, args, kwargs, params)
+            return self._in_graph(function, name, args, kwargs, params)
         return self._paged(function, args, kwargs, params)
 
     def _among(self, values: Any) -> Iterator[nn.Parameter]:
@@ -206,6 +226,13 @@ class ReleasedParameters:
                 yield from self._among(value)
             elif type(value) in self._released:
                 yield value
+
+    def _refuse_sharing(self, param: nn.Parameter) -> NoReturn:
+        """`other.data = param`."""
+        raise UnsupportedError(
+            f"tensor.data = {self._name_of(param)}: its values have no memory of their own, they "
+            "may be in any tier; use .detach().clone(), or `with engine.gathered(parameter):`"
+        )
 
     def _group_of(self, param: nn.Parameter) -> ParamGroup:
         found = self._find(param)
@@ -272,10 +299,11 @@ class ReleasedParameters:
     def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:
         """Let a packed parameter be a placeholder, whose rows have the values."""
         param = packed.param
-        nan = torch.full((), float("nan"), dtype=dtype, device=device)
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+        with (
+            torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), exchanging(),
+        ):  # fmt: skip
             param.__class__ = self.classes_of(packed.own_class).released
-            param.data = nan.expand(param.shape)
+            param.data = placeholder(param.shape, dtype, device)
 
     def _with_packed(
         self, function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any],
@@ -311,9 +339,10 @@ class ReleasedParameters:
 
     # ---------------------------------------------------------------- in and out of graphs
     def _in_graph(
-        self, function: Function, args: Any, kwargs: Any, params: Sequence[nn.Parameter]
+        self, function: Function, name: str, args: Any, kwargs: Any, params: Sequence[nn.Parameter]
     ) -> Any:
         """An operation that autograd records: its gradient comes to the parameters as always."""
+        refuse_in_transforms(self._name_of(params[0]))
         with self._values.reading(params):
             for param in params:
                 self._handles.note(self._group_of(param))
@@ -321,7 +350,7 @@ class ReleasedParameters:
             session.open()
             try:
                 found = function(*args, **kwargs)
-                if _asks_for_its_node(function, args):
+                if _asks_for_its_node(name, args):
                     return found  # a view: its values stay in memory for as long as it lives
                 return _mapped(found, lambda value: self._apart(value, params))
             finally:
@@ -476,7 +505,7 @@ def _is_here(value: Any, param: torch.Tensor) -> bool:
 
 
 def _is_in_graph(params: Sequence[nn.Parameter], name: str, function: Function) -> bool:
-    if not torch.is_grad_enabled() or name in ("detach", "numpy", "tolist", "__repr__"):
+    if not torch.is_grad_enabled() or name in _NEVER_IN_A_GRAPH:
         return False
     if name == "__get__" and _property(function) == "data":
         return False
@@ -484,10 +513,9 @@ def _is_in_graph(params: Sequence[nn.Parameter], name: str, function: Function) 
         return any(param.requires_grad for param in params)
 
 
-def _asks_for_its_node(function: Function, args: Sequence[Any]) -> bool:
+def _asks_for_its_node(name: str, args: Sequence[Any]) -> bool:
     """`p.expand_as(p).grad_fn.next_functions[0][0]` is how one finds the node that accumulates a
     parameter's gradient (DDP, Megatron and torch's pipelines do): nothing may come in between."""
-    name = getattr(function, "__name__", "")
     return name in ("expand_as", "view_as") and len(args) == 2 and args[0] is args[1]
 
 

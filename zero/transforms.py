@@ -29,3 +29,17 @@ def refuse_transforms() -> None:
         "tensors, through which backward fetches parameters; use backward(), torch.autograd.grad "
         "or torch.autograd.functional (jvp, vjp, jacobian, hessian) without forward-mode strategy"
     )
+
+
+def refuse_in_transforms(param: str) -> None:
+    """UnsupportedError if an operation on a parameter, outside of its module, is differentiated by
+    anything but autograd's graph."""
+    # not its stack: the transform has taken itself off when its operation comes to the tensors
+    hooks_work = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if hooks_work and forward_ad._current_level < 0:
+        return
+    raise UnsupportedError(
+        f"torch.func or forward-mode AD of an operation on {param}, which is offloaded: they "
+        "ignore hooks for saved tensors, through which backward fetches parameters; give them "
+        "parameter.detach().clone(), or call them within engine.gathered(parameter)"
+    )
