@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from offload.config import OffloadConfig
+from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.experts import active_numel
+from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.cli import main
 from offload.tools.memest.source.read_model import read_model
@@ -239,3 +242,28 @@ def test_a_configuration_for_experts_over_ranks_says_so_and_is_read_again(
     capsys.readouterr()
     again = asked(capsys, str(file), *ON, "--ep-size", "4")
     assert again["experts"]["ep_size"] == 4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_of_many_blocks_with_experts_four_are_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    source = read_model(written(tmp_path, **{**QWEN3_30B, "num_hidden_layers": 9}))
+    assert source.build is not None
+    model = source.build(64)
+    placement = {"activations": {"checkpoint": recompute}}
+    config = OffloadConfig.load({"precision": "bf16", "placement": placement})
+    every = trace_activations(model, config, Workload(2, 64), device="cuda", skip=False)
+    called: list[int] = []
+    blocks = {id(layer.mlp): number for number, layer in enumerate(model.model.layers)}
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+
+    def forward(self: Any, *args: Any) -> Any:
+        called.append(blocks[id(self)])
+        return own(self, *args)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    few = trace_activations(model, config, Workload(2, 64), device="cuda")
+    assert set(called) == {0, 1, 2, 8}
+    assert few == every

@@ -64,6 +64,7 @@ class PassWatch(TorchDispatchMode):
         self._last_node = 0
         self._now = _Mark(0, "the model", self.rest, Alive())
         self._marks = [self._now]
+        self._block: _Mark | None = None  # that the forward is in
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -125,12 +126,26 @@ class PassWatch(TorchDispatchMode):
         self._mark("the model", self.rest, Alive())
 
     def enter(self, where: str, part: CountedOps | None = None) -> None:
+        """A block, or a module that is in none."""
         if not self._backward:
             self._mark(where, part or self.rest, self._now.more)
+            self._block = self._now
 
     def leave(self, where: str) -> None:
         if not self._backward:
             self._mark(f"what follows {where}", self.rest, self._now.more)
+            self._block = None
+
+    def enter_inside(self, place: str) -> None:
+        """A module of the block, whose name begins with the block's and ends with `place`: its
+        operations are the block's."""
+        if not self._backward and self._block is not None:
+            self._mark(self._block.where + place, self._block.part, self._now.more)
+
+    def leave_inside(self, place: str) -> None:
+        if not self._backward and self._block is not None:
+            where = f"what follows {self._block.where}{place}"
+            self._mark(where, self._block.part, self._now.more)
 
     @property
     def more(self) -> Alive:

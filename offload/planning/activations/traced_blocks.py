@@ -134,7 +134,7 @@ def watched_blocks(
     with ExitStack() as stack:
         for unit in units:
             if not unit.repeated and unit.module is not model:
-                for hook in _told_by_hooks(unit, watch):
+                for hook in _told_by_hooks(unit, blocks, watch):
                     stack.callback(hook.remove)
         for index, unit in enumerate(blocks):
             watched = _WatchedBlock(unit, index, watch, counted.get(index))
@@ -144,7 +144,16 @@ def watched_blocks(
         yield
 
 
-def _told_by_hooks(unit: Unit, watch: PassWatch) -> list[RemovableHandle]:
+def _told_by_hooks(unit: Unit, blocks: Sequence[Unit], watch: PassWatch) -> list[RemovableHandle]:
+    block = next((each for each in blocks if unit.name.startswith(f"{each.name}.")), None)
+    if block is not None:  # a table of experts
+        place = unit.name.removeprefix(block.name)
+        return [
+            unit.module.register_forward_pre_hook(lambda module, args: watch.enter_inside(place)),
+            unit.module.register_forward_hook(
+                lambda module, args, output: watch.leave_inside(place)
+            ),
+        ]
     return [
         unit.module.register_forward_pre_hook(lambda module, args: watch.enter(unit.name)),
         unit.module.register_forward_hook(lambda module, args, output: watch.leave(unit.name)),
