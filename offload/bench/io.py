@@ -123,7 +123,10 @@ def _buffer_nbytes(options: IoOptions) -> int:
 
 def noise(nbytes: int) -> memoryview:
     """Page-aligned memory full of bytes that no device compresses."""
-    buffer = memoryview(mmap.mmap(-1, nbytes))
+    region = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)  # as the tiers' memory is: some disks are twice as fast
+    buffer = memoryview(region)
     for start in range(0, nbytes, 1 << 20):
         part = buffer[start : start + (1 << 20)]
         part[:] = os.urandom(part.nbytes)
