@@ -11,11 +11,8 @@ run how far its prediction was off, cache included.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,16 +20,13 @@ from pathlib import Path
 import torch
 
 import offload
-from benchmarks.step_prediction import COLUMNS, Case, record_of
+from benchmarks.step_prediction import Case, main
 from offload import Dispatched
 from offload.bench.contenders import LLAMA_151M
-from offload.bench.rounds import in_turn
-from offload.bench.table import print_record
 from offload.config import OffloadConfig
 from offload.gpt import LanguageModel, build_meta_model
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_forward
-from offload.planning.machine.calibration import measure_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.workload import Workload
@@ -103,6 +97,9 @@ class Run:
     def forget(self) -> None:
         self.measured, self.predicted, self.moved = [], [], []
 
+    def close(self) -> None:
+        self.owner.close()
+
 
 def start(case: Case, folder: Path, stack: ExitStack) -> Run:
     asked = OffloadConfig.load(LLAMA_151M, (*case.overrides, f"nvme.paths=[{folder}]"))
@@ -115,47 +112,5 @@ def start(case: Case, folder: Path, stack: ExitStack) -> Run:
     return Run(case, model, owner, shape, trace_forward(meta, config, workload), workload)
 
 
-def measure(
-    cases: Sequence[Case], folder: Path, rounds: int
-) -> Iterator[tuple[list[Run], list[Speeds]]]:
-    """Every case once per round; gives what there is after each round but the first, which does
-    not count."""
-    speeds: list[Speeds] = []
-    with ExitStack() as stack:
-        runs = [start(case, folder, stack) for case in cases]
-        for number, order in in_turn(runs, rounds):
-            speeds.append(measure_speeds([folder]))
-            for run in order:
-                run.turn(speeds[-1])
-                print(
-                    f"round {number + 1}: {run.case.name}: {run.predicted[-1]:.4f} s predicted, "
-                    f"{run.measured[-1]:.4f} s measured", flush=True,
-                )  # fmt: skip
-            if number < 0:
-                for run in runs:
-                    run.forget()
-            else:
-                yield runs, speeds[1:]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", default="", help="names, separated by ;")
-    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    wanted = [part.strip() for part in options.cases.split(";") if part.strip()]
-    cases = [case for case in CASES if not wanted or case.name in wanted]
-    if not cases or options.rounds < 1:
-        parser.error("nothing to measure: name at least one case and one round")
-    with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        for runs, speeds in measure(cases, Path(folder), options.rounds):
-            found = record_of(runs, speeds, "pass prediction")
-            if options.json is not None:  # anew after every round: one may be the last
-                found.write(options.json)
-    print_record(found, COLUMNS)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "pass prediction", CASES, start)

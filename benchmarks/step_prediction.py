@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -129,6 +129,9 @@ class Run:
     def forget(self) -> None:
         self.measured, self.predicted, self.moved = [], [], []
 
+    def close(self) -> None:
+        self.contender.close()
+
 
 def start(case: Case, folder: Path, stack: ExitStack) -> Run:
     config = OffloadConfig.load(LLAMA_151M, (*case.overrides, f"nvme.paths=[{folder}]"))
@@ -148,34 +151,6 @@ def start(case: Case, folder: Path, stack: ExitStack) -> Run:
     contender = Contender(spec, config, folder)
     stack.callback(contender.kill)
     return Run(case, contender, plan, config, shape, facts, workload)
-
-
-def measure(
-    cases: Sequence[Case], folder: Path, rounds: int
-) -> Iterator[tuple[list[Run], list[Speeds]]]:
-    """Every case once per round, each round beginning with another one; gives what there is after
-    each round but the first, which does not count."""
-    speeds: list[Speeds] = []
-    with ExitStack() as stack:
-        runs = []
-        for case in cases:
-            print(f"starting {case.name}", flush=True)
-            runs.append(start(case, folder, stack))
-        for number, order in in_turn(runs, rounds):
-            speeds.append(measure_speeds([folder]))
-            for run in order:
-                run.turn(speeds[-1])
-                print(
-                    f"round {number + 1}: {run.case.name}: {run.predicted[-1]:.3f} s predicted, "
-                    f"{run.measured[-1]:.3f} s measured", flush=True,
-                )  # fmt: skip
-            if number < 0:
-                for run in runs:
-                    run.forget()
-            else:
-                yield runs, speeds[1:]
-        for run in runs:
-            run.contender.close()
 
 
 RATIO = "predicted_per_measured"
@@ -198,6 +173,45 @@ class Measured(Protocol):
     moved: list[tuple[int, int]]
     estimate: StepEstimate | None
 
+    def turn(self, speeds: Speeds) -> None:
+        """Predict from `speeds`, then measure."""
+        ...
+
+    def forget(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Start = Callable[[Case, Path, ExitStack], Measured]
+
+
+def measure(
+    cases: Sequence[Case], start: Start, folder: Path, rounds: int
+) -> Iterator[tuple[list[Measured], list[Speeds]]]:
+    """Every case once per round, each round beginning with another one; gives what there is after
+    each round but the first, which does not count."""
+    speeds: list[Speeds] = []
+    with ExitStack() as stack:
+        runs = []
+        for case in cases:
+            print(f"starting {case.name}", flush=True)
+            runs.append(start(case, folder, stack))
+        for number, order in in_turn(runs, rounds):
+            speeds.append(measure_speeds([folder]))
+            for run in order:
+                run.turn(speeds[-1])
+                print(
+                    f"round {number + 1}: {run.case.name}: {run.predicted[-1]:.4f} s predicted, "
+                    f"{run.measured[-1]:.4f} s measured", flush=True,
+                )  # fmt: skip
+            if number < 0:
+                for run in runs:
+                    run.forget()
+            else:
+                yield runs, speeds[1:]
+        for run in runs:
+            run.close()
+
 
 def row_of(run: Measured) -> Row:
     """Ratios round by round; of nvme's bytes, predicted over moved, both directions together."""
@@ -214,9 +228,7 @@ def row_of(run: Measured) -> Row:
     return row
 
 
-def record_of(
-    runs: Sequence[Measured], speeds: Sequence[Speeds], name: str = "step prediction"
-) -> Record:
+def record_of(runs: Sequence[Measured], speeds: Sequence[Speeds], name: str) -> Record:
     record = Record(name, {"rounds": len(speeds)}, [row_of(run) for run in runs])
     near = [row for row in record.rows if abs(row.median(RATIO) - 1) <= BAR]
     record.notes.append(f"{len(near)} of {len(runs)} cases within {BAR:.0%}")
@@ -232,24 +244,26 @@ def record_of(
     return record
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(
+    description: str | None, name: str, known: Sequence[Case], start: Start
+) -> None:  # fmt: skip
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", default="", help="names, separated by ;")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wanted = [part.strip() for part in options.cases.split(";") if part.strip()]
-    cases = [case for case in CASES if not wanted or case.name in wanted]
+    cases = [case for case in known if not wanted or case.name in wanted]
     if not cases or options.rounds < 1:
         parser.error("nothing to measure: name at least one case and one round")
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        for runs, speeds in measure(cases, Path(folder), options.rounds):
-            found = record_of(runs, speeds)
+        for runs, speeds in measure(cases, start, Path(folder), options.rounds):
+            found = record_of(runs, speeds, name)
             if options.json is not None:  # anew after every round: one may be the last
                 found.write(options.json)
     print_record(found, COLUMNS)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "step prediction", CASES, start)

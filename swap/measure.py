@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from offload.swap.io_backend import IOBackend
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.swap.transfer import Transfer, all_of
+from offload.tiers.host_region import HostRegion
 
 _BLOCK_NBYTES = 8 << 20
 _ROUNDS = 2  # the first writes to fresh blocks, which no later write of a run does
@@ -42,10 +42,7 @@ def measure_bandwidth(
 
 def _measure(file: SwapFile, backend: IOBackend, nbytes: int) -> Bandwidth:
     file.reserve(nbytes)
-    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)  # as the tiers' memory is: some disks are twice as fast
-    buffer = memoryview(region)
+    buffer = memoryview(HostRegion(nbytes))  # as the tiers' memory is
     # Noise, so that no device compresses it; it also faults the pages in.
     noise = os.urandom(1 << 20)
     for start in range(0, nbytes, len(noise)):

@@ -8,8 +8,9 @@ is used where it is. Everything else decodes the whole group.
     F.embedding(ids, coded)    the rows of ids
     norms, products, sums      with parameters that are stored raw
 
-Which way is taken depends on the operation and the shapes of its inputs, never on where the codes
-live or what memory holds: a product straight from codes adds up in another order.
+Which way is taken depends on the operation and the shapes of its inputs, and on whether the group's
+values are gathered by then (`gathered`, an operation before that needed them), never on where the
+codes live or what copies memory holds: a product straight from codes adds up in another order.
 """
 
 from __future__ import annotations

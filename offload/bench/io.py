@@ -6,7 +6,6 @@ first write to fresh blocks is slower, and no later write of a run is one.
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from offload.bench.table import Column, number
 from offload.swap.swap_file import SwapFile, file_system_of, free_space
 from offload.tiers.errors import BudgetError, ConfigError, PathError
 from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.host_region import HostRegion
 from offload.tiers.units import format_bytes
 
 DEFAULT_NBYTES = 1 << 30
@@ -122,11 +122,11 @@ def _buffer_nbytes(options: IoOptions) -> int:
 
 
 def noise(nbytes: int) -> memoryview:
-    """Page-aligned memory full of bytes that no device compresses."""
-    region = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)  # as the tiers' memory is: some disks are twice as fast
-    buffer = memoryview(region)
+    """Page-aligned memory full of bytes that no device compresses.
+
+    It is what the tiers have: with small pages, or shared ones, some disks are a third as fast.
+    """
+    buffer = memoryview(HostRegion(nbytes))
     for start in range(0, nbytes, 1 << 20):
         part = buffer[start : start + (1 << 20)]
         part[:] = os.urandom(part.nbytes)

@@ -7,7 +7,6 @@ one buffer for the largest piece, beyond the engine's budgets.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ import torch
 from offload.swap.coded_state import CodedState
 from offload.swap.state import State
 from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.host_region import HostRegion
 from offload.tiers.units import round_up
 from offload.zero.layout import ParamSpec
 
@@ -27,8 +27,8 @@ class PieceAccess:
         sizes = (min(s.piece_nbytes, s.nbytes) for s in states if not isinstance(s, CodedState))
         largest = max(sizes, default=0)
         # page-aligned, as direct I/O wants it, and returned to the system with this object
-        pages = mmap.mmap(-1, round_up(max(largest, 1), PAGE_NBYTES))
-        self._buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        size = round_up(max(largest, 1), PAGE_NBYTES)
+        self._buffer = HostRegion(size).tensor(0, size)
 
     @contextmanager
     def reading(self, state: State, piece: int) -> Iterator[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +11,12 @@ import torch
 import offload
 import offload.homes
 from offload.tiers.units import round_up
-from offload.zero import module_tree
 from tests.offload.engine_cases import bits, config, seeded
 from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
-from tests.planning.test_step_time import AtOnce
+from tests.outside.test_expert_bytes import LAYERS, at_once, drawn, forget_copies
 
-LAYERS, PASSES = 3, 6
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Experts are groups, and every move is over when it was asked for."""
-    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
-    monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def drawn() -> Iterator[list[torch.Tensor]]:
-    """Two tokens, two experts each, by layer."""
-    generator = torch.Generator().manual_seed(7)
-    while True:
-        yield [
-            torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(2)])
-            for _ in range(LAYERS)
-        ]
-
-
-def forget_copies(dispatched: offload.Dispatched) -> None:
-    """As if memory were too small to keep any."""
-    pool = dispatched._homes.pool
-    with pool.lock:
-        for piece in list(pool._held.values()):
-            if piece.can_drop():
-                piece.drop()
+__all__ = ["at_once"]
+PASSES = 6
 
 
 def read_nbytes(dispatched: offload.Dispatched) -> int:
@@ -69,7 +38,7 @@ def test_a_pass_reads_what_the_routing_asks_for(tmp_path: Path, packed: bool, st
         assert len(groups) == LAYERS * (1 + EXPERTS)
         forget_copies(dispatched)
         known: set[str] = set()
-        for _, routing in zip(range(PASSES), drawn(), strict=False):
+        for _, routing in zip(range(PASSES), drawn(2), strict=False):
             before = read_nbytes(dispatched)
             assert bits(model(tokens, routing)) == bits(plain(tokens, routing))
             used = {name for name in groups if "experts" not in name}

@@ -13,6 +13,7 @@ import offload
 import offload.homes
 from benchmarks import expert_bytes
 from offload.kernels.variants import Master
+from offload.tiered_model import TieredModel
 from offload.tiers.units import round_up
 from offload.zero import module_tree
 from offload.zero.records import RecordFormat
@@ -25,7 +26,7 @@ TOUCHED = 128 * (1 - (1 - 1 / 128) ** 64)  # expected of a router without prefer
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Experts are groups, and every move is over when it was asked for."""
     monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
     monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
@@ -98,17 +99,17 @@ class Counter:
         return moved
 
 
-def drawn() -> Iterator[list[torch.Tensor]]:
-    """Four tokens, two experts each, by layer."""
+def drawn(tokens: int) -> Iterator[list[torch.Tensor]]:
+    """Of each token two experts, by layer."""
     generator = torch.Generator().manual_seed(7)
     while True:
         yield [
-            torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(4)])
+            torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(tokens)])
             for _ in range(LAYERS)
         ]
 
 
-def forget_copies(engine: offload.Engine) -> None:
+def forget_copies(engine: TieredModel) -> None:
     """As if memory were too small to keep any."""
     pool = engine._homes.pool
     with pool.lock:
@@ -127,7 +128,7 @@ def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stay
         groups = {group.name: Group.of(group.layout.numel) for group in engine.runtime.groups}
         assert len(groups) == LAYERS * (1 + EXPERTS)
         counter = Counter(groups, packed=packed, stays=stays)
-        for number, routing in zip(range(STEPS), drawn(), strict=False):
+        for number, routing in zip(range(STEPS), drawn(4), strict=False):
             before = Moved.until_now(engine)
             tokens = torch.ones(4, HIDDEN).cumsum(0).requires_grad_()  # backward needs all weights
             for forward in (True, False):
