@@ -10,7 +10,7 @@ from offload.swap.io_backend import IOBackend
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.swap.transfer import Transfer, all_of
-from offload.tiers.host_region import HostRegion
+from offload.tiers.anonymous_memory import AnonymousMemory
 
 _BLOCK_NBYTES = 8 << 20
 _ROUNDS = 2  # the first writes to fresh blocks, which no later write of a run does
@@ -42,7 +42,7 @@ def measure_bandwidth(
 
 def _measure(file: SwapFile, backend: IOBackend, nbytes: int) -> Bandwidth:
     file.reserve(nbytes)
-    buffer = memoryview(HostRegion(nbytes))  # as the tiers' memory is
+    buffer = memoryview(AnonymousMemory(nbytes))  # as the tiers' memory is
     # Noise, so that no device compresses it; it also faults the pages in.
     noise = os.urandom(1 << 20)
     for start in range(0, nbytes, len(noise)):

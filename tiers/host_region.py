@@ -17,7 +17,6 @@ other memory of its own, which the end of this object there would then unmap.
 from __future__ import annotations
 
 import bisect
-import logging
 import mmap
 import os
 import threading
@@ -29,11 +28,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import StateError
 from offload.tiers.units import round_up
 
-_log = logging.getLogger("offload")
-_MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 on
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19  # Linux 4.14; the mmap module does not name them
 # More of them than this are not told apart: each may cost the kernel two mappings of 65,530.
 _MOST_RANGES = 1000
@@ -83,35 +81,18 @@ class _Given:
             tensor.__class__ = _LeftBehind
 
 
-class HostRegion(mmap.mmap):
-    """Address space of `nbytes`, whole pages; a page costs RAM when it is first touched.
-
-    Lives as long as any tensor over it. OSError where there are not so many addresses.
-    """
-
-    def __new__(cls, nbytes: int) -> HostRegion:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        return super().__new__(cls, -1, max(nbytes, mmap.PAGESIZE), flags=flags)
+class HostRegion(AnonymousMemory):
+    """Lives as long as any tensor over it."""
 
     def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
         self._lock = threading.Lock()
         self._given: list[_Given] = []
         self._many = 64  # from so many on, those that are gone are looked for
         self._kept: list[Range] = []  # that a child inherits; during a fork
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE, "huge pages")
-        if self._advise(_MADV_WIPEONFORK, "to keep pages from forked children"):
+        if self.advise(_MADV_WIPEONFORK, "to keep pages from forked children"):
             with _forking:
                 _regions.add(self)
-
-    def _advise(self, advice: int, what: str) -> bool:
-        """False from a kernel that cannot do it."""
-        try:
-            self.madvise(advice)
-        except OSError as error:
-            _log.debug("not advised, %s: %s", what, error)
-            return False
-        return True
 
     @property
     def address(self) -> int:

@@ -21,9 +21,9 @@ from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
 from offload.swap.swap_file import SwapFile, file_system_of, free_space
+from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import BudgetError, ConfigError, PathError
 from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.host_region import HostRegion
 from offload.tiers.units import format_bytes
 
 DEFAULT_NBYTES = 1 << 30
@@ -126,7 +126,7 @@ def noise(nbytes: int) -> memoryview:
 
     It is what the tiers have: with small pages, or shared ones, some disks are a third as fast.
     """
-    buffer = memoryview(HostRegion(nbytes))
+    buffer = memoryview(AnonymousMemory(nbytes))
     for start in range(0, nbytes, 1 << 20):
         part = buffer[start : start + (1 << 20)]
         part[:] = os.urandom(part.nbytes)

@@ -1,0 +1,38 @@
+"""Anonymous memory of this process: private and in huge pages where the kernel has them.
+
+What Python's `mmap` maps without flags is shared, and shared pages are small by default: a disk
+that is read into them reaches a third of its speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from typing import Self
+
+_log = logging.getLogger("offload")
+_MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 on
+
+
+class AnonymousMemory(mmap.mmap):
+    """Address space of `nbytes`, at least a page; a page costs RAM when it is first touched.
+
+    OSError where there are not so many addresses.
+    """
+
+    def __new__(cls, nbytes: int) -> Self:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        return super().__new__(cls, -1, max(nbytes, mmap.PAGESIZE), flags=flags)
+
+    def __init__(self, nbytes: int) -> None:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.advise(mmap.MADV_HUGEPAGE, "huge pages")
+
+    def advise(self, advice: int, what: str) -> bool:
+        """False from a kernel that cannot do it."""
+        try:
+            self.madvise(advice)
+        except OSError as error:
+            _log.debug("not advised, %s: %s", what, error)
+            return False
+        return True
