@@ -6,7 +6,8 @@ and beside accelerate's `disk_offload`.
 A pass computes the next token of every sequence of the batch, each with a cache of the tokens
 before it. Shapes: `dense`, 3 B in the shape of Llama's; `mixture`, 2.5 B in that of Qwen3's, 64
 experts in each block, four of which compute a token; `large`, 39 B, which only `--storage int4`
-makes fit.
+makes fit. (`13b`, `70b` and `175b` are for the host memory of a machine with a GPU: `make
+gpu-check` chooses among them.)
 
 Each system has a process of its own. Ours and accelerate's run in a memory cgroup of `--limit`, so
 the page cache that accelerate reads through counts as its memory; ours reads past that cache. The
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.quick_values import give_quick_values
 from offload.bench.io import best, fill, noise
 from offload.bench.io_raw import GRID, open_loop, try_grid
 from offload.bench.record import Kind, Record, Row, Target
@@ -60,6 +62,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "large": _LLAMA | {
         "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 56,
         "num_attention_heads": 64, "num_key_value_heads": 8,
+    },
+    "13b": _LLAMA | {
+        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 8,
+    },
+    "70b": _LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8,
+    },
+    "175b": _LLAMA | {
+        "hidden_size": 12288, "intermediate_size": 40448, "num_hidden_layers": 96,
+        "num_attention_heads": 96, "num_key_value_heads": 8,
     },
     "small": _LLAMA | {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -122,6 +136,7 @@ class Passes:
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
         self._model, self._options = model, options
+        self._device = torch.device(options.get("device", "cpu"))
 
     def turn(self, bytes_read: Callable[[], int]) -> dict[str, Any]:
         """Seconds and bytes of each pass after the first, which is the prompt's."""
@@ -129,15 +144,16 @@ class Passes:
         generator = torch.Generator().manual_seed(1)
         shape = (options["batch"], options["prompt"])
         tokens = torch.randint(self._model.config.vocab_size, shape, generator=generator)
+        tokens = tokens.to(self._device)
         seconds, read, chosen, cache = [], [], [], None
         with torch.inference_mode():
             for _ in range(options["passes"] + 1):
                 began, before = time.perf_counter(), bytes_read()
                 out = self._model(tokens, past_key_values=cache, logits_to_keep=1)
                 tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+                chosen.append(int(tokens.sum()))  # waits for a GPU
                 seconds.append(time.perf_counter() - began)
                 read.append(bytes_read() - before)
-                chosen.append(int(tokens.sum()))
         passes = options["passes"]
         return {
             "seconds": sum(seconds[1:]) / passes,
@@ -162,20 +178,37 @@ def _read_nothing() -> int:
 
 
 def _ours(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[], int]]:
-    import offload
-
     join_cgroup(options)
-    source = options["source"]
-    model = on_meta(options["shape"]) if source is None else offload.open_pretrained(source)
     config: dict[str, Any] = {
         "precision": "bf16", "budget": {"host": options["budget"]},
         "nvme": {"paths": [options["folder"]]}, "placement": {"parameters": "nvme"},
     }  # fmt: skip
     if options["storage"] is not None:
         config["storage"] = {"weights": options["storage"]}
+    model = dispatch(options["shape"], options["source"], config, stack)
+    return model, bytes_over(model, "nvme read")
+
+
+def dispatch(shape: str, source: str | None, config: Mapping[str, Any], stack: ExitStack) -> Any:
+    """The model of a folder, or without one of repeated values; its tiers end with `stack`."""
+    import offload
+
+    if source is None:
+        model = on_meta(shape)
+        give_quick_values(model, 0.02)
+    else:
+        model = offload.open_pretrained(source)
     model = offload.dispatch(model, config)
     stack.callback(offload.dispatched(model).close)
-    return model, lambda: offload.dispatched(model).report().bytes_moved["nvme read"]
+    return model
+
+
+def bytes_over(model: Any, link: str) -> Callable[[], int]:
+    """So far."""
+    import offload
+
+    owner = offload.dispatched(model)
+    return lambda: owner.report().bytes_moved[link]
 
 
 def _accelerate(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[], int]]:

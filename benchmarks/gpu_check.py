@@ -1,7 +1,7 @@
 """`make gpu-check`: tests, kernels, copies and training steps on the GPU that is there; one record.
 
     python -m benchmarks.gpu_check [--out FILE or FOLDER] [--parts NAMES] [--model NAME]
-                                   [--memory SIZE] [--folder DIR] [--keep-going]
+                                   [--pass NAME] [--memory SIZE] [--folder DIR] [--keep-going]
 
     first     small checks of all that the others need, within a minute: where one fails, the rest
               is left out
@@ -9,6 +9,9 @@
     tests     pytest -m gpu
     kernels   each Triton kernel against a copy of as many bytes
     copies    offload bench copy
+    inference text generated with weights, codes, keys and values on each tier: the bits that the
+              model has in the GPU's memory
+    pass      passes of a large batch of the largest model whose weights host memory holds
     step      the largest Llama that fits, ours; where DeepSpeed is installed, the largest that both
               can hold, ours and DeepSpeed's; and that one with every home left to the planner; one
               with half of the optimizer's states on nvme, and one of 30 B, as far as memory, disk
@@ -35,6 +38,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_passes
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_page import render
 from benchmarks.gpu_parts import Outcome, Status, failed_checks, run_part
@@ -49,13 +53,15 @@ from offload.tiers.units import parse_bytes
 
 TOTAL_S = 535.0  # all parts together; with what is between them, nine minutes
 LIMITS_S = {
-    "first": 60.0, "probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0, "step": 320.0,
+    "first": 60.0, "probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0,
+    "inference": 60.0, "pass": 120.0, "step": 320.0,
 }  # fmt: skip
-PARTS = ("first", "tests", "kernels", "copies", "step")
+PARTS = ("first", "tests", "kernels", "copies", "inference", "pass", "step")
 LEAST_S = 20.0  # a part that has less is not begun
 _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
 _COMPILE = "deepspeed"  # its CPU Adam, while the tests run
 _COMPILE_S = 150.0
+_TRANSFORMERS = "transformers"  # whose models generate
 _PEER_SHARE = 0.5  # of the time for steps, kept for the case that DeepSpeed can hold
 _SPILL_SHARE = 0.5  # of the time that is left: a disk may give less than the probe's short passes
 _SPILLED = 50  # per cent of the optimizer's states
@@ -75,6 +81,7 @@ class Wanted:
 
     parts: tuple[str, ...] = PARTS
     model: str | None = None  # a shape's name; None takes the largest that has the time
+    large_pass: str | None = None  # the same of the part `pass`
     memory_nbytes: int | None = None  # None takes what the system says is available
     keep_going: bool = False  # also where the first checks failed
 
@@ -146,12 +153,39 @@ def run_all(check: Check, wanted: Wanted) -> None:
     for name in ("kernels", "copies"):
         if name in wanted.parts:
             check.run(name, {}, LIMITS_S[name])
-    if "step" not in wanted.parts:
-        return
+    if "inference" in wanted.parts and _has_transformers(check, "inference"):
+        found = check.run("inference", here, LIMITS_S["inference"])
+        if found.result:
+            check.add(_checked(found))
+    sized = [name for name in ("pass", "step") if name in wanted.parts]
     if not probed.ok:
-        check.leave_out(_OURS, "without the probe there is nothing to choose sizes by")
+        for name in sized:
+            check.leave_out(name, "without the probe there is nothing to choose sizes by")
         return
-    run_steps(check, GpuMachine.from_dict(probed.result["machine"]), wanted.model)
+    machine = GpuMachine.from_dict(probed.result["machine"])
+    if "pass" in sized and _has_transformers(check, "pass"):
+        alone = sized == ["pass"] or wanted.large_pass is not None
+        limit_s = check.left_s() if alone else min(LIMITS_S["pass"], check.left_s())
+        _run_pass(check, machine, wanted.large_pass, limit_s)
+    if "step" in sized:
+        run_steps(check, machine, wanted.model)
+
+
+def _has_transformers(check: Check, name: str) -> bool:
+    found = importlib.util.find_spec(_TRANSFORMERS) is not None
+    if not found:
+        check.leave_out(name, "transformers is not installed: pip install 'offload[hf]'")
+    return found
+
+
+def _run_pass(check: Check, machine: GpuMachine, name: str | None, limit_s: float) -> None:
+    choice, refused = gpu_passes.choose(machine, limit_s, name)
+    if choice is None:
+        check.leave_out("pass", "; ".join(refused))
+        return
+    check.record.notes += [f"pass: {text}" for text in choice.why]
+    options = gpu_passes.options_of(choice, machine, str(check.folder))
+    check.run("pass", options, limit_s)
 
 
 def _run_first(check: Check) -> bool:
@@ -303,7 +337,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise PathError(f"--folder: {options.folder} is not a folder; name one on the disk")
         with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.folder) as private:
             check = begin(options.out, Path(private))
-            wanted = Wanted(options.parts, options.model, options.memory, options.keep_going)
+            wanted = Wanted(
+                options.parts, options.model, options.large_pass, options.memory,
+                options.keep_going,
+            )  # fmt: skip
             run_all(check, wanted)
     except OffloadError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
@@ -375,6 +412,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", choices=list(_NAMED),
         help="train this one, however long it may take (default: the largest that has the time)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pass", dest="large_pass", choices=list(gpu_passes.NAMED),
+        help="the model of the part `pass`, however long it may take (default: the largest in "
+        "bf16 that has the time)",
     )  # fmt: skip
     parser.add_argument(
         "--memory", type=_size, metavar="SIZE",

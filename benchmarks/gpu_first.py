@@ -5,6 +5,7 @@
     step        a tiny model with all of its states and activations on one tier. After one step its
                 loss and its weights have the CPU's bits; the losses after it are those of the other
                 tiers
+    dispatch    the tiny model computes with its weights on one tier: the CPU's bits
 
 Up to its first update all that the tiny model adds up are small whole numbers, so that no order of
 additions and no tensor core changes a bit. After it, products are rounded as each device rounds.
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 import offload
 from benchmarks.gpu_kernels import MAKERS, KernelCase
 from offload.child import Parent
-from offload.kernels import convert, gradients, optimizer
+from offload.kernels import convert, gradients, optimizer, weight_codes
 from offload.kernels.floats import Array, Float
 from offload.kernels.rules import StateFormat
 from offload.kernels.state_codec import decode_int8
@@ -85,6 +86,8 @@ def run_first(options: Mapping[str, Any], parent: Parent) -> None:
     steps = StepChecks(device, folder)
     for tier in Tier:
         checks.run(f"step: {tier}", partial(steps.check, tier))
+    for tier in Tier:
+        checks.run(f"dispatch: {tier}", partial(dispatched, device, tier, folder))
 
 
 # ---------------------------------------------------------------- pin and copy
@@ -133,7 +136,7 @@ def _bits(array: Array) -> Array:
 def _run_on_cpu(run: Callable[[], None], a: Callable[[Tensor], Array]) -> None:
     """The call of a Triton kernel that `run` is, for the CPU's, with `a` of each tensor."""
     assert isinstance(run, partial)
-    options, g, c = run.keywords, gradients, convert
+    options, g, c, w = run.keywords, gradients, convert, weight_codes
     match run.func.__name__, run.args:
         case "optimizer_step", (grad, weight, states, scalars):
             low, master = (
@@ -170,6 +173,12 @@ def _run_on_cpu(run: Callable[[], None], a: Callable[[Tensor], Array]) -> None:
             a(codes)[:], a(scales)[:] = reference.encode_int8(a(src), random >> 16, **options)
         case "decode_int8", (codes, scales, out):
             a(out)[:] = decode_int8(a(codes), a(scales), **options)
+        case "encode_weights", (values, words, codes, weights):
+            kind = _FLOATS[values.dtype]
+            w.encode_weights(a(values), a(words).view(np.uint32), a(codes), weights, kind)
+        case "decode_weights", (words, codes, values, weights):
+            kind = _FLOATS[values.dtype]
+            w.decode_weights(a(words).view(np.uint32), a(codes), a(values), weights, kind)
         case name, _:
             raise NotImplementedError(f"{name}: which kernel of the CPU is its twin?")
 
@@ -274,6 +283,21 @@ class StepChecks:
         if losses != self._losses:
             return f"losses are {losses}, and {self._losses} on {next(iter(Tier))}"
         return ""
+
+
+# ---------------------------------------------------------------- a model that does not train
+def dispatched(device: torch.device, tier: Tier, folder: Path) -> str:
+    """What is wrong with passes of a model that `offload.dispatch` spreads."""
+    x, targets = Tiny.batch(0)
+    expected = Tiny().bfloat16()(x.bfloat16(), targets).item()
+    with tempfile.TemporaryDirectory(dir=folder) as private, torch.no_grad():
+        keys = settings(device, tier, Path(private))
+        model = offload.dispatch(Tiny(), {**keys, "placement": {"parameters": str(tier)}})
+        with offload.dispatched(model) as owner:
+            passes = [model(x.bfloat16().to(device), targets.to(device)) for _ in range(_STEPS)]
+            owner.check_integrity()
+    found = [each.item() for each in passes]
+    return "" if found == [expected] * _STEPS else f"losses are {found}, the CPU's {expected}"
 
 
 # ---------------------------------------------------------------- torch's CUDA sanitizer

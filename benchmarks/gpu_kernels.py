@@ -19,12 +19,18 @@ from benchmarks.gpu_parts import say
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Timed, measure
 from offload.child import Parent
-from offload.kernels import triton_convert, triton_gradients, triton_optimizer
+from offload.kernels import (
+    triton_convert,
+    triton_gradients,
+    triton_optimizer,
+    triton_weight_codes,
+)
 from offload.kernels.gradients import norm_blocks
 from offload.kernels.int8 import BLOCK
 from offload.kernels.noise import Noise
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
 from offload.kernels.triton_convert import Draw
+from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiers import accelerator
 from offload.tiers.units import format_bytes
 
@@ -38,6 +44,7 @@ _LION = LionScalars(1e-4, 0.9, 0.99, 0.1, grad_scale=0.5)
 _ADAGRAD = AdagradScalars(1e-2, 1e-10, 0.01, step=2, grad_scale=0.5)
 _SGD = SgdScalars(1e-2, 0.9, 0.01, step=2, grad_scale=0.5)
 _NOISE = Noise(0x9ABCDEF0, 0x12345678)
+_SCALE_1 = 0x3F800000  # of a group of codes, as fp32 bits
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -179,6 +186,21 @@ def _conversions(numel: int, device: torch.device) -> Iterator[KernelCase]:
     )  # fmt: skip
 
 
+def _weight_codes(numel: int, device: torch.device) -> Iterator[KernelCase]:
+    k, values = triton_weight_codes, _normal(numel, BF16, device)
+    for weights in map(WeightFormat, Code):
+        shape = (weights.codes_nbytes(numel),)
+        groups = (numel // weights.group_size,)
+        words = torch.full(groups, _SCALE_1, dtype=torch.int32, device=device)
+        codes = torch.randint(1, 256, shape, device=device, dtype=torch.uint8)
+        out = torch.zeros_like(values)
+        decode = partial(k.decode_weights, words, codes, out, weights)
+        yield KernelCase(f"{weights.name} weights to bf16", decode, (words, codes), (out,))
+        words, codes = torch.zeros_like(words), torch.zeros_like(codes)
+        encode = partial(k.encode_weights, values, words, codes, weights)
+        yield KernelCase(f"bf16 weights to {weights.name}", encode, (values,), (words, codes))
+
+
 MAKERS: tuple[Callable[[int, torch.device], Iterator[KernelCase]], ...] = (
-    _steps, _gradients, _conversions,
+    _steps, _gradients, _conversions, _weight_codes,
 )  # fmt: skip

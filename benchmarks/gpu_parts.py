@@ -17,6 +17,7 @@ from offload.child import Child, ChildFailed, ChildTimedOut, Parent
 COPY_NBYTES = 512 << 20
 _PAGE_NBYTES = 4096
 PROGRAMS = {
+    "inference": "benchmarks.gpu_inference:run_inference", "pass": "benchmarks.gpu_passes:run_pass",
     "first": "benchmarks.gpu_first:run_first", "sanitizer": "benchmarks.gpu_first:run_sanitized",
     "probe": "benchmarks.gpu_machine:probe", "tests": "benchmarks.gpu_tests:run_tests",
     "kernels": "benchmarks.gpu_kernels:run_kernels", "copies": "benchmarks.gpu_parts:run_copies",

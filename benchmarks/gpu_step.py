@@ -27,7 +27,6 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +35,7 @@ from torch import nn
 
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_sizes import Case
+from benchmarks.quick_values import give_quick_values
 from offload.bench.limits import roofline
 from offload.bench.record import Kind, Row
 from offload.bench.systems import Ours, batch_of, between, made
@@ -47,8 +47,6 @@ from offload.tiers import accelerator
 from offload.tiers.errors import IntegrityError
 
 TO_DEVICE, TO_HOST = "host to device", "device to host"
-_PATTERN_NUMEL = (1 << 22) - 3  # odd: neighbouring rows never get the same values
-_SEED = 1
 
 
 class QuickOurs(Ours):
@@ -58,33 +56,6 @@ class QuickOurs(Ours):
         model = build_meta_model(config)
         give_quick_values(model, config.train.model.init_std)
         return model
-
-
-def give_quick_values(model: nn.Module, std: float) -> None:
-    """Let `model`, on the meta device, be initialised from one block of normal values, repeated.
-
-    Billions of fresh normal values take a CPU minutes, and no speed depends on them: products of
-    random numbers draw the power of random numbers, whether or not they repeat. Norms start at 1.
-    """
-    generator = torch.Generator().manual_seed(_SEED)
-    pattern = torch.randn(_PATTERN_NUMEL, generator=generator) * std
-
-    def fill(module: nn.Module) -> None:
-        for param in module.parameters(recurse=False):
-            if param.ndim == 1:
-                param.fill_(1.0)
-            else:
-                _repeat(pattern, param.view(-1))
-
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters = partial(fill, module)  # type: ignore[assignment]
-
-
-def _repeat(pattern: torch.Tensor, flat: torch.Tensor) -> None:
-    for start in range(0, flat.numel(), pattern.numel()):
-        part = flat[start : start + pattern.numel()]
-        part.copy_(pattern[: part.numel()])
 
 
 def train(options: Mapping[str, Any], parent: Parent) -> None:

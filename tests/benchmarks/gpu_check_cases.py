@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import pytest
+
+from benchmarks import gpu_sizes
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_sizes import GIB, Case, Peer, choose
 from offload.planning.machine.speeds import Speeds
@@ -32,6 +36,22 @@ MACHINES = {
         7 * GIB, 14 * GIB, 20 * GIB, 4e9, 30e9, speeds(20e12, 30e9, (2e9, 1e9), 12e9)
     ),
 }
+
+
+_SOLVED: dict[str, Any] = {}  # a second each, and the same in most tests
+
+
+@pytest.fixture(autouse=True)
+def solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gpu_sizes._solved
+
+    def solved(*question: Any) -> Any:
+        key = repr(question)
+        if key not in _SOLVED:
+            _SOLVED[key] = real(*question)
+        return _SOLVED[key]
+
+    monkeypatch.setattr(gpu_sizes, "_solved", solved)
 
 
 def chosen(machine: GpuMachine, peers: tuple[Peer, ...] = (), time_s: float = 240.0) -> Case:

@@ -27,7 +27,9 @@ from benchmarks.gpu_step import row_of
 from offload.bench.record import Kind, Record
 from offload.bench.table import Grid, markdown
 from offload.config import OffloadConfig
-from tests.benchmarks.gpu_check_cases import H200, chosen
+from tests.benchmarks.gpu_check_cases import H200, chosen, solved_once
+
+__all__ = ["solved_once"]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -118,10 +120,15 @@ STEP = {
     "moved_nbytes": [{"host to device": 10, "device to host": 10}] * 3, "tokens": 1,
     "peak_rss_nbytes": 110 * GIB, "peak_device_nbytes": 90 * GIB,
 }  # fmt: skip
+PASS = {
+    **COMMON,
+    "rows": [row("ours, all on host", "ours", [1e9, 1e9, 1e9])], "ratios": [], "notes": ["39 B"],
+}  # fmt: skip
 CHECKS = {"checks": [{"name": "kernel: adamw", "seconds": 0.2, "wrong": ""}], "at": ""}
 GOOD = {
     "first": CHECKS, "sanitizer": CHECKS,
     "probe": {"machine": dataclasses.asdict(H200), "hardware": HARDWARE}, "tests": TESTS,
+    "inference": CHECKS, "pass": PASS,
     "kernels": KERNELS, "copies": COPIES, "step": STEP, "deepspeed": {"compiled_s": 60.0},
 }  # fmt: skip
 
@@ -161,8 +168,8 @@ def run(
 def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
     check, record, page = run()
     assert [part["name"] for part in record["details"]["parts"]] == [
-        "first", "sanitizer", "probe", "tests", "kernels", "copies", "step", "step:deepspeed",
-        "step:spill", "step:30b",
+        "first", "sanitizer", "probe", "tests", "kernels", "copies", "inference", "pass", "step",
+        "step:deepspeed", "step:spill", "step:30b",
     ]  # fmt: skip
     assert succeeded(check.outcomes.values())
     assert record["machine"]["gpu"] == "NVIDIA H200"
@@ -180,7 +187,9 @@ def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.TIMED_OUT])
-@pytest.mark.parametrize("name", ["probe", "tests", "kernels", "copies", "step"])
+@pytest.mark.parametrize(
+    "name", ["probe", "tests", "kernels", "copies", "inference", "pass", "step"]
+)
 def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, status: Any) -> None:
     broken = Outcome(name, status, 3.0, 60.0, "the end of its output: CUDA error 999")
     check, record, page = run(**{name: broken})
@@ -191,7 +200,7 @@ def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, stat
     assert {"tests", "kernels", "copies"} <= {*ended, name}
     assert "CUDA error 999" in page
     if name == "probe":
-        assert ended["step"] == "left out"
+        assert ended["pass"] == ended["step"] == "left out"
 
 
 WRONG = {"checks": [*CHECKS["checks"], {**CHECKS["checks"][0], "wrong": "9 bytes"}], "at": ""}
@@ -213,7 +222,7 @@ def test_first_checks_that_fail_leave_out_the_rest(run: Any, ended: Outcome) -> 
     (failed,) = (each for each in check.outcomes.values() if each.name == ended.name)
     assert failed.status in (Status.FAILED, Status.TIMED_OUT)
     left_out = [part for part in record["details"]["parts"] if part["status"] == "left out"]
-    assert [part["name"] for part in left_out] == ["probe", "tests", "kernels", "copies", "step"]
+    assert [part["name"] for part in left_out] == ["probe", *gpu_check.PARTS[1:]]
     assert {part["note"] for part in left_out} == {
         "the first checks failed; --keep-going runs it all the same"
     }
@@ -305,8 +314,34 @@ def test_a_part_for_which_no_time_is_left_is_left_out(run: Any, tmp_path: Path) 
 
 
 def test_limits_leave_room_for_everything() -> None:
+    """Parts but the tests and the large pass take half of their limits, where nothing hangs."""
     assert gpu_check.TOTAL_S < 560
-    assert sum(gpu_check.LIMITS_S.values()) - gpu_check.LIMITS_S["step"] < gpu_check.TOTAL_S / 1.4
+    others = {n: s for n, s in gpu_check.LIMITS_S.items() if n not in ("tests", "pass", "step")}
+    used = gpu_check.LIMITS_S["tests"] + gpu_check.LIMITS_S["pass"] + sum(others.values()) / 2
+    assert used < gpu_check.TOTAL_S - 100
+
+
+def test_wrong_text_fails_the_check_and_is_named(run: Any) -> None:
+    check, _, page = run(inference=Outcome("inference", Status.DONE, 3.0, 60.0, "", WRONG))
+    assert not succeeded(check.outcomes.values())
+    assert "## Text generated from the tiers" in page
+    assert check.outcomes["step"].ok
+
+
+def test_a_pass_that_is_named_has_all_the_time(run: Any) -> None:
+    check, record, page = run(Wanted(parts=("pass",), large_pass="175 B int4"))
+    given = record["details"]["parts"][-1]["result"]["given"]
+    assert (given["shape"], given["storage"]) == ("175b", "int4")
+    assert check.outcomes["pass"].limit_s > gpu_check.LIMITS_S["pass"]
+    assert "## A large batch from host memory" in page
+
+
+def test_without_transformers_its_parts_are_left_out(run: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(gpu_check, "_TRANSFORMERS", "a_library_that_nobody_has")
+    check, _, page = run()
+    for name in ("inference", "pass"):
+        assert check.outcomes[name].status is Status.LEFT_OUT
+    assert "pip install 'offload[hf]'" in page
 
 
 @pytest.mark.parametrize("out", ["folder", "record.md", "a.name", None])

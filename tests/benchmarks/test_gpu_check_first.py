@@ -77,6 +77,18 @@ def test_what_is_copied_there_and_back_is_compared(monkeypatch: pytest.MonkeyPat
     assert copied_and_back(WHERE) == "what came back is not what was sent"
 
 
+class Off(Tiny):
+    """One weight is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = next(self.parameters())
+        weight.data[:] = 2
+
+
+dispatch = gpu_first.offload.dispatch
+
+
 # ---------------------------------------------------------------- steps
 def test_the_sums_of_the_tiny_model_are_exact_up_to_its_first_update() -> None:
     """In any order, and with any rounding to bf16 in between: bf16 has all whole numbers up to 256,
@@ -134,6 +146,17 @@ def test_steps_that_differ_are_named(
     right = gpu_first.take_steps(torch.device("cpu"), Tier.HOST, tmp_path)
     monkeypatch.setattr(gpu_first, "take_steps", lambda *_: changed(*right))
     assert fragment in checks.check(Tier.NVME)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_passes_without_training_are_those_of_the_cpu(tier: Tier, tmp_path: Path) -> None:
+    assert gpu_first.dispatched(torch.device("cpu"), tier, tmp_path) == ""
+
+
+def test_passes_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_first.offload, "dispatch", lambda model, keys: dispatch(Off(), keys))
+    found = gpu_first.dispatched(torch.device("cpu"), Tier.HOST, tmp_path)
+    assert found.startswith("losses are [")
 
 
 # ---------------------------------------------------------------- their record

@@ -13,7 +13,7 @@ __all__ = ["launches"]
 pytestmark = triton_device.MARKS
 
 NUMEL = 4096
-# bytes per element; 8 more per 1024 for norms, 4 per 256 for scales
+# bytes per element; 8 more per 1024 for norms, 4 per 256 for scales (counted with weights' codes)
 TRAFFIC = {
     "adamw, fp32": 28, "adamw, split master": 26, "adamw, split master, bf16 moments": 18,
     "adamw, split master, int8 moments": 14, "adamw, fp32 master": 28,
@@ -22,6 +22,11 @@ TRAFFIC = {
     "gradient added to fp32, with norm": 10, "two gradients summed to fp32, with norm": 8,
     "norm alone": 2, "fp32 to bf16": 6, "bf16 to fp32": 6, "master split": 8, "master joined": 8,
     "fp32 to bf16, stochastic": 6, "fp32 to int8": 5, "int8 to fp32": 5,
+    **dict.fromkeys(("bf16 weights to int8", "int8 weights to bf16"), 3.0625),
+    **dict.fromkeys(
+        (f"bf16 weights to {n}" for n in ("int4", "nf4")), 2.5625
+    ),
+    **dict.fromkeys((f"{n} weights to bf16" for n in ("int4", "nf4")), 2.5625),
 }  # fmt: skip
 
 

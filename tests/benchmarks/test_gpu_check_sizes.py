@@ -18,7 +18,9 @@ from offload.gpt import build_meta_model, parameter_count
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
 from offload.zero.discovery import discover
-from tests.benchmarks.gpu_check_cases import H200, MACHINES, chosen
+from tests.benchmarks.gpu_check_cases import H200, MACHINES, chosen, solved_once
+
+__all__ = ["solved_once"]
 
 
 # ---------------------------------------------------------------- sizes
