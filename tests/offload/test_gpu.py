@@ -152,10 +152,16 @@ def no_kernels() -> Iterator[None]:
         yield
 
 
+_REFERENCES: dict[str, Run] = {}
+
+
 def on_host(folder: Path, device: str, **keys: Any) -> Run:
-    """All at home on the host, gradients and optimizer by the CPU's kernels: the reference."""
+    """All at home on the host, gradients and optimizer by the CPU's kernels: the reference, which
+    many tests share."""
     with no_kernels():
-        return run(folder, {}, device, **keys)
+        if (which := repr((device, keys))) not in _REFERENCES:
+            _REFERENCES[which] = run(folder, {}, device, **keys)
+        return _REFERENCES[which]
 
 
 def assert_same(found: Run, expected: Run) -> None:

@@ -332,8 +332,11 @@ class Weighed(Tokens):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("where", ["dataset", "collate_fn"])
 def test_a_worker_that_reads_a_weight_gets_it_or_an_error(
-    engine: offload.Engine, where: str
+    engine: offload.Engine, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # of workers that do not end by themselves after an error, each would be waited for so long
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
+
     def collate(rows: Any) -> Tensor:
         return torch.tensor(a_weight(engine.module), dtype=torch.float64)
 

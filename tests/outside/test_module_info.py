@@ -25,10 +25,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_modules import ModuleInfo, module_db
 
-MOST_CASES = 8  # per module, spread over all there are; 857 of 2.13's are of one loss
-# Of PyTorch 2.13's 3618 cases 3560 are equal, of the 668 taken 624; an older one has fewer. The
-# others are lazy modules and what PyTorch itself cannot run. Fewer have gradients, 260 in 2.11.
-LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 400, 250, 0.9
+MOST_CASES = 4  # per module, spread over all there are; 857 of 2.13's are of one loss
+# Of PyTorch 2.13's 3618 cases 3560 are equal, of the 550 taken 506; an older one has fewer. The
+# others are lazy modules and what PyTorch itself cannot run. Fewer have gradients, 194.
+LEAST_EQUAL, LEAST_WITH_GRADIENTS, LEAST_SHARE = 350, 150, 0.9
 
 outcomes: Counter[str] = Counter()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -77,16 +77,25 @@ def at_checkpoint(states: States) -> States:
     return {key: value for key, value in states.items() if not key.startswith("end ")}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_any_number_of_ranks_takes_over_what_two_have_saved(tmp_path: Path, stage: int) -> None:
+def of_both_stages(program: Callable[..., States], folder: str, *args: Any) -> list[States]:
+    return [program(folder, stage, name, *args) for stage, name in ((1, "one"), (3, "three"))]
+
+
+def of_the_other_stage(folder: str) -> list[States]:
+    return [load_and_train(folder, stage, name) for stage, name in ((3, "one"), (1, "three"))]
+
+
+def test_any_number_of_ranks_takes_over_what_two_have_saved(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    saved = run_ranks(2, tmp_path, train_and_save, folder, stage, "two", {})
-    other = 4 - stage
-    for found in run_ranks(2, tmp_path, load_and_train, folder, other, "two"):
-        assert_same_bits(found, saved[0])  # goes on as if nothing had happened
-    for found in run_ranks(3, tmp_path, load_and_train, folder, stage, "two"):
-        assert_same_bits(at_checkpoint(found), at_checkpoint(saved[0]))
-    assert_same_bits(alone(tmp_path, "two"), at_checkpoint(saved[0]))
+    saved = run_ranks(2, tmp_path, of_both_stages, train_and_save, folder, {}, timeout_s=120)[0]
+    for found in run_ranks(2, tmp_path, of_the_other_stage, folder):
+        for mine, first in zip(found, saved, strict=True):
+            assert_same_bits(mine, first)  # goes on as if nothing had happened
+    for found in run_ranks(3, tmp_path, of_both_stages, load_and_train, folder):
+        for mine, first in zip(found, saved, strict=True):
+            assert_same_bits(at_checkpoint(mine), at_checkpoint(first))
+    for name, first in zip(("one", "three"), saved, strict=True):
+        assert_same_bits(alone(tmp_path, name), at_checkpoint(first))
 
 
 def test_replicas_save_what_one_rank_would_have_saved(tmp_path: Path) -> None:

@@ -97,7 +97,9 @@ def everybody(folder: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ddp_and_fsdp2_have_the_same_losses(tmp_path: Path, world_size: int) -> None:
+def test_ddp_and_fsdp2_have_the_same_losses(tmp_path: Path, world_size: int, long: bool) -> None:
+    if world_size == 2 and not long:
+        pytest.skip("as with three ranks, whose shards are uneven: --long")
     for outcomes in run_ranks(world_size, tmp_path, everybody, str(tmp_path)):
         losses, params = outcomes["ddp"]
         for name, (found, values) in outcomes.items():
@@ -153,9 +155,21 @@ def moved_per_step(stage: int, folder: str) -> tuple[dict[str, int], int]:
         return {key: seen[-1][key] - seen[-2][key] for key in seen[-1]}, shared.gather_nbytes
 
 
-@pytest.mark.parametrize(("stage", "whole_gathers"), [(0, 0), (1, 1), (2, 1), (3, 2)])
+def moved_at_all_stages(folder: str) -> list[tuple[dict[str, int], int]]:
+    return [moved_per_step(stage, folder) for stage in range(4)]
+
+
+@pytest.fixture(scope="module")
+def moved_by_rank(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[list[tuple[dict[str, int], int]]]:
+    folder = tmp_path_factory.mktemp("moved")
+    return run_ranks(2, folder, moved_at_all_stages, str(folder), timeout_s=120)
+
+
+@pytest.mark.parametrize("stage", range(4))
 def test_a_step_moves_two_or_three_times_the_parameters(
-    tmp_path: Path, stage: int, whole_gathers: int
+    moved_by_rank: list[list[tuple[dict[str, int], int]]], stage: int
 ) -> None:
     """Rajbhandari et al., 2020: 2 psi for stages 1 and 2, 3 psi for stage 3."""
     groups = (
@@ -163,7 +177,7 @@ def test_a_step_moves_two_or_three_times_the_parameters(
     )
     trained = sum(group.layout.numel_trainable for group in groups.groups) * 4
     frozen = sum(group.layout.numel for group in groups.groups) * 4 - trained
-    for moved, room in run_ranks(2, tmp_path, moved_per_step, stage, str(tmp_path)):
+    for moved, room in (per_stage[stage] for per_stage in moved_by_rank):
         if stage == 0:  # whole gradients: exchanged, and gathered again
             assert moved == {**moved, "reduce-scatter": 0, "all-gather": 0}
             assert moved["all-reduce"] == 2 * trained
@@ -171,7 +185,7 @@ def test_a_step_moves_two_or_three_times_the_parameters(
         assert moved["reduce-scatter"] == trained
         assert moved["all-reduce"] == 0
         if stage < 3:
-            assert moved["all-gather"] == whole_gathers * trained
+            assert moved["all-gather"] == trained
             continue
         # at the turn from forward to backward, what is in the room is not gathered again
         gathered = 2 * (trained + frozen)
