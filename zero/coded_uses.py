@@ -113,7 +113,8 @@ def _linear(
         return NotImplemented
     if torch.is_autocast_enabled("cpu"):
         return NotImplemented
-    if input.device != stored.stored.device or input.shape[-1] != weight.shape[1]:
+    # its own shape would be asked of the released parameter, which takes longer
+    if input.device != stored.stored.device or input.shape[-1] != stored.part.spec.shape[1]:
         return NotImplemented  # an error of PyTorch's
     run = stored.codec.runner(stored.part)
     return linear(input, stored.stored, stored.part, _as_raw(bias, find), run)
@@ -128,7 +129,7 @@ def _embedding(
     stored = find(weight)
     if stored is None or stored.part.weights is None or max_norm is not None:
         return NotImplemented
-    rows, row = weight.shape
+    rows, row = stored.part.spec.shape
     size = stored.part.weights.group_size
     if row % size or input.numel() >= rows or input.dtype not in (torch.int64, torch.int32):
         return NotImplemented

@@ -342,7 +342,8 @@ class ParamGroup:
         through `.data`, or whose `.data` was set to another tensor, which is copied into the
         buffer."""
         rebound = self.take_over()
-        versions = [param._version for param in self.params]
+        with torch._C.DisableTorchFunctionSubclass():  # released ones would be asked one by one
+            versions = [param._version for param in self.params]
         if not rebound and not self._watched and versions == self._written:
             return rebound
         through_data = [

@@ -242,6 +242,18 @@ def test_measuring_leaves_the_global_random_numbers_alone() -> None:
     assert touching["fp16"] == touching["fp32"] > 0  # too slow to be tried: fp32 stands for it
 
 
+def test_calls_without_gradients_are_measured_in_a_store_of_weights() -> None:
+    import torch
+
+    from offload.planning.machine.call_times import measure_calls
+
+    before = torch.get_rng_state()
+    found = measure_calls(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.operation_s > 0
+    assert min(found.use_s, found.coded_s) >= 0  # differences of what was measured beside others
+
+
 def test_a_format_without_a_fast_kernel_is_not_tried_at_length() -> None:
     from offload.planning.machine.speed_tests import is_slow
 

@@ -62,17 +62,10 @@ def _operations(facts: ActivationFacts) -> int:
 
 def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[ActivationFacts, float]:
     """What a forward and a backward pass do, and the seconds that both take together."""
-    layers, hidden, mlp, heads, batch, sequence = sample
-    shape = {
-        "shape": "llama", "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp,
-        "vocab": _VOCABULARY, "max_sequence": sequence, "tied": False,
-    }  # fmt: skip
-    config = OffloadConfig.load(
-        {"precision": precision, "device": device.type,
-         "train": {"model": shape, "batch": batch, "sequence": sequence}}
-    )  # fmt: skip
+    batch, sequence = sample[4:]
+    config = config_of(precision, sample, device)
     facts = trace_activations(build_meta_model(config), config, Workload(batch, sequence))
-    model = _made(config, device)
+    model = made(config, device)
     tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)  # BS
     times: list[float] = []
     while len(times) < 2 or (len(times) <= _REPEAT and sum(times) < _MOST_REPEAT_S):
@@ -85,7 +78,21 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
     return facts, min(times[1:])
 
 
-def _made(config: OffloadConfig, device: torch.device) -> LanguageModel:
+def config_of(
+    precision: str, sample: Sample, device: torch.device, **more: Mapping[str, str]
+) -> OffloadConfig:
+    layers, hidden, mlp, heads, batch, sequence = sample
+    shape = {
+        "shape": "llama", "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp,
+        "vocab": _VOCABULARY, "max_sequence": sequence, "tied": False,
+    }  # fmt: skip
+    return OffloadConfig.load(
+        {"precision": precision, "device": device.type,
+         "train": {"model": shape, "batch": batch, "sequence": sequence}, **more}
+    )  # fmt: skip
+
+
+def made(config: OffloadConfig, device: torch.device) -> LanguageModel:
     """With small weights, drawn from a generator of its own."""
     with torch.device("meta"):
         model = LanguageModel(config.train.model)

@@ -30,6 +30,7 @@ from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.kernels.weight_products import MOST_ROWS, in_lane_order, multiply
 from offload.planning.activations.trace import DTYPES
+from offload.planning.machine.call_times import measure_calls
 from offload.planning.machine.optimizer_variants import (
     PLAIN,
     SPLIT_BF16,
@@ -109,6 +110,7 @@ def measure_compute() -> ComputeSpeeds:
     to_device, to_host = _copy_rates(device) if gpu else (0.0, 0.0)
     products = {name: matmul_rate(dtype, device) for name, dtype in DTYPES.items()}
     operation_s, touching = measure_models(products, device)
+    calls = measure_calls(device)
     return ComputeSpeeds(
         gpu=gpu,
         matmul_flops_per_s=products,
@@ -119,6 +121,9 @@ def measure_compute() -> ComputeSpeeds:
             **({} if gpu else dict(_coded_rates())),
         },
         operation_s=operation_s,
+        forward_operation_s=calls.operation_s,
+        use_s=calls.use_s,
+        coded_product_s=calls.coded_s,
         host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
         optimizer_lost_share=lost,

@@ -29,6 +29,11 @@ class ComputeSpeeds:
     # reading them is all of the work, or there is no fast kernel
     forward_flops_per_s: Mapping[str, Positive] = field(default_factory=dict)
     operation_s: Number  # what one call of a kernel costs beside its work
+    # the same of a pass without gradients, and what one costs that uses a group of a store, or
+    # multiplies straight from codes; 0: not measured
+    forward_operation_s: Number = 0.0
+    use_s: Number = 0.0
+    coded_product_s: Number = 0.0
     host_bytes_per_s: Positive  # the optimizer's traffic over the memory bus, all cores
     optimizer_parameters_per_s: Rates = field(default_factory=dict)
     # measured rate by format of states (fp32, bf16, int8); absent: bound by the bus
@@ -67,11 +72,14 @@ class Speeds(ComputeSpeeds, DiskSpeeds):
             if isinstance(rate, Mapping) else factor * rate
             for name, rate in rates.items()
         }  # fmt: skip
-        return replace(
-            self, **scaled, operation_s=self.operation_s / factor,
-            io_lost_s_per_byte=self.io_lost_s_per_byte / factor, request_s=self.request_s / factor,
-        )  # fmt: skip
+        costs = {name: getattr(self, name) / factor for name in _COSTS}
+        return replace(self, **scaled, **costs)
 
+
+_COSTS = (
+    "operation_s", "forward_operation_s", "use_s", "coded_product_s", "io_lost_s_per_byte",
+    "request_s",
+)  # fmt: skip
 
 # Where nothing is measured: only the ratios matter, to say which link is the slowest.
 NOMINAL = Speeds(

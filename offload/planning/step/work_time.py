@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -27,12 +28,20 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
-def forward_s(
-    cost: PassCost, weights: Mapping[str, float], precision: str, speeds: Speeds, pieces: int = 1
-) -> float:
-    """A forward without gradients, whose products are with so many elements of weights, by the
-    format that they are multiplied in: few rows take as long as reading those does, once for each
-    of the `pieces` of the batch."""
+@dataclass(frozen=True, slots=True)
+class ForwardWork:
+    """What a forward without gradients computes with. Each of the `pieces` of the batch reads the
+    weights by itself."""
+
+    weights: Mapping[str, float]  # elements, by the format that they are multiplied in
+    pieces: int = 1
+    uses: float = 0.0  # of groups
+    coded: float = 0.0  # matrices that are multiplied straight from codes
+
+
+def forward_s(cost: PassCost, work: ForwardWork, precision: str, speeds: Speeds) -> float:
+    """A forward without gradients: of few rows products take as long as reading weights does."""
+    weights, pieces = work.weights, work.pieces
     numel = pieces * sum(weights.values())
     rows = cost.flops / (2 * numel) if numel else 0.0
     touched = max(0.0, cost.touched_nbytes - numel * ITEMSIZE[precision])
@@ -40,7 +49,8 @@ def forward_s(
     work_s = touched / rate
     for name, each in weights.items():
         work_s += pieces * each * _weight_s(rows, name, precision, speeds)
-    calls_s = cost.operations * speeds.operation_s
+    calls_s = cost.operations * (speeds.forward_operation_s or speeds.operation_s)
+    calls_s += work.uses * speeds.use_s + pieces * work.coded * speeds.coded_product_s
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
