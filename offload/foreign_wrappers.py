@@ -1,7 +1,8 @@
 """Wrapping an engine's model in a class that moves parameters or averages gradients is an error.
 
 DistributedDataParallel broadcasts and reduces parameters without fetching them: ranks issue
-collectives of different sizes, and the processes abort.
+collectives of different sizes, and the processes abort. Hooks of accelerate keep weights of their
+own, which they put in the place of the model's.
 """
 
 from __future__ import annotations
@@ -25,10 +26,17 @@ _WRAPPERS = frozenset({
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """UnsupportedError if there is a wrapper around the model, or a part of it."""
-    for module in model.modules():
+    """UnsupportedError if there is a wrapper around the model or a part of it, or such a hook."""
+    for name, module in model.named_modules():
         if _moves_parameters(module):
             _refuse(module)
+        if _has_moving_hooks(module):
+            raise UnsupportedError(
+                f"{name or type(module).__name__} has a hook of accelerate that moves weights "
+                "(device_map=, cpu_offload, disk_offload, casts by layer), and offload does that "
+                "here: load the model without, or take the hooks off first, with "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+            )
 
 
 def refuse_foreign_wrappers(store: WeightStore) -> RemovableHandle:
@@ -50,6 +58,15 @@ def _moves_parameters(module: Any) -> bool:
     names = {kind.__name__ for kind in type(module).__mro__}
     # DataParallel does nothing but call the model where there is one device, or none
     return bool(names & _WRAPPERS) or ("DataParallel" in names and accelerator.device_count() > 1)
+
+
+def _has_moving_hooks(module: nn.Module) -> bool:
+    """One that only moves inputs to a device, or the model as a whole, is left alone."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(
+        getattr(each, "offload", False) is True or type(each).__name__ == "LayerwiseCastingHook"
+        for each in (hook, *getattr(hook, "hooks", ()))  # of a SequentialHook
+    )
 
 
 def _refuse(wrapper: nn.Module) -> None:

@@ -306,8 +306,6 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     with ExitStack() as stack:
 
         def values(arg: Any) -> Any:
-            if isinstance(arg, (list, tuple)):
-                return type(arg)(values(each) for each in arg)
             if not isinstance(arg, PagedTensor):
                 return arg
             if torch.Tag.inplace_view in operation.tags:
@@ -319,9 +317,18 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             return opened[id(arg)]
 
         found = operation(
-            *(values(arg) for arg in args), **{key: values(arg) for key, arg in kwargs.items()}
+            *(_in_lists(arg, values) for arg in args),
+            **{key: _in_lists(arg, values) for key, arg in kwargs.items()},
         )
         return _results(found, paged_of, {_memory(each) for each in opened.values()})
+
+
+def _in_lists(arg: Any, change: Callable[[Any], Any]) -> Any:
+    """By itself and not within `_run`: a function that calls itself is garbage for the collector
+    alone, and with it the values that it opened, whose memory nobody could have until then."""
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_in_lists(each, change) for each in arg)
+    return change(arg)
 
 
 def _results(found: Any, paged_of: dict[int, PagedTensor], memory: set[int]) -> Any:

@@ -183,6 +183,8 @@ class ReleasedParameters:
         name = getattr(function, "__name__", "")
         if name == "__set__" and _property(function) == "data":
             return self._assign(args[0], args[1])
+        if _changes_nothing(name, args, kwargs):
+            return args[0]  # the operations below are asked for more, and would read it
         if _needs_no_values(function, name, args, kwargs):
             if name in _HOOKS and self._packed_of(args[0]) is not None:
                 self._refuse_hook(args[0], name)

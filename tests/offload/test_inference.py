@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -433,3 +434,29 @@ def test_a_pass_reads_what_memory_does_not_hold(
         read = (dispatched.report().bytes_moved["nvme read"] - before) / passes / group
         in_flight = prefetch / passes  # at the end
         assert 12 - memory - in_flight <= read <= 12 - max(0, memory - 1 - prefetch) + in_flight
+
+
+USES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "sum": lambda p: p.sum(), "slice": lambda p: p[0, :2] + 0, "on meta": lambda p: p.to("meta"),
+    "in a list": lambda p: torch.cat([p, p]), "array": lambda p: p.detach().numpy(),
+    "written": lambda p: p.mul_(2), "both": lambda p: torch._foreach_add_([p], [torch.ones(())]),
+    "in a graph": torch.enable_grad()(lambda p: p.sum()), "not fitting": lambda p: p @ p[:, :3].T,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_is_read_outside_of_calls_holds_no_memory(tmp_path: Path, use: str) -> None:
+    """Also while nothing collects garbage."""
+    keys = config(tmp_path, {"parameters": "nvme"}, budget={"host": "192KiB", "nvme": "64MiB"})
+    model = seeded(Chain)
+    gc.collect()
+    gc.disable()
+    try:
+        with offload.dispatched(offload.dispatch(model, keys)), torch.no_grad():
+            for param in model.parameters():
+                try:
+                    USES[use](param)
+                except RuntimeError:
+                    assert use == "not fitting"
+    finally:
+        gc.enable()

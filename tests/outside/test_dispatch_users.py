@@ -18,6 +18,7 @@ from offload.errors import StateError, UnsupportedError
 from tests.offload.engine_cases import bits
 
 transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
 TOKENS = torch.randint(3, 60, (3, 7), generator=torch.Generator().manual_seed(2))
 MASK = torch.ones_like(TOKENS)
 MASK[1, :3] = 0  # padded on the left
@@ -224,3 +225,59 @@ def test_weights_of_a_checkpoint_that_was_trained(tmp_path: Path) -> None:
     offload.dispatch(model, keys, weights=tmp_path / "saved")
     with offload.dispatched(model):
         assert torch.equal(generated(model), expected)
+
+
+# ---------------------------------------------------------------------------- accelerate's offload
+def _keeps_on_cpu(model: Any, folder: Path) -> None:
+    accelerate.cpu_offload(model, "cpu")
+
+
+def _keeps_on_disk(model: Any, folder: Path) -> None:
+    accelerate.disk_offload(model, str(folder / "weights"), "cpu")
+
+
+def _splits(model: Any, folder: Path) -> None:
+    places = {"model": "cpu", "lm_head": "disk"}
+    accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(folder / "weights"))
+
+
+def _casts(model: Any, folder: Path) -> None:
+    accelerate.big_modeling.attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
+
+
+MOVING = [_keeps_on_cpu, _keeps_on_disk, _splits, _casts]
+
+
+@pytest.mark.parametrize("moves", MOVING)
+@pytest.mark.parametrize("begin", [offload.dispatch, offload.initialize])
+def test_hooks_of_accelerate_that_move_weights_are_refused(
+    moves: Callable[[Any, Path], None], begin: Any, tmp_path: Path
+) -> None:
+    model = build()
+    moves(model, tmp_path)
+    with pytest.raises(UnsupportedError, match=r"has a hook of accelerate .*remove_hook_from_mod"):
+        begin(model, keys_of(tmp_path))
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    if moves is _keeps_on_cpu:  # as it was
+        with offload.dispatched(offload.dispatch(model, keys_of(tmp_path))):
+            assert torch.equal(generated(model), generated(build()))
+
+
+@pytest.mark.parametrize("moves", MOVING)
+def test_they_are_refused_on_a_dispatched_model(
+    moves: Callable[[Any, Path], None], model: Any, tmp_path: Path
+) -> None:
+    told = "other code put it in its place|have no memory of their own|change the model before"
+    with pytest.raises(UnsupportedError, match=told):
+        moves(model, tmp_path)
+        model(TOKENS)
+
+
+def test_hooks_of_accelerate_that_move_inputs_are_not(tmp_path: Path) -> None:
+    hooks = accelerate.hooks
+    model = build()
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    accelerate.cpu_offload_with_hook(model.model, "cpu")
+    with offload.dispatched(offload.dispatch(model, keys_of(tmp_path))):
+        accelerate.cpu_offload_with_hook(model.lm_head, "cpu")
+        assert torch.equal(generated(model), generated(build()))
