@@ -11,6 +11,10 @@ from torch import nn
 from offload.tiers.errors import UnsupportedError
 from offload.zero.discovery import Unit
 
+SMALLER_BATCHES = (
+    "set micro_batches: 1 and give the model smaller batches (to train, with "
+    "gradient_accumulation_steps)"
+)
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the norm; 16 bits: 5e-2
 
 
@@ -20,7 +24,7 @@ def check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> N
         if tensor.dim() == 0 or tensor.shape[0] != span.stop - span.start:
             raise UnsupportedError(
                 f"{name}: micro_batches cannot join an output of shape {tuple(tensor.shape)}, "
-                "whose first dimension is not the batch; use gradient_accumulation_steps"
+                f"whose first dimension is not the batch; {SMALLER_BATCHES}"
             )
 
 
@@ -45,8 +49,8 @@ def refuse_batch_norm(unit: Unit, count: int) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UnsupportedError(
                 f"micro_batches: {count}: {unit.name}.{name} is a {type(module).__name__}, which "
-                "mixes the samples of a batch; use gradient_accumulation_steps, or a norm over "
-                "features (LayerNorm, GroupNorm)"
+                "mixes the samples of a batch; use a norm over features (LayerNorm, GroupNorm), or "
+                f"{SMALLER_BATCHES}"
             )
 
 

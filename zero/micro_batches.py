@@ -42,6 +42,7 @@ from offload.swap.shield import interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.discovery import Unit
 from offload.zero.micro_batch_checks import (
+    SMALLER_BATCHES,
     check_joinable,
     refuse_batch_norm,
     refuse_chosen_gradients,
@@ -111,7 +112,7 @@ def blocks_of(count: int, units: Sequence[Unit]) -> list[Unit]:
     if not blocks:
         raise UnsupportedError(
             f"micro_batches: {count} needs repeated blocks, and none were found in this model; "
-            "name their class in groups.blocks, or use gradient_accumulation_steps"
+            f"name their class in groups.blocks, or {SMALLER_BATCHES}"
         )
     for unit in blocks:
         refuse_batch_norm(unit, count)

@@ -28,7 +28,7 @@ from offload.tiers.errors import UnsupportedError
 from offload.zero.block_state import BlockState
 from offload.zero.discovery import Unit
 from offload.zero.local_tensors import local_of
-from offload.zero.micro_batch_checks import check_joinable, is_close
+from offload.zero.micro_batch_checks import SMALLER_BATCHES, check_joinable, is_close
 from offload.zero.random_state import RandomState, default_generators, generators_of
 
 _log = logging.getLogger("offload")
@@ -108,7 +108,7 @@ class _Question:
             raise UnsupportedError(
                 f"{self._unit.name}: its forward changes its {', '.join(changed)} in place, which "
                 "micro_batches would do once per piece; change parameters outside of the block, "
-                "let other tensors be buffers, or use gradient_accumulation_steps"
+                f"let other tensors be buffers, or {SMALLER_BATCHES}"
             )
 
     def _alone(self) -> list[list[Tensor]]:
@@ -128,7 +128,7 @@ class _Question:
             raise UnsupportedError(
                 f"{self._unit.name}: it fails on a piece of its batch ({error}); a tensor it is "
                 "given has a first dimension as long as the batch that is not the batch, or it "
-                "needs the whole batch; use gradient_accumulation_steps instead of micro_batches"
+                f"needs the whole batch; {SMALLER_BATCHES}"
             ) from error
 
     def _outputs(self, call: tuple[Any, Any]) -> list[Tensor]:
@@ -231,8 +231,7 @@ class _Question:
     def _refuse(self, what: str) -> None:
         raise UnsupportedError(
             f"{self._unit.name} ({type(self._block).__name__}): {what}, so it mixes "
-            "samples, or its first dimension is not the batch; use gradient_accumulation_steps "
-            "instead of micro_batches"
+            f"samples, or its first dimension is not the batch; {SMALLER_BATCHES}"
         )
 
 

@@ -1,4 +1,4 @@
-"""A runner with threads, and arrays that are not where one expects them."""
+"""A runner with threads, and the formats that tests of weights in codes have."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +7,15 @@ from itertools import pairwise
 import pytest
 
 from offload.kernels.floats import Body, Runner
+from tests.kernels.code_cases import ALL, SAMPLE
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All formats and kinds of values, or a sample of them."""
+    if {"weights", "kind"} <= set(metafunc.fixturenames):
+        cases = ALL if metafunc.config.getoption("--long") else SAMPLE
+        names = [f"{each.code.name}-{each.group_size}-{kind.name}" for each, kind in cases]
+        metafunc.parametrize(("weights", "kind"), cases, ids=names)
 
 
 @pytest.fixture

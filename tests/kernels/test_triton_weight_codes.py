@@ -16,8 +16,6 @@ from offload.zero.weight_codes import WeightCodes
 from tests.kernels import reference, triton_device
 from tests.kernels.adam_cases import assert_same
 from tests.kernels.code_cases import (
-    ALL,
-    SAMPLE,
     any_codes,
     decoded,
     encoded,
@@ -30,14 +28,6 @@ from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
 
 __all__ = ["launches"]
 pytestmark = triton_device.MARKS
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All formats and kinds of values, or a sample of them."""
-    if {"weights", "kind"} <= set(metafunc.fixturenames):
-        cases = ALL if metafunc.config.getoption("--long") else SAMPLE
-        names = [f"{each.code.name}-{each.group_size}-{kind.name}" for each, kind in cases]
-        metafunc.parametrize(("weights", "kind"), cases, ids=names)
 
 
 def on_device(values: Array, weights: WeightFormat, kind: Float) -> tuple[Array, Array]:

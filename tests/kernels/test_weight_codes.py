@@ -14,7 +14,6 @@ from offload.kernels.weight_formats import Code, WeightFormat
 from tests.kernels import reference, reference_codes
 from tests.kernels.adam_cases import assert_same
 from tests.kernels.code_cases import (
-    ALL,
     SAMPLE,
     any_codes,
     decoded,
@@ -25,19 +24,6 @@ from tests.kernels.code_cases import (
     wild,
 )
 from tests.kernels.test_generated_code import count, fresh, x86_only
-
-
-def case_name(value: object) -> str:
-    if isinstance(value, WeightFormat):
-        return f"{value.code.name}-{value.group_size}"
-    return value.name if isinstance(value, Float) else str(value)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All formats and kinds of values, or a sample of them."""
-    if {"weights", "kind"} <= set(metafunc.fixturenames):
-        cases = ALL if metafunc.config.getoption("--long") else SAMPLE
-        metafunc.parametrize(("weights", "kind"), cases, ids=case_name)
 
 
 def fp32(values: Array, kind: Float) -> Array:

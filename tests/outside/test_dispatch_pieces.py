@@ -169,5 +169,18 @@ def test_what_is_refused(tmp_path: Path, call: Callable[[Any], Any], error: str)
         assert torch.allclose(model(TOKENS).logits, build("llama")(TOKENS).logits, atol=1e-6)
 
 
+def test_blocks_that_hand_on_one_row_for_all_are_refused(tmp_path: Path) -> None:
+    """T5's bias by position. What is advised helps a model that does not train."""
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    made = transformers.T5Config(**sizes, num_layers=2, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(made)
+    keys: dict[str, Any] = {"device": "cpu", "micro_batches": 2, "groups": {"blocks": ["T5Block"]}}
+    with (
+        offload.dispatched(offload.dispatch(model, keys)),
+        pytest.raises(UnsupportedError, match=r"micro_batches: 1 and give the model smaller batch"),
+    ):
+        model.generate(TOKENS)
+
+
 class Other(transformers.DynamicCache):  # type: ignore[misc]
     """Of a class that may keep anything anywhere."""
