@@ -273,3 +273,25 @@ def test_an_adapter_on_a_dispatched_base_in_4_bits(tmp_path: Path) -> None:
     offload.dispatch(model, settings(tmp_path, {"parameters": "nvme"}, **STORAGE))
     with offload.dispatched(model):
         assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loop_goes_on_from_adapters_and_their_states_alone(
+    precision: str, tmp_path: Path
+) -> None:
+    """Which take no room for the frozen base."""
+    keys = {**settings(tmp_path, PLACEMENTS["nvme"], **STORAGE), "precision": precision}
+
+    def steps(engine: offload.Engine) -> list[tuple[float, float]]:
+        return train(engine.module, engine.optimizer)
+
+    with offload.initialize(adapted("lora"), keys) as engine:
+        steps(engine)
+        engine.module.save_pretrained(tmp_path / "adapter")
+        torch.save(engine.optimizer.state_dict(), tmp_path / "states.pt")
+        expected, values = steps(engine), values_of(engine.module)
+    model = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "adapter", is_trainable=True)
+    with offload.initialize(model, keys) as engine:
+        engine.optimizer.load_state_dict(torch.load(tmp_path / "states.pt"))
+        assert steps(engine) == expected
+        assert all(torch.equal(t, values[name]) for name, t in values_of(model).items())
