@@ -169,6 +169,7 @@ class Dispatched(TieredModel):
             KVHomes(self._homes, self.plan, kv), weakref.proxy(store.fetcher), self.device,
             int8=self.config.kv.dtype == "int8", layers=kv.layers, session=store.one_thread,
             check_usable=partial(_check_usable, weakref.ref(store)),
+            trim=machine.trim_memory if self.device.type == "cpu" else None,
         )  # fmt: skip
         store.on_close.append(kv_cache.install(self.module, self._kv))
 

@@ -18,7 +18,7 @@ from offload.tiers.eviction import furthest_first
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 
-_PER_LOOK = 64  # copies for which a look at all of them finds one more to give up
+_PER_LOOK = 16  # copies for which a look at all of them finds one more to give up
 
 
 class CachedPiece(Protocol):
@@ -125,6 +125,7 @@ class SlotPool:
             return lease
         while (piece := self._next_to_drop()) is not None:
             if before is not None and piece.next_use() <= before:
+                self._furthest.append(piece)
                 return None
             piece.drop()
             self.evictions += 1

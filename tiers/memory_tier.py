@@ -14,6 +14,9 @@ from offload.tiers.memory import Memory
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 
+# Made once: to make a tensor is to let go of the GIL, which other threads hold on to for a while.
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
 
 class MemoryTier:
     """Leases of one memory, within a hard byte budget. Synchronous, not thread-safe."""
@@ -87,7 +90,7 @@ class Lease:
         # 1D uint8, whole pages (direct I/O reads and writes whole pages), one storage of its own;
         # empty where it is used in parts
         self.tensor: torch.Tensor = (
-            torch.empty(0, dtype=torch.uint8) if in_parts
+            _NOTHING if in_parts
             else tier._memory.tensor(extent.offset_bytes, extent.nbytes)
         )  # fmt: skip
 
@@ -114,7 +117,7 @@ class Lease:
         if self.freed:
             raise StateError(f"lease of {self.owner} freed twice")
         self.freed = True
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = _NOTHING
         self._tier._free(self)
 
     def __enter__(self) -> Lease:

@@ -37,6 +37,7 @@ _log = logging.getLogger("offload")
 KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
 _MIN_WINDOW_PAGES = 8  # a page is at most this part of a window: what is kept beside it
 _SLAB_NBYTES = 32 << 20  # about, of several open pages together
+_TRIM_NBYTES = 8 << 20  # of pages, between two times that freed memory is given back
 _OPEN_SHARE = 4  # ... and all open pages together at most this part of the memory there is
 
 
@@ -121,9 +122,11 @@ class KVStore:
         self, homes: KVHomes, fetcher: Fetcher, device: torch.device, *, int8: bool = False,
         layers: int = 1, session: AbstractContextManager[object] | None = None,
         page_tokens: int | None = None, check_usable: Callable[[], None] = lambda: None,
+        trim: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         """Caches have about so many `layers` (times pieces of the batch); `page_tokens` are in a
-        page, by default as many as make it `KV_PAGE_NBYTES` long and leave room for open ones."""
+        page, by default as many as make it `KV_PAGE_NBYTES` long and leave room for open ones.
+        `trim` gives memory that was freed back to the system, now and then."""
         self.fetcher = fetcher
         self.device = device
         self.check_usable = check_usable
@@ -131,6 +134,8 @@ class KVStore:
         self._kind: type[PageFormat] = Int8Format if int8 else PlainFormat
         self._layers = layers
         self._page_tokens = page_tokens
+        self._trim = trim
+        self._untrimmed_nbytes = 0
         self._session: AbstractContextManager[object] = session or nullcontext()
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -219,6 +224,12 @@ class KVStore:
         return self._kind(keys, values, batch, tokens)
 
     def new_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
+        # What describes a page stays, amid temporaries of a prompt, which leave holes that the
+        # next ones do not fit into.
+        self._untrimmed_nbytes += nbytes
+        if self._trim is not None and self._untrimmed_nbytes >= _TRIM_NBYTES:
+            self._untrimmed_nbytes = 0
+            self._trim()
         return self._homes.kv_page(name, nbytes, next_use)
 
     def free_page(self, page: State) -> None:
@@ -235,12 +246,12 @@ class KVStore:
         return slab.free.pop()
 
     def _new_slab(self, name: str, size: int) -> _Slab:
-        """For as many pages as there are layers, if they find room together; else for one."""
+        """For as many pages as there are layers, or find room together; else for one."""
         slabs = -(-self._layers * size // _SLAB_NBYTES)
         cells = -(-self._layers // slabs)
+        room = self._homes.kv_room_nbytes() // (_OPEN_SHARE * size)
+        cells = max(1, min(cells, room - sum(slab.cells for slab in self._slabs.get(size, ()))))
         try:
-            if cells * size * _OPEN_SHARE > self._homes.kv_room_nbytes():
-                cells = 1
             lease = self._homes.kv_memory(name, cells * size)
         except TierFullError:
             if cells == 1:

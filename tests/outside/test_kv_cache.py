@@ -177,15 +177,20 @@ def test_drawn_operations_have_the_bits_of_transformers_own(
     assert here.held() == {"host": 0, "nvme": 0}
 
 
-def test_open_pages_of_all_layers_lie_together(homes: Callable[..., Homes]) -> None:
-    """Between slots that come and go they would leave no room for what attention reads."""
-    here = homes("nvme")
+@pytest.mark.parametrize(("room", "together"), [(16, 4), (15, 3)])
+def test_open_pages_of_all_layers_lie_together(
+    homes: Callable[..., Homes], room: int, together: int
+) -> None:
+    """Between slots that come and go they would leave no room for what attention reads. All of
+    them that a quarter of the memory holds."""
+    here = homes("nvme", host_nbytes=room * 4096)
     store = KVStore(here, Fetcher(4), torch.device("cpu"), layers=4, page_tokens=8)
     layers = [store.pages(f"layer {number}") for number in range(4)]
     for layer in layers:
         layer.extend(*tokens(random.Random(0), 2, 3))
     starts = sorted(layer._open.tensor.data_ptr() for layer in layers if layer._open is not None)
-    assert [b - a for a, b in pairwise(starts)] == [4096] * 3
+    assert [b - a for a, b in pairwise(starts)][: together - 1] == [4096] * (together - 1)
+    assert [slab.cells for slab in store._slabs[4096]] == [together] + [1] * (4 - together)
     for layer in layers:
         layer.close()
     store.reap()

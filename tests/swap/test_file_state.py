@@ -120,7 +120,7 @@ def test_a_prefetch_never_takes_the_place_of_what_is_needed_sooner(bench):
     assert held[0].residency() is Residency.CLEAN
 
 
-MANY = 192  # copies, for which one look finds four
+MANY = 48  # copies, for which one look finds four
 
 
 def test_of_many_copies_those_needed_last_give_way_and_not_all_are_looked_at_each_time(tmp_path):
@@ -154,6 +154,21 @@ def test_what_a_look_found_stays_if_it_is_needed_sooner_meanwhile_or_in_use(tmp_
         held = [number for number in range(MANY) if states[number].residency() is Residency.CLEAN]
         assert held == [*range(MANY - 6), MANY - 3, MANY - 2]
         assert int(view[0]) == (MANY - 3) % 256
+
+
+def test_a_prefetch_that_finds_no_room_leaves_what_a_look_found(tmp_path):
+    for bench in make_bench(tmp_path, ThreadsBackend(), 2 * MANY, MANY):
+        states = [bench.filled(str(number), 0) for number in range(MANY)]
+        for state in states:
+            bench.next_use[state.name] = float(state.name)
+        bench.filled("new 0", 0)  # one look, which finds three more
+        asks = itertools.count()
+        states[0]._next_use = lambda asks=asks: 0.0 * next(asks)
+        for _ in range(8):
+            assert not states[-1].bring(next_use=float(MANY))
+        for number in range(1, 4):
+            bench.filled(f"new {number}", 0)
+        assert next(asks) == 0
 
 
 def test_memory_that_is_being_filled_is_not_sent_home(bench):
