@@ -11,8 +11,15 @@ from offload.tiers.errors import ConfigError
 
 Storage = Annotated[
     str | None,
-    typer.Option(metavar="FORMAT", help="Linear layers in int4, int8 (compressed-tensors) or nf4."),
+    typer.Option(metavar="CODES", help="Weights of linear layers in int4, int8 or nf4."),
 ]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        "--format", metavar="LIBRARY",
+        help="Whose files have the codes: compressed-tensors, gptq, awq; nf4: bitsandbytes.",
+    ),
+]  # fmt: skip
 GroupSize = Annotated[int, typer.Option(metavar="N", help="Elements that share a scale.")]
 Skip = Annotated[
     list[str] | None,
@@ -39,6 +46,7 @@ def compress(
     storage: Storage = None,
     group_size: GroupSize = 64,
     skip: Skip = None,
+    library: Format = None,
 ) -> None:
     """Write FOLDER's model to OUT with fewer blocks, pruned or quantised weights, in files that
     from_pretrained opens. One tensor is in RAM at a time."""
@@ -48,7 +56,7 @@ def compress(
     kept = None if layers is None else _numbers(layers)
     files = run(
         folder, out, layers=kept, prune=prune, storage=storage, group_size=group_size,
-        skip=skip,
+        skip=skip, format=library,
     )  # fmt: skip
     nbytes = sum(file.stat().st_size for file in files)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,38 +15,41 @@ from torch import Tensor, nn
 from offload import machine
 from offload.integrations.pruning import Pruning
 from offload.integrations.weight_files import Tensors, Write
-from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised.reading import transposed_weights
-from offload.quantised.writing import described, encoded, settings
+from offload.quantised.writing import Target, configuration, described, encoded
 from offload.tiers.errors import ConfigError
 from offload.zero.storage import HEAD, is_named
 
 _log = logging.getLogger("offload")
+_NUMBER = re.compile(r"\.\d+\.")
+_EXPERT = re.compile(r"\.\d+\.[^.]+\.weight$")
 
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of the weights of linear layers, but those that `skip` names."""
+    """What becomes of the weights of linear layers and experts, but those that `skip` names."""
 
     pruning: Pruning | None = None
-    weights: WeightFormat | None = None
+    target: Target | None = None
     skip: Sequence[str] | None = None  # None: HEAD, where there is one
 
     @staticmethod
     def of(
-        prune: str | None, storage: str | None, group_size: int, skip: Sequence[str] | None
-    ) -> Change:
+        prune: str | None, storage: str | None, group_size: int, skip: Sequence[str] | None,
+        library: str | None = None,
+    ) -> Change:  # fmt: skip
         """ConfigError for what there is not."""
-        weights = None
-        if storage is not None:
-            names = [code.name.lower() for code in Code]
-            if storage not in names:
-                raise ConfigError(f"storage: expected one of {', '.join(names)}, got {storage!r}")
-            try:
-                weights = WeightFormat(Code[storage.upper()], group_size)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-        return Change(None if prune is None else Pruning(prune), weights, skip)
+        if storage is None and library is not None:
+            raise ConfigError(
+                f"format: {library!r:.40} has codes: say which by storage (int4, ...)"
+            )
+        target = None if storage is None else Target.of(storage, group_size, library)
+        return Change(None if prune is None else Pruning(prune), target, skip)
+
+    def skips(self, name: str) -> bool:
+        """Whether a parameter stays as it is."""
+        skip = (HEAD,) if self.skip is None else self.skip
+        return any(is_named(name, each) for each in skip)
 
 
 class NamedTensors(Tensors, Protocol):
@@ -54,6 +58,10 @@ class NamedTensors(Tensors, Protocol):
     @property
     def names(self) -> Mapping[str, str]:
         """By the model's names those in files, of tensors that are the same in both."""
+
+    @property
+    def experts(self) -> Mapping[str, str]:
+        """Matrices of single experts, by their names in files: the packed parameter of each."""
 
 
 class ChangedWeights:
@@ -65,31 +73,39 @@ class ChangedWeights:
         self._change = change
         own_transposed = transposed_weights(model)
         self._transposed = {saved.names.get(name, name) for name in own_transposed}
-        chosen, self._unchanged = _chosen(saved, model, change, own_transposed)
-        self._modules = [name.removesuffix(".weight") for name in chosen]
-        self._names = {saved.names[name] for name in chosen}  # in files
+        linear, self._unchanged = _linear_layers(saved, model, change, own_transposed)
+        self._modules = [name.removesuffix(".weight") for name in linear]
+        self._experts, left = _experts(saved, change)
+        self._unchanged += left
+        self._names = {saved.names[name] for name in linear} | self._experts  # in files
+        _check(saved, model, change, self._names)
+        if change.target is not None and change.target.of_blocks_alone:
+            _check_blocks(self._modules, model, change.target.library)
         self._raw: dict[str, tuple[Tensor, int]] = {}  # bytes, and how many have come
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in saved.tensors.items():
             if name in self._names and change.pruning is not None:
                 change.pruning.check(name, tuple(self._as_linear(name, tensor).shape))
-            if name in self._names and change.weights is not None:
-                parts = described(name, tensor, change.weights)
+            if name in self._names and change.target is not None:
+                parts = described(name, tensor, change.target, expert=name in self._experts)
                 self.tensors |= {_part(name, end): part for end, part in parts.items()}
             else:
                 self.tensors[name] = tensor
 
     def config(self) -> Mapping[str, Any]:
         """What config.json says of it."""
-        weights = self._change.weights
-        if weights is None:
+        target = self._change.target
+        if target is None:
             return {}
         dtype = next(self._saved.tensors[name].dtype for name in self._names)
         others = dict.fromkeys(self._unchanged)
         for name in self._unchanged:
             file = self._saved.names.get(f"{name}.weight", f"{name}.weight")
             others[file.removesuffix(".weight")] = None
-        return {"quantization_config": settings(weights, self._modules, list(others), dtype)}
+        said = configuration(
+            target, self._modules, list(others), dtype, experts=bool(self._experts)
+        )
+        return {"quantization_config": said}
 
     def write(self, write: Write) -> None:
         self._saved.write(partial(self._take, write))
@@ -110,10 +126,11 @@ class ChangedWeights:
         tensor = whole.view(like.dtype).view(like.shape)
         if self._change.pruning is not None:
             self._change.pruning.apply(self._as_linear(name, tensor))
-        if self._change.weights is None:
+        if self._change.target is None:
             write(name, tensor.view(-1).view(torch.uint8))
             return
-        for end, part in encoded(name, tensor, self._change.weights).items():
+        made = encoded(name, tensor, self._change.target, expert=name in self._experts)
+        for end, part in made.items():
             write(_part(name, end), part.contiguous().view(-1).view(torch.uint8))
         machine.trim_memory()  # else what was freed of each tensor adds up
 
@@ -125,11 +142,10 @@ def _part(name: str, end: str) -> str:
     return f"{name.removesuffix('.weight')}.{end}"
 
 
-def _chosen(
+def _linear_layers(
     saved: NamedTensors, model: nn.Module, change: Change, transposed: Collection[str]
-) -> tuple[set[str], list[str]]:
+) -> tuple[list[str], list[str]]:
     """Of the model: names of the weights to be changed, and of the linear layers that are not."""
-    skip = (HEAD,) if change.skip is None else change.skip
     for pattern in change.skip or ():
         if not any(is_named(name, pattern) for name, _ in model.named_parameters()):
             raise ConfigError(
@@ -137,31 +153,75 @@ def _chosen(
             )
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     shared = {*tied, *tied.values()}
-    chosen, others = set(), []
+    chosen, others = [], []
     for name, module in model.named_modules():
         weight = f"{name}.weight"
         linear = type(module) is nn.Linear
-        if not linear and weight not in transposed:
+        if not isinstance(module, nn.Linear) and weight not in transposed:
             continue
-        # what files have in another shape (fused, experts) stays as it is
-        may = weight in saved.names and (linear or change.weights is None)
-        if may and weight not in shared and not any(is_named(weight, each) for each in skip):
-            chosen.add(weight)
-        elif linear:
+        # what files have in another shape (fused) stays as it is
+        may = weight in saved.names and (linear or change.target is None)
+        if may and weight not in shared and not change.skips(weight):
+            chosen.append(weight)
+        elif isinstance(module, nn.Linear):  # libraries take subclasses (routers) for linear layers
             others.append(name)
+    return chosen, others
+
+
+def _experts(saved: NamedTensors, change: Change) -> tuple[set[str], list[str]]:
+    """In files: names of the experts' matrices to be changed, and of modules of experts that are
+    not."""
+    if change.target is not None and not change.target.holds_experts:
+        return set(), []
+    chosen, left = set(), {}
+    for name, packed in saved.experts.items():
+        if change.skips(packed):
+            left[_EXPERT.sub("", name)] = packed
+        else:
+            chosen.add(name)
+    if left and change.target is not None and change.target.library == "compressed-tensors":
+        raise ConfigError(
+            f"{next(iter(left.values()))} is skipped, and transformers looks for codes of all "
+            "experts in a folder of compressed-tensors, and for nothing else: skip no experts, or "
+            "write another format (nf4, or int4 for gptq or awq)"
+        )
+    return chosen, list(left)
+
+
+def _check(saved: NamedTensors, model: nn.Module, change: Change, chosen: Collection[str]) -> None:
     if not chosen:
+        skip = (HEAD,) if change.skip is None else change.skip
         raise ConfigError(
             f"no weight of {type(model).__name__} is left to be changed: its linear layers are "
             f"skipped ({', '.join(skip)}), or its files have them fused"
         )
-    files = {saved.names[name] for name in chosen}
-    experts = [
+    left = [
         name for name, tensor in saved.tensors.items()
-        if ".experts." in name and tensor.ndim > 1 and name not in files
+        if ".experts." in name and tensor.ndim > 1 and name not in chosen
     ]  # fmt: skip
-    if experts:
+    if left:
         _log.warning(
-            "%d tensors of experts stay as they are (%s, ...): transformers computes with packed "
-            "ones, which are no linear layers", len(experts), experts[0],
+            "%d tensors of experts stay as they are (%s, ...): they are skipped, files have them "
+            "fused, or it is bitsandbytes, which knows linear layers alone", len(left), left[0],
         )  # fmt: skip
-    return chosen, others
+    elif saved.experts and change.target is not None and change.target.of_blocks_alone:
+        _log.warning(
+            "%d matrices of experts are in codes of %s: offload, vLLM and GPTQModel read them, "
+            "transformers itself does not (it would initialise them anew); for it skip the experts",
+            len(saved.experts), change.target.library,
+        )  # fmt: skip
+
+
+def _check_blocks(modules: Sequence[str], model: nn.Module, library: str) -> None:
+    """ConfigError for linear layers in which the format's libraries look for no codes."""
+    blocks = dict.fromkeys(_NUMBER.split(name, maxsplit=1)[0] for name in modules)
+    outside = [name for name in modules if not _NUMBER.search(name)]
+    if outside or len(blocks) > 1:
+        named = outside or [next(n for n in modules if n.startswith(f"{b}.")) for b in blocks]
+        raise ConfigError(
+            f"{library} has codes for one list of blocks alone, and {', '.join(named[:4])} would "
+            f"be chosen of {type(model).__name__}; skip what is outside of its blocks"
+        )
+    last = [name for name, _ in model.named_parameters()][-1].removesuffix(".weight")
+    if library == "awq" and last in modules:
+        raise ConfigError(f"{last}: of awq, transformers never reads a model's last layer; skip it")

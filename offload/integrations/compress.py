@@ -36,6 +36,7 @@ def compress(
     storage: str | None = None,
     group_size: int = 64,
     skip: Sequence[str] | None = None,
+    format: str | None = None,  # noqa: A002
 ) -> list[Path]:
     """Write a folder that transformers' `from_pretrained` opens; its files. One tensor is in RAM at
     a time.
@@ -45,16 +46,18 @@ def compress(
 
     `layers` are the numbers of the blocks that are kept, from 0. `prune` sets weights to zero:
     "2:4", in every four inputs the two smallest, or a share of each weight ("30%"). `storage`
-    quantises: "int4" and "int8" in the format of compressed-tensors, "nf4" in that of bitsandbytes,
-    with `group_size` elements per scale. The codes are those of `storage:` in the configuration: a
-    model whose weights are stored so computes with the same values. Pruning and quantising are of
-    the weights of linear layers, but those that `skip` names (modules, or ends of their names; by
-    default `lm_head`).
+    quantises: "int4", "int8" or "nf4", with `group_size` elements per scale, each rounded to the
+    nearest. `format` is whose files have the codes: "compressed-tensors" (int4, int8; the default),
+    "gptq" (int4, int8), "awq" (int4) or "bitsandbytes" (nf4). The codes are those of `storage:` in
+    the configuration: a model whose weights are stored so computes with the same values
+    (`quantised.writing` names what is rounded otherwise). Pruning and quantising are of the weights
+    of linear layers, and of experts where files have each by itself (not in bitsandbytes), but
+    those that `skip` names (modules, or ends of their names; by default `lm_head`).
 
     ConfigError for what cannot be done with this model, PathError where `out` cannot be made,
     CheckpointError for values that the format does not hold.
     """
-    change = Change.of(prune, storage, group_size, skip)
+    change = Change.of(prune, storage, group_size, skip, format)
     asked = change if prune is not None or storage is not None else None
     if asked is None and layers is None:
         raise ConfigError("nothing is asked for: give layers, prune or storage")
@@ -62,7 +65,7 @@ def compress(
     check_new(out)
     model = _model_of(source, layers)
     saved = ModelInHubFormat(model)
-    saved.check(storage)
+    saved.check(change)
     record = model_record(model)
     if record is None:
         raise UnsupportedError(f"the configuration of {type(model).__name__} is no JSON")
@@ -119,8 +122,8 @@ class ModelInHubFormat:
         self._format: Any = HubFormat(model, own)
         self.tensors: dict[str, Tensor] = self._format.tensors
 
-    def check(self, storage: str | None) -> None:
-        """UnsupportedError where `storage` would change values that the model computes with."""
+    def check(self, change: Change) -> None:
+        """UnsupportedError where codes would change values that the model computes with."""
         kept = None if self._owner is None else self._owner.config.storage
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         if self._owner is not None and not alone:
@@ -128,16 +131,25 @@ class ModelInHubFormat:
                 "of a model on several ranks none writes a folder by itself; save a checkpoint, "
                 "and write it with offload checkpoint export --storage"
             )
-        in_int8 = storage == "int8" and kept is not None and kept.weights == "int8"
-        if in_int8 and self.dtype != torch.float32:
+        target = change.target
+        if target is None or kept is None or kept.weights != target.weights.name:
+            return
+        experts = any(not change.skips(packed) for packed in self.experts.values())
+        if not target.keeps_codes(self.dtype, expert=experts):
             raise UnsupportedError(
-                "the model computes with weights in int8, whose scales compressed-tensors would "
-                f"round to {self.dtype}: other values; write int4 or nf4, or compress its folder"
+                f"the model computes with weights in {kept.weights}, which {target.library} would "
+                f"round to other values of {self.dtype}; write another format, or compress the "
+                "model's folder"
             )
 
     @property
     def names(self) -> dict[str, str]:
         found: dict[str, str] = self._format.names
+        return found
+
+    @property
+    def experts(self) -> dict[str, str]:
+        found: dict[str, str] = self._format.experts
         return found
 
     def _described(self, tensor: Tensor) -> Tensor:

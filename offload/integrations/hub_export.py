@@ -79,6 +79,10 @@ class _Converted:
     def names(self) -> Mapping[str, str]:
         return self._format.names
 
+    @property
+    def experts(self) -> Mapping[str, str]:
+        return self._format.experts
+
     def write(self, write: Write) -> None:
         for tensor in self._own:
             first, itemsize = 0, ITEMSIZE[tensor.info.dtype]

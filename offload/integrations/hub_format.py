@@ -66,6 +66,18 @@ class HubFormat:
             if len(views) == 1 and name not in self._joint and views[0].is_whole(self._own[name])
         }  # fmt: skip
 
+    @property
+    def experts(self) -> dict[str, str]:
+        """Matrices of single experts, by their names in files: the packed parameter that each is
+        of."""
+        joint = [(name, target) for name, each in self._joint.items() for target in each.targets]
+        parts = [(name, view.target) for name, views in self._views.items() for view in views]
+        return {
+            target: name for name, target in (*parts, *joint)
+            if len(self._own[name]) == 3 and self.tensors[target].ndim == 2
+            and target.endswith(".weight")
+        }  # fmt: skip
+
     def take(self, name: str, elements: range, raw: Tensor, write: Write) -> None:
         """Some elements of a tensor of the model, and their bytes (1D uint8): written are those
         that they become, each from its first to its last. In any order of tensors."""

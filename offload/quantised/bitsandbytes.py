@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,10 @@ from offload.quantised.parts import Parts, damaged
 from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError, UnsupportedError
 
-BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-STATE = "weight.quant_state.bitsandbytes__"
+_SPELT = {dtype: name for name, dtype in _DTYPES.items()}
+_STATE = "weight.quant_state.bitsandbytes__"
 _STATE_LIMIT_NBYTES = 4096
 _ONE_127TH = 7.874015718698502e-3  # bitsandbytes' own; fp32 rounds it to 1 / 127
 # The quantiles of a normal distribution that QLoRA's appendix E lists.
@@ -44,7 +45,7 @@ NF4 = (
 # One sign, two exponent bits and one of mantissa, with a subnormal: over the largest one, 12. The
 # kernels keep the sign of a zero.
 _FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8, 12, 4, 6, 2, 3))
-TABLES = {"nf4": NF4, "fp4": _FP4}
+_TABLES = {"nf4": NF4, "fp4": _FP4}
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
         return {f"{module}.weight": _rows(module, parts) for module in parts.modules(".SCB")}
     named = settings.get("bnb_4bit_quant_type", "fp4")
     found: dict[str, Matrix] = {}
-    for kind in TABLES:
-        for module in parts.modules(f".{STATE}{kind}"):
+    for kind in _TABLES:
+        for module in parts.modules(f".{_STATE}{kind}"):
             if kind != named:
                 raise CheckpointError(
                     f"{module}.weight is {kind}, and quantization_config in config.json says "
@@ -125,7 +126,7 @@ def _rows(module: str, parts: Parts) -> _Rows:
 
 def _blocks(module: str, kind: str, parts: Parts) -> _Blocks:
     name = f"{module}.weight"
-    described = parts.take(f"{module}.{STATE}{kind}", (torch.uint8,), (None,), name)
+    described = parts.take(f"{module}.{_STATE}{kind}", (torch.uint8,), (None,), name)
     state = _State(described, kind)
     numel = math.prod(state.shape)
     codes = parts.left.pop(name, None)
@@ -146,9 +147,9 @@ def _blocks(module: str, kind: str, parts: Parts) -> _Blocks:
     else:
         absmax = parts.take(f"{name}.absmax", (torch.float32,), (blocks,), name)
     table = parts.take(f"{name}.quant_map", (torch.float32,), (16,), name)
-    if not torch.equal(table.read(), torch.tensor(TABLES[kind])):
+    if not torch.equal(table.read(), torch.tensor(_TABLES[kind])):
         raise damaged(table, f"has other values than {kind}")
-    return _Blocks(state.dtype, state.shape, codes, absmax, nested, state.block, TABLES[kind])
+    return _Blocks(state.dtype, state.shape, codes, absmax, nested, state.block, _TABLES[kind])
 
 
 class _State:
@@ -165,7 +166,7 @@ class _State:
         if not isinstance(said, dict) or said.get("quant_type") != kind:
             raise damaged(stored, f"does not describe {kind}")
         self._said = said
-        self.block = self._number("blocksize", BLOCK_SIZES)
+        self.block = self._number("blocksize", _BLOCK_SIZES)
         self.dtype = _DTYPES.get(str(said.get("dtype")), torch.int8)
         shape = said.get("shape")
         if self.dtype == torch.int8 or not isinstance(shape, list) or len(shape) != 2:
@@ -180,10 +181,36 @@ class _State:
         known = isinstance(offset, float) and math.isfinite(offset)
         if not known or self._said.get("nested_dtype") != "float32":
             raise damaged(self._stored, f"says nested_offset {offset!r:.40}")
-        return self._number("nested_blocksize", BLOCK_SIZES), offset
+        return self._number("nested_blocksize", _BLOCK_SIZES), offset
 
     def _number(self, key: str, allowed: tuple[int, ...]) -> int:
         found = self._said.get(key)
         if type(found) is not int or found not in allowed:
             raise damaged(self._stored, f"says {key} {found!r:.40}")
         return found
+
+
+def pack(
+    octets: Tensor, absmax: Tensor, shape: Collection[int], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The parts that a weight becomes in NF4, by the ends of their names: of its codes, two per
+    byte, and one absmax per block, both 1D."""
+    state = {
+        "quant_type": "nf4", "blocksize": octets.numel() * 2 // absmax.numel(),
+        "dtype": _SPELT[dtype], "shape": list(shape),
+    }  # fmt: skip
+    said = bytearray(json.dumps(state).encode())
+    return {
+        "weight": octets[:, None], "weight.absmax": absmax, "weight.quant_map": torch.tensor(NF4),
+        f"{_STATE}nf4": torch.frombuffer(said, dtype=torch.uint8),
+    }  # fmt: skip
+
+
+def configuration(dtype: torch.dtype, unquantised: Collection[str]) -> Mapping[str, Any]:
+    """`quantization_config` of a folder."""
+    return {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": _SPELT[dtype], "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": list(unquantised),
+    }  # fmt: skip

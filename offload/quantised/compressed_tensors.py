@@ -14,19 +14,21 @@ product is rounded once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.quantised.matrix import Matrix, piece_rows, unpacked
+from offload.quantised.grouped import Grouped
+from offload.quantised.matrix import Matrix, packed, piece_rows, unpacked
 from offload.quantised.parts import FLOATS, Parts, damaged, group_of, groups_in, names, number
 from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError, UnsupportedError
 
 FORMAT = "pack-quantized"
+EXPERTS = r"re:.*\.experts\.\d+\..*"  # names in files of what transformers computes with packed
 _STRATEGIES = ("group", "channel", "tensor")
 _UNPACK = (
     "load the folder once with transformers and compressed-tensors "
@@ -235,3 +237,42 @@ def _are_zeros(points: Tensor, bits: int, rows: int) -> bool:
     if points.dtype == torch.int32 and points.ndim == 2 and bool(points.any()):
         points = unpacked(points.t(), bits).flatten(1)[:, :rows] != 1 << (bits - 1)
     return not bool(points.any())
+
+
+def pack(made: Grouped) -> dict[str, Tensor]:
+    """The parts that a weight becomes, by the ends of their names."""
+    found = {
+        "weight_packed": made.words, "weight_shape": torch.tensor(made.shape),
+        "weight_scale": made.scale,
+    }  # fmt: skip
+    if made.zeros is not None:
+        rows = made.shape[0]
+        padded = torch.nn.functional.pad(made.zeros.t(), (0, -rows % (32 // made.bits)))
+        found["weight_zero_point"] = packed(padded, made.bits).t().contiguous()
+    return found
+
+
+def configuration(
+    bits: int, group_size: int, unquantised: Collection[str], *, symmetric: bool, experts: bool
+) -> Mapping[str, Any]:
+    """`quantization_config` of a folder, for its linear layers. `experts`: with those that
+    transformers packs, which it takes for symmetric ones, and whose group it knows by a pattern."""
+
+    def group(target: str, is_symmetric: bool) -> Mapping[str, Any]:
+        stored = {
+            "num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": "group",
+            "group_size": group_size, "dynamic": False,
+        }  # fmt: skip
+        return {
+            "targets": [target], "weights": stored, "input_activations": None,
+            "output_activations": None, "format": FORMAT,
+        }  # fmt: skip
+
+    groups = {"group_0": group("Linear", symmetric)}
+    if experts and not symmetric:
+        groups["group_1"] = group(EXPERTS, is_symmetric=True)
+    return {
+        "quant_method": "compressed-tensors", "format": FORMAT,
+        "quantization_status": "compressed", "kv_cache_scheme": None,
+        "config_groups": groups, "ignore": list(unquantised),
+    }  # fmt: skip

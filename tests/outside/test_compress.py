@@ -228,8 +228,9 @@ def test_int8_of_16_bits_is_not_written_with_other_values(folder: Path, tmp_path
                   storage={"weights": "int8"})  # fmt: skip
     model: Any = offload.dispatch(offload.open_pretrained(folder), keys)
     with offload.dispatched(model):
-        with pytest.raises(UnsupportedError, match=r"would round to torch\.bfloat16"):
-            offload.compress(model, tmp_path / "out", storage="int8")
+        for library in ("compressed-tensors", "gptq"):
+            with pytest.raises(UnsupportedError, match=r"to other values of torch\.bfloat16"):
+                offload.compress(model, tmp_path / "out", storage="int8", format=library)
         offload.compress(model, tmp_path / "out", prune="2:4")
 
 
@@ -296,11 +297,11 @@ def test_tied_weights_stay(tmp_path: Path) -> None:
     assert bits(found["model.embed_tokens.weight"]) == bits(before["model.embed_tokens.weight"])
 
 
-def test_experts_stay_as_they_are_and_that_is_said(tmp_path: Path, caplog: Any) -> None:
+def test_experts_stay_as_they_are_in_nf4_and_that_is_said(tmp_path: Path, caplog: Any) -> None:
     folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
     with caplog.at_level(logging.WARNING, "offload"):
-        offload.compress(folder, tmp_path / "out", storage="int4", group_size=32)
-    assert "tensors of experts stay as they are" in caplog.text
+        offload.compress(folder, tmp_path / "out", storage="nf4", group_size=32)
+    assert "24 tensors of experts stay as they are" in caplog.text
     found, before = opened(tmp_path / "out"), values(folder)
     changed = {name for name in before if bits(found[name]) != bits(before[name])}
     assert changed == {name for name in before if "self_attn" in name}
