@@ -20,7 +20,7 @@ from tests.offload.engine_cases import HOST, NVME, config, seeded
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY, LENGTH = 64, 12
-STEPS, ACCUMULATE = 20, 4
+STEPS, ACCUMULATE = 12, 4
 CLIP = 0.5  # below every norm here
 PLACEMENTS = {"host": HOST, "nvme": NVME}
 NUMBERS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}

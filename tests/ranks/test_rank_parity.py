@@ -95,7 +95,9 @@ World = tuple[int, tuple[str, ...], list[dict[int, Outcome]]]
 
 
 # What these are about is alike where gradients are sharded and parameters are not.
-WITHOUT_STAGE_2 = ("micro-batches", "recomputed", "int8", "mirrored")
+WITHOUT_STAGE_2 = (
+    "branches", "experts", "in backward", "micro-batches", "recomputed", "int8", "mirrored", "idle",
+)  # fmt: skip
 
 
 def cases_of(family: str, *, every: bool) -> list[Case]:
