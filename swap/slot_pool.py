@@ -2,9 +2,9 @@
 
 A demand (a caller waits) may evict any clean copy, send dirty copies home and wait for copies that
 are on their way. A prefetch may only evict a copy that is needed later than its own, and never
-waits. The copy used last is evicted first (`tiers/eviction.py`). Of many copies (experts) not all
-are looked at for each eviction: what one look found to be used last is given up by the next ones,
-too, unless it is used sooner now.
+waits. The copy used last is evicted first (`tiers/eviction.py`). Of many copies (experts, pages of
+keys and values) not all are looked at for each eviction: what one look found to be used last is
+given up by the next ones, too, unless it is used sooner now, and then what was just used up.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class SlotPool:
         self._held: dict[int, CachedPiece] = {}
         self._furthest: list[CachedPiece] = []  # left of the last look; the one used last is last
         self._least_use = 0.0  # each of them was used no sooner than this
+        self._used_up: dict[int, CachedPiece] = {}  # until their next turn; the last one is last
+        self._before_look = 0  # so many of those may go before the next look
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
@@ -84,6 +86,14 @@ class SlotPool:
 
     def unregister(self, piece: CachedPiece) -> None:
         del self._held[id(piece)]
+        self._used_up.pop(id(piece), None)
+
+    def use_up(self, piece: CachedPiece) -> None:
+        """`piece` comes in turn with others, all of which are used before it is again (under the
+        lock)."""
+        if id(piece) in self._held:
+            self._used_up.pop(id(piece), None)
+            self._used_up[id(piece)] = piece
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
         """A lease, evicting any copy that can go; may wait for copies to reach their home.
@@ -141,8 +151,14 @@ class SlotPool:
             is_held = self._held.get(id(piece)) is piece
             if is_held and piece.can_drop() and piece.next_use() >= self._least_use:
                 return piece
+        if self._before_look:
+            self._before_look -= 1
+            for piece in reversed(self._used_up.values()):
+                if piece.can_drop():
+                    return piece
         found = furthest_first(self._held.values(), lambda piece: piece.next_use())
         self._furthest = found[len(found) // _PER_LOOK : 0 : -1]
+        self._before_look = len(self._used_up) // 2
         if self._furthest:
             self._least_use = self._furthest[0].next_use()
         return found[0] if found else None

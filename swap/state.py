@@ -118,6 +118,10 @@ class State(abc.ABC):
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
         """The compute side needs the buffer: counted, to tell how much was still in memory."""
 
+    def use_up(self) -> None:  # noqa: B027 - what never moves makes no room
+        """The compute side has no view of the buffer any more, and comes to other states before it
+        needs this one again."""
+
     @abc.abstractmethod
     def residency(self) -> Residency: ...
 

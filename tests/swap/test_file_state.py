@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -169,6 +170,29 @@ def test_a_prefetch_that_finds_no_room_leaves_what_a_look_found(tmp_path):
         for number in range(1, 4):
             bench.filled(f"new {number}", 0)
         assert next(asks) == 0
+
+
+def test_of_copies_that_come_in_turn_the_last_one_used_up_gives_way_without_a_look(tmp_path):
+    for bench in make_bench(tmp_path, ThreadsBackend(), 2 * MANY, MANY):
+        states = [bench.filled(str(number), 0) for number in range(MANY)]
+        for state in states:
+            bench.next_use[state.name] = float(state.name)
+        for number in range(24):
+            states[number].use_up()
+            bench.next_use[str(number)] = float(MANY + number)
+        bench.next_use["47"] = math.inf
+        asks = itertools.count()
+        states[30]._next_use = lambda asks=asks: 30.0 + 0.0 * next(asks)
+        for number in range(4):  # one look, that finds what nobody needs
+            bench.filled(f"new {number}", 0)
+        view = states[19].tensor()
+        states[10].use_up()
+        for number in range(4, 8):
+            bench.filled(f"new {number}", 0)
+        gone = [number for number in range(MANY) if states[number].residency() is Residency.ABSENT]
+        assert gone == [10, 17, 18, 20, 21, 22, 23, 47]
+        assert next(asks) == 1
+        assert int(view[0]) == 0
 
 
 def test_memory_that_is_being_filled_is_not_sent_home(bench):
