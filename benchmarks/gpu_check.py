@@ -54,7 +54,7 @@ from offload.tiers.units import parse_bytes
 TOTAL_S = 535.0  # all parts together; with what is between them, nine minutes
 LIMITS_S = {
     "first": 60.0, "probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0,
-    "inference": 60.0, "pass": 120.0, "step": 320.0,
+    "inference": 60.0, "pass": 150.0, "step": 320.0,
 }  # fmt: skip
 PARTS = ("first", "tests", "kernels", "copies", "inference", "pass", "step")
 LEAST_S = 20.0  # a part that has less is not begun
@@ -64,6 +64,7 @@ _COMPILE_S = 150.0
 _TRANSFORMERS = "transformers"  # whose models generate
 _PEER_SHARE = 0.5  # of the time for steps, kept for the case that DeepSpeed can hold
 _SPILL_SHARE = 0.5  # of the time that is left: a disk may give less than the probe's short passes
+_NAMED_SHARE = 1.5  # of the estimate of a pass that is named, until it is ended
 _SPILLED = 50  # per cent of the optimizer's states
 _OURS, _BESIDE, _THEIRS = "step", "step:beside", "step:deepspeed"
 _AUTO, _SPILL, _LARGE = "step:auto", "step:spill", "step:30b"
@@ -164,8 +165,7 @@ def run_all(check: Check, wanted: Wanted) -> None:
         return
     machine = GpuMachine.from_dict(probed.result["machine"])
     if "pass" in sized and _has_transformers(check, "pass"):
-        alone = sized == ["pass"] or wanted.large_pass is not None
-        limit_s = check.left_s() if alone else min(LIMITS_S["pass"], check.left_s())
+        limit_s = check.left_s() if sized == ["pass"] else min(LIMITS_S["pass"], check.left_s())
         _run_pass(check, machine, wanted.large_pass, limit_s)
     if "step" in sized:
         run_steps(check, machine, wanted.model)
@@ -179,10 +179,14 @@ def _has_transformers(check: Check, name: str) -> bool:
 
 
 def _run_pass(check: Check, machine: GpuMachine, name: str | None, limit_s: float) -> None:
+    """A named model has the time that it takes, whatever was left."""
     choice, refused = gpu_passes.choose(machine, limit_s, name)
     if choice is None:
         check.leave_out("pass", "; ".join(refused))
         return
+    if name is not None:
+        limit_s = max(limit_s, _NAMED_SHARE * choice.estimated_s)
+        check.deadline = max(check.deadline, time.monotonic() + limit_s)
     check.record.notes += [f"pass: {text}" for text in choice.why]
     options = gpu_passes.options_of(choice, machine, str(check.folder))
     check.run("pass", options, limit_s)

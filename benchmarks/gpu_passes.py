@@ -43,8 +43,7 @@ DEVICE_BUDGET_NBYTES = 24 * GIB
 _SPARE_NBYTES = 6 * GIB  # of RAM: CUDA's libraries, and a tensor while it is loaded
 _WINDOW_NBYTES = 1 * GIB
 _STARTED_S = 25.0  # imports, CUDA, the tree of modules
-_LOAD_NBYTES_PER_S = 4e9  # values are made, looked at, and copied or encoded
-_LOAD_PASSES = 4
+_LOAD_S_PER_ELEMENT = 6e-9  # one thread: values are made, looked at, converted, copied or encoded
 _COPY_NBYTES = 1 << 30
 
 
@@ -131,7 +130,7 @@ def shape_of(name: str) -> ModelShape:
 
 def _estimate_s(numel: int, host_nbytes: int, machine: GpuMachine) -> float:
     link_s = host_nbytes / machine.speeds.host_to_device_bytes_per_s
-    loaded = 2 * numel * _LOAD_PASSES / _LOAD_NBYTES_PER_S
+    loaded = numel * _LOAD_S_PER_ELEMENT
     passes = (ROUNDS + 1) * (PASSES + 1)
     return _STARTED_S + host_nbytes / machine.touch_bytes_per_s + loaded + passes * 2 * link_s
 

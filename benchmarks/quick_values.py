@@ -27,7 +27,8 @@ def give_quick_values(model: nn.Module, std: float) -> None:
             if param.ndim == 1:
                 param.fill_(1.0)
             else:
-                _repeat(pattern, param.view(-1))
+                param.zero_()  # the one write that is counted, as an initialiser's
+                _repeat(pattern, param.data.view(-1))
 
     def fill_or(theirs: Any, module: nn.Module) -> None:
         fill(module) if next(module.parameters(recurse=False), None) is not None else theirs(module)
