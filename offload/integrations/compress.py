@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from offload.checkpoint.disk import storage_errors
 from offload.checkpoint.exporting import check_new, pending_output, write_others
 from offload.checkpoint.model import model_record
-from offload.display.progress import progress
 from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_files
 from offload.integrations.pretrained import open_pretrained
-from offload.integrations.weight_files import Write
-from offload.lazy_tensors import LazyTensor
-from offload.tiered_model import TieredModel
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.hooks import UnitHooks
 
-_PIECE_NUMEL = 1 << 22
+if TYPE_CHECKING:
+    from offload.integrations.hub_format import ModelInHubFormat
+
 _SPELT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -57,6 +54,8 @@ def compress(
     ConfigError for what cannot be done with this model, PathError where `out` cannot be made,
     CheckpointError for values that the format does not hold.
     """
+    from offload.integrations.hub_format import ModelInHubFormat
+
     change = Change.of(prune, storage, group_size, skip, format)
     asked = change if prune is not None or storage is not None else None
     if asked is None and layers is None:
@@ -65,7 +64,7 @@ def compress(
     check_new(out)
     model = _model_of(source, layers)
     saved = ModelInHubFormat(model)
-    saved.check(change)
+    _check(saved, change)
     record = model_record(model)
     if record is None:
         raise UnsupportedError(f"the configuration of {type(model).__name__} is no JSON")
@@ -99,96 +98,22 @@ def _model_of(source: str | Path | nn.Module, layers: Sequence[int] | None) -> A
     return source
 
 
-class ModelInHubFormat:
-    """What is saved of a model of transformers: `tensors` has them by name on the meta device."""
-
-    def __init__(self, model: Any) -> None:
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-        from offload.integrations.hub_format import HubFormat
-
-        owners = (UnitHooks.owner_of(module) for module in model.modules())
-        self._owner = next((each for each in owners if isinstance(each, TieredModel)), None)
-        ignored = model._keys_to_ignore_on_save or ()
-        state = {
-            name: tensor for name, tensor in model.state_dict(keep_vars=True).items()
-            if name not in ignored
-        }  # fmt: skip
-        described = {name: self._described(tensor) for name, tensor in state.items()}
-        kept = remove_tied_weights_from_state_dict(dict(described), model)
-        self._state = {name: state[name] for name in kept}
-        self.dtype = next(t.dtype for t in described.values() if t.is_floating_point())
-        own = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
-        self._format: Any = HubFormat(model, own)
-        self.tensors: dict[str, Tensor] = self._format.tensors
-
-    def check(self, change: Change) -> None:
-        """UnsupportedError where codes would change values that the model computes with."""
-        kept = None if self._owner is None else self._owner.config.storage
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if self._owner is not None and not alone:
-            raise UnsupportedError(
-                "of a model on several ranks none writes a folder by itself; save a checkpoint, "
-                "and write it with offload checkpoint export --storage"
-            )
-        target = change.target
-        if target is None or kept is None or kept.weights != target.weights.name:
-            return
-        experts = any(not change.skips(packed) for packed in self.experts.values())
-        if not target.keeps_codes(self.dtype, expert=experts):
-            raise UnsupportedError(
-                f"the model computes with weights in {kept.weights}, which {target.library} would "
-                f"round to other values of {self.dtype}; write another format, or compress the "
-                "model's folder"
-            )
-
-    @property
-    def names(self) -> dict[str, str]:
-        found: dict[str, str] = self._format.names
-        return found
-
-    @property
-    def experts(self) -> dict[str, str]:
-        found: dict[str, str] = self._format.experts
-        return found
-
-    def _described(self, tensor: Tensor) -> Tensor:
-        """Of the same shape and format, on the meta device; of tied ones the same object is not
-        needed: transformers knows them by name."""
-        spec = None if self._owner is None else self._owner.store.spec_of(tensor)
-        if spec is None or self._owner is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return torch.empty(spec.shape, dtype=self._owner.store.dtype, device="meta")
-
-    def write(self, write: Write) -> None:
-        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        with progress("saving weights", nbytes) as came:
-            for name, first, piece in self._pieces():
-                raw = piece.contiguous().view(-1).view(torch.uint8)
-                self._format.take(name, range(first, first + piece.numel()), raw, write)
-                came(raw.numel())
-
-    def _pieces(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Of each tensor its elements, 1D and in order, from which one on."""
-        places: dict[int, list[tuple[str, int]]] = {}
-        for name, tensor in self._state.items():
-            if self._owner is None or self._owner.store.spec_of(tensor) is None:
-                yield from _pieces_of(name, tensor)
-                continue
-            for number, row in enumerate(self._owner.store.rows_of(tensor)):
-                places.setdefault(id(row), []).append((name, number))
-        for group in self._owner.store.groups if self._owner is not None else ():
-            with self._owner.gathered(*group.params):  # type: ignore[union-attr]
-                for row in group.params:
-                    for name, number in places.get(id(row), ()):
-                        yield name, number * row.numel(), row.detach().cpu().reshape(-1)
-
-
-def _pieces_of(name: str, tensor: Any) -> Iterator[tuple[str, int, Tensor]]:
-    if not isinstance(tensor, LazyTensor):
-        yield name, 0, tensor.detach().cpu().reshape(-1)
+def _check(saved: ModelInHubFormat, change: Change) -> None:
+    """UnsupportedError where codes would change values that the model computes with."""
+    kept = None if saved.owner is None else saved.owner.config.storage
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if saved.owner is not None and not alone:
+        raise UnsupportedError(
+            "of a model on several ranks none writes a folder by itself; save a checkpoint, "
+            "and write it with offload checkpoint export --storage"
+        )
+    target = change.target
+    if target is None or kept is None or kept.weights != target.weights.name:
         return
-    first = 0
-    for piece in tensor.pieces(_PIECE_NUMEL):
-        yield name, first, piece
-        first += piece.numel()
+    experts = any(not change.skips(packed) for packed in saved.experts.values())
+    if not target.keeps_codes(saved.dtype, expert=experts):
+        raise UnsupportedError(
+            f"the model computes with weights in {kept.weights}, which {target.library} would "
+            f"round to other values of {saved.dtype}; write another format, or compress the "
+            "model's folder"
+        )

@@ -16,7 +16,7 @@ parameter (two of them concatenated) is converted once more, with values, when a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,14 +27,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from offload.checkpoint.weights import stream_weights
+from offload.display.progress import progress
 from offload.integrations.weight_files import Write
+from offload.lazy_tensors import LazyTensor
+from offload.tiered_model import TieredModel
 from offload.tiers.errors import UnsupportedError
+from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
-
+_PIECE_NUMEL = 1 << 22
 Described = Mapping[str, tuple[Iterable[int], torch.dtype]]  # a state dict: shapes, dtypes
 
 
@@ -138,6 +142,81 @@ class EngineInHubFormat:
         for name, tensor in self._others.items():
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._format.take(name, range(tensor.numel()), raw, write)
+
+
+def owner_of(model: PreTrainedModel) -> TieredModel | None:
+    """The tiers that a model is in."""
+    owners = (UnitHooks.owner_of(module) for module in model.modules())
+    return next((each for each in owners if isinstance(each, TieredModel)), None)
+
+
+class ModelInHubFormat:
+    """What is saved of a model of transformers: `tensors` has them by name on the meta device."""
+
+    def __init__(self, model: PreTrainedModel, *, hub_format: bool = True) -> None:
+        """`owner` are the tiers that the model is in, if it is in any."""
+        self.owner = owner_of(model)
+        ignored = model._keys_to_ignore_on_save or ()
+        state = {
+            name: tensor for name, tensor in model.state_dict(keep_vars=True).items()
+            if name not in ignored
+        }  # fmt: skip
+        described = {name: self._described(tensor) for name, tensor in state.items()}
+        kept = remove_tied_weights_from_state_dict(dict(described), model)
+        self._state = {name: state[name] for name in kept}
+        self.dtype = next(t.dtype for t in described.values() if t.is_floating_point())
+        own = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
+        self._format = HubFormat(model, own, hub_format=hub_format)
+        self.tensors = self._format.tensors
+
+    @property
+    def names(self) -> dict[str, str]:
+        return self._format.names
+
+    @property
+    def experts(self) -> dict[str, str]:
+        return self._format.experts
+
+    def _described(self, tensor: Tensor) -> Tensor:
+        """Of the same shape and format, on the meta device; of tied ones the same object is not
+        needed: transformers knows them by name."""
+        spec = None if self.owner is None else self.owner.store.spec_of(tensor)
+        if spec is None or self.owner is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return torch.empty(spec.shape, dtype=self.owner.store.dtype, device="meta")
+
+    def write(self, write: Write) -> None:
+        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        with progress("saving weights", nbytes) as came:
+            for name, first, piece in self._pieces():
+                raw = piece.contiguous().view(-1).view(torch.uint8)
+                self._format.take(name, range(first, first + piece.numel()), raw, write)
+                came(raw.numel())
+
+    def _pieces(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Of each tensor its elements, 1D and in order, from which one on."""
+        places: dict[int, list[tuple[str, int]]] = {}
+        for name, tensor in self._state.items():
+            if self.owner is None or self.owner.store.spec_of(tensor) is None:
+                yield from _pieces_of(name, tensor)
+                continue
+            for number, row in enumerate(self.owner.store.rows_of(tensor)):
+                places.setdefault(id(row), []).append((name, number))
+        for group in self.owner.store.groups if self.owner is not None else ():
+            with self.owner.gathered(*group.params):  # type: ignore[union-attr]
+                for row in group.params:
+                    for name, number in places.get(id(row), ()):
+                        yield name, number * row.numel(), row.detach().cpu().reshape(-1)
+
+
+def _pieces_of(name: str, tensor: Any) -> Iterator[tuple[str, int, Tensor]]:
+    if not isinstance(tensor, LazyTensor):
+        yield name, 0, tensor.detach().cpu().reshape(-1)
+        return
+    first = 0
+    for piece in tensor.pieces(_PIECE_NUMEL):
+        yield name, first, piece
+        first += piece.numel()
 
 
 class _Valueless(Tensor):

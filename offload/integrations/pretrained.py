@@ -152,6 +152,9 @@ def open_pretrained(
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
                 module._buffers[name] = buffer.value()
+    from offload.integrations.pretrained_save import StreamedSave  # which needs transformers
+
+    StreamedSave.install(model)
     return model  # type: ignore[no-any-return]
 
 

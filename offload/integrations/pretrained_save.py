@@ -1,85 +1,122 @@
-"""`model.save_pretrained` of a transformers model that trains through an engine, streamed.
+"""`model.save_pretrained` of a transformers model in tiers or in files, streamed.
 
-transformers' own method writes every file but the weights. They are written here from the tiers,
-one piece at a time, as it would have written them: the same names, shards and index.
+transformers' own method writes every file but the weights. They are written here from where they
+are, one piece at a time, as it would have written them: the same names, shards and index.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from offload.checkpoint.weights import stream_weights
-from offload.integrations.hub_format import EngineInHubFormat
+from offload.engine import Engine
+from offload.integrations.hub_format import EngineInHubFormat, ModelInHubFormat, owner_of
 from offload.integrations.weight_files import write_shards
-
-if TYPE_CHECKING:
-    from offload.engine import Engine
+from offload.lazy_tensors import LazyTensor
+from offload.tiers.errors import PathError
 
 
 class StreamedSave:
-    """In the place of a model's own `save_pretrained`, with its arguments, until the engine is
-    closed. It keeps the engine alive for as long as the model.
+    """In the place of a model's own `save_pretrained`, with its arguments.
 
     What it cannot stream goes the model's own way, through complete tensors in memory: a
-    `state_dict=` that is given, adapters, quantized weights, `push_to_hub=True`.
+    `state_dict=` that is given, adapters, quantized weights, `push_to_hub=True`, a dispatched model
+    of several ranks. So does a model whose weights are in memory.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        model = engine.module
-        assert isinstance(model, PreTrainedModel)
-        self._engine = engine
-        self._model = model
-        self._own: Callable[..., Any] = model.save_pretrained
-        self._signature = inspect.signature(self._own)
+    def __init__(self, model: PreTrainedModel, keeps: Engine | None = None) -> None:
+        """It keeps an engine alive, for as long as the model, and not the model."""
+        self._model = weakref.ref(model)
+        self._engine = keeps
+
+    def __getstate__(self) -> PreTrainedModel | None:
+        return self._model()
+
+    def __setstate__(self, model: PreTrainedModel) -> None:
+        self._model, self._engine = weakref.ref(model), None  # a copy saves itself
 
     @staticmethod
-    def install(engine: Engine) -> None:
-        """For an engine's model, if it is one that transformers saves. A class with a method of its
-        own keeps it: it knows what else has to be written."""
-        model = engine.module
-        if "save_pretrained" in vars(model):
+    def install(model: Any, keeps: Engine | None = None) -> None:
+        """For a model that transformers saves; until the engine that it `keeps` is closed. A class
+        with a method of its own keeps it: it knows what else has to be written."""
+        before = vars(model).get("save_pretrained")
+        if getattr(type(model), "save_pretrained", None) is not PreTrainedModel.save_pretrained:
+            return
+        if before is not None and (not isinstance(before, StreamedSave) or before._engine):
             return  # it was done before
-        if getattr(type(model), "save_pretrained", None) is PreTrainedModel.save_pretrained:
-            vars(model)["save_pretrained"] = StreamedSave(engine)
-            engine.before_close(lambda: vars(model).pop("save_pretrained"))
+        vars(model)["save_pretrained"] = StreamedSave(model, keeps)
+        if keeps is not None:
+            restore = partial(vars(model).__setitem__, "save_pretrained", before)
+            forget = partial(vars(model).pop, "save_pretrained")
+            keeps.before_close(forget if before is None else restore)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """See transformers' `PreTrainedModel.save_pretrained`. Of several ranks all have to call
-        it, and the first one writes."""
-        call = self._signature.bind(*args, **kwargs)
+        """See transformers' `PreTrainedModel.save_pretrained`. Of several ranks that train all have
+        to call it, and the first one writes."""
+        model = self._model()
+        assert model is not None, "it is called through the model"
+        call = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
-        if self._goes_its_own_way(given):
-            self._own(*args, **kwargs)
+        given = {name: value for name, value in call.arguments.items() if name != "self"}
+        owner = owner_of(model)
+        if _goes_its_own_way(model, owner, given):
+            PreTrainedModel.save_pretrained(model, *args, **kwargs)
             return
-        ranks = self._engine.runtime.ranks
+        ranks = owner.runtime.ranks if isinstance(owner, Engine) else None
         writes = ranks is None or ranks.rank == 0
         if ranks is None and not given["is_main_process"]:
             return
+        if owner is None:
+            _check_elsewhere(model, given["save_directory"])
         if writes:  # config, generation config, a custom model's code; old shards are removed
             others = {**given, **given.get("kwargs", {}), "state_dict": {}, "is_main_process": True}
             others.pop("kwargs", None)
-            self._own(**others)
-        save_weights(
-            self._engine, Path(given["save_directory"]), given["max_shard_size"],
-            variant=given["variant"], hub_format=given["save_original_format"], writes=writes,
+            PreTrainedModel.save_pretrained(model, **others)
+        folder, size = Path(given["save_directory"]), given["max_shard_size"]
+        variant, hub_format = given["variant"], given["save_original_format"]
+        if isinstance(owner, Engine):
+            save_weights(
+                owner, folder, size, variant=variant, hub_format=hub_format, writes=writes
+            )  # fmt: skip
+            return
+        write_shards(
+            ModelInHubFormat(model, hub_format=hub_format), folder, size, variant=variant,
+            metadata={"total_parameters": model.num_parameters()},
         )  # fmt: skip
 
-    def _goes_its_own_way(self, given: Mapping[str, Any]) -> bool:
-        model = self._model
-        return (
-            given["state_dict"] is not None
-            or given["push_to_hub"]
-            or given["distributed_checkpoint"]
-            or getattr(model, "_hf_peft_config_loaded", False)
-            or getattr(model, "hf_quantizer", None) is not None
-            or os.path.isfile(given["save_directory"])  # which it says is none
+
+def _goes_its_own_way(model: PreTrainedModel, owner: Any, given: Mapping[str, Any]) -> bool:
+    in_memory = owner is None and not any(
+        isinstance(tensor, LazyTensor) for tensor in model.parameters()
+    )
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return (
+        in_memory
+        or (several and not isinstance(owner, Engine))
+        or given["state_dict"] is not None
+        or given["push_to_hub"]
+        or given["distributed_checkpoint"]
+        or getattr(model, "_hf_peft_config_loaded", False)
+        or getattr(model, "hf_quantizer", None) is not None
+        or os.path.isfile(given["save_directory"])  # which it says is none
+    )
+
+
+def _check_elsewhere(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+    """PathError where a model's weights would be written over the files that they are read from."""
+    if os.path.isdir(folder) and os.path.samefile(folder, model.name_or_path):
+        raise PathError(
+            f"{folder} has the files that this model's weights are read from; name another folder, "
+            "or save it when it is dispatched"
         )
 
 

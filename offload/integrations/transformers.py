@@ -158,7 +158,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
             self.accelerator.scaler = _LossScaler(engine)
         if self.args.torch_compile:
             engine.module.compile(**self.accelerator.state.dynamo_plugin.to_kwargs())
-        StreamedSave.install(engine)
+        StreamedSave.install(engine.module, engine)
         AdapterSave.install(engine)
         if self.args.save_strategy != "no":
             self._check_saving(engine)

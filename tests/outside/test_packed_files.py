@@ -317,7 +317,7 @@ def test_exports_and_saved_models_are_in_the_hubs_format(made: Any, tmp_path: Pa
 
     split = made(tiny(), split=True, precision="bf16")
     own = split.module.save_pretrained
-    StreamedSave.install(split)
+    StreamedSave.install(split.module, split)
     train(split)  # each reader below finds experts that have missed steps
     split.module.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     whole = made(tiny(), split=False, precision="bf16")
@@ -358,7 +358,7 @@ def test_every_architecture(made: Any, tmp_path: Path, architecture: str, long: 
         values = found.logits if hasattr(found, "logits") else found.last_hidden_state
         engine.backward(values.float().square().mean())
         engine.optimizer.step()
-        StreamedSave.install(engine)
+        StreamedSave.install(engine.module, engine)
         engine.module.save_pretrained(tmp_path / name / "hub")
         engine.save_checkpoint(tmp_path / name / "checkpoint")
     assert_same(tensors_in(tmp_path / "split"), tensors_in(tmp_path / "whole"))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from torch import nn
 
 import offload
 from offload.checkpoint.safetensors_file import SafetensorsWriter
-from offload.errors import CheckpointError, NoSpaceError, StateError
+from offload.errors import CheckpointError, NoSpaceError, PathError, StateError
 from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
 from tests.outside.test_causal_lm_zoo import NAMES, build
 from tests.outside.trainer_cases import quiet, tiny_llama, transformers, values_of
@@ -50,7 +53,7 @@ def with_engine(model: nn.Module, folder: Path, **keys: Any) -> offload.Engine:
     engine = offload.initialize(
         model, config(folder, keys.pop("placement", NVME), budget=BUDGET, **keys)
     )
-    saving.StreamedSave.install(engine)
+    saving.StreamedSave.install(engine.module, engine)
     return engine
 
 
@@ -214,3 +217,84 @@ def test_the_model_keeps_its_engine(tmp_path: Path) -> None:
     model = trained()
     model.save_pretrained(tmp_path / "saved")
     vars(model)["save_pretrained"]._engine.close()
+
+
+# --------------------------------------------------------------- opened and dispatched models
+@pytest.mark.parametrize("build_one", [tiny_llama, mixtral])
+@pytest.mark.parametrize("state", ["opened", "dispatched", "trains"])
+@pytest.mark.parametrize("keys", [{"max_shard_size": "20KB"}, {"save_original_format": False}])
+def test_what_was_opened_is_saved_from_where_it_is(
+    build_one: Any, state: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    build_one().save_pretrained(tmp_path / "model")
+    own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    own.save_pretrained(tmp_path / "expected", **dict(keys))
+    model: Any = offload.open_pretrained(tmp_path / "model")
+    settings = config(tmp_path, NVME, budget=BUDGET)
+    with contextlib.ExitStack() as closing:
+        if state == "dispatched":
+            offload.dispatch(model, {**settings, "placement": {"parameters": "nvme"}})
+            closing.enter_context(offload.dispatched(model))
+        elif state == "trains":
+            closing.enter_context(offload.initialize(model, settings))
+        whole = type(model).state_dict
+
+        def valueless(*args: Any, **asked: Any) -> Any:
+            assert asked.get("keep_vars"), "all values at once"
+            return whole(*args, **asked)
+
+        monkeypatch.setattr(type(model), "state_dict", valueless)
+        model.save_pretrained(tmp_path / "found", **dict(keys))
+        monkeypatch.undo()
+    found, expected = (tmp_path / name for name in ("found", "expected"))
+    assert {p.name for p in found.iterdir()} == {p.name for p in expected.iterdir()}
+    for path in expected.glob("*.safetensors"):
+        assert_same_bits(safetensors.load_file(found / path.name), safetensors.load_file(path))
+
+
+def test_a_copy_of_an_opened_model_saves_itself(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    first: Any = offload.open_pretrained(tmp_path / "model")
+    model = copy.deepcopy(first)
+    for param in first.parameters():
+        param.data.zero_()
+    model.save_pretrained(tmp_path / "found")
+    assert_same_bits(*(
+        safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("found", "model")
+    ))  # fmt: skip
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None  # without the garbage collector
+
+
+def test_an_opened_model_is_not_written_over_its_own_files(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    model: Any = offload.open_pretrained(tmp_path / "model")
+    with pytest.raises(PathError, match="has the files that this model's weights are read from"):
+        model.save_pretrained(tmp_path / "model/../model")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    offload.dispatch(model, {"budget": {"host": "64MiB"}})
+    with offload.dispatched(model):
+        model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    opened: Any = offload.open_pretrained(tmp_path / "model")
+    assert_same_bits(
+        {n: p.value() for n, p in opened.named_parameters()}, dict(again.named_parameters())
+    )
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == len(
+        [name for name in before if name.endswith(".safetensors")]
+    )
+
+
+def test_a_dispatched_model_is_saved_by_transformers_where_a_state_dict_is_given(
+    tmp_path: Path,
+) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    model: Any = offload.open_pretrained(tmp_path / "model")
+    offload.dispatch(model, {"budget": {"host": "64MiB"}})
+    with offload.dispatched(model):
+        state = {name: value.detach() * 2 for name, value in model.state_dict().items()}
+        model.save_pretrained(tmp_path / "found", state_dict=state)
+    found = safetensors.load_file(tmp_path / "found/model.safetensors")
+    assert_same_bits(found, {name: state[name] for name in found})
