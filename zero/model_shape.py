@@ -167,7 +167,7 @@ class ModelShape:
         """With the experts that are on other ranks alone."""
         return sum(group.numel * group.ep_size for group in self.groups)
 
-    @property
+    @cached_property
     def numel_trainable(self) -> int:
         return sum(p.numel for group in self.groups for p in group.params if p.trainable)
 

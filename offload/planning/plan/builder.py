@@ -93,6 +93,7 @@ class PlanBuilder:
         }
         self.kv = plan_kv(self.config, model, itemsize=self.sizes.itemsize, gpu=self.gpu)
         self._dealt: dict[tuple[Placement | None, ...], _DealtRecords] = {}  # of all asked for
+        self._assigned: dict[tuple[StateClass, Placement, Placement | None], list[Tier]] = {}
 
     def share_with(self, other: PlanBuilder) -> None:
         """Records that are dealt out for one need not be for the other, where they are the same."""
@@ -128,17 +129,20 @@ class PlanBuilder:
         return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
     def _assign(self, placements: Placements, state_class: StateClass) -> list[Tier]:
-        """A tier per group."""
-        experts = self._assign_experts(placements.get(EXPERTS_OF[state_class]))
-        rest = [
-            getattr(group, state_class) for index, group in enumerate(self.groups)
-            if index not in experts
-        ]  # fmt: skip
-        others = iter(placements[state_class].assign(rest))
-        return [
-            experts[index] if index in experts else next(others)
-            for index in range(len(self.groups))
-        ]
+        """A tier per group; as with records, what is compared often differs in other classes."""
+        key = state_class, placements[state_class], placements.get(EXPERTS_OF[state_class])
+        if key not in self._assigned:
+            experts = self._assign_experts(key[2])
+            rest = [
+                getattr(group, state_class) for index, group in enumerate(self.groups)
+                if index not in experts
+            ]  # fmt: skip
+            others = iter(key[1].assign(rest))
+            self._assigned[key] = [
+                experts[index] if index in experts else next(others)
+                for index in range(len(self.groups))
+            ]
+        return self._assigned[key]
 
     def _assign_experts(self, placement: Placement | None) -> dict[int, Tier]:
         """A tier per expert, the same share of each table; none where they are as the rest."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload import machine
@@ -93,7 +94,7 @@ class Plan:
     def total(self, tier: Tier) -> int:
         return sum(self.expected[tier].values())
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether anything is trained; otherwise a step is a pass of inference."""
         return any(group.layout.numel_trainable for group in self.groups)
@@ -186,7 +187,7 @@ def ahead_nbytes(plan: Plan, tier: Tier) -> int:
     """Memory of a tier that a model which does not train reads ahead into, beside what it needs.
     (Where a model trains, updates bring weights, too, and time decides what is worth more.)"""
     computing = Tier.DEVICE if plan.gpu else Tier.HOST
-    if tier not in (computing, Tier.HOST) or any(g.layout.numel_trainable for g in plan.groups):
+    if tier not in (computing, Tier.HOST) or plan.trains:
         return 0
     pairs = zip(plan.groups, plan.parameters, strict=True)
     coming = (group.parameters for group, home in pairs if home in tier.slower)
