@@ -206,8 +206,9 @@ def _check(saved: NamedTensors, model: nn.Module, change: Change, chosen: Collec
         )  # fmt: skip
     elif saved.experts and change.target is not None and change.target.of_blocks_alone:
         _log.warning(
-            "%d matrices of experts are in codes of %s: offload, vLLM and GPTQModel read them, "
-            "transformers itself does not (it would initialise them anew); for it skip the experts",
+            "%d matrices of experts are in codes of %s, for offload and what computes with experts "
+            "one by one; transformers itself does not read them (it would initialise them anew): "
+            "for it, skip the experts",
             len(saved.experts), change.target.library,
         )  # fmt: skip
 
