@@ -47,6 +47,7 @@ DISK, LONGEST = "bound by disk", "the larger bound"
 DISK_NBYTES = 2 << 30
 CGROUPS = Path("/sys/fs/cgroup/memory")
 _SHARD_NBYTES = 1 << 30
+_DRAWN = 4_194_301  # values; a prime, so that no two rows or tensors begin with the same ones
 _LLAMA = {"model_type": "llama", "vocab_size": 32768, "max_position_embeddings": 4096}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "dense": _LLAMA | {
@@ -100,13 +101,16 @@ def on_meta(shape: str) -> nn.Module:
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """A folder in transformers' format with drawn values, written shard by shard."""
+    """A folder in transformers' format, written shard by shard. Values are drawn once and repeated:
+    to draw each of them takes minutes."""
     from safetensors.torch import save_file
 
     model: Any = on_meta(shape)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
+    noise_ = torch.empty(_DRAWN, dtype=torch.bfloat16)
+    noise_.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+    begin = 0
     index: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
 
@@ -117,11 +121,12 @@ def write_model(shape: str, folder: Path) -> None:
         shard.clear()
 
     for name, param in model.named_parameters():
-        drawn = torch.empty(param.shape, dtype=param.dtype)
         if param.ndim == 1:
-            shard[name] = drawn.fill_(1.0)
+            shard[name] = torch.ones(param.shape, dtype=param.dtype)
         else:
-            shard[name] = drawn.normal_(0.0, 0.02, generator=generator)
+            copies = noise_.repeat(-(-(begin + param.numel()) // _DRAWN))
+            shard[name] = copies[begin : begin + param.numel()].view(param.shape)
+            begin = (begin + param.numel()) % _DRAWN
         if sum(each.nbytes for each in shard.values()) > _SHARD_NBYTES:
             write()
     write()

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload")
 
+_BESIDE_EXPERTS_NBYTES = 2 << 20  # of a call; shorter ones reach less of a disk's bandwidth
+
 
 class TieredHomes:
     """The tiers of one engine, and the states in them. `close` gives everything back."""
@@ -116,7 +118,8 @@ class TieredHomes:
             _check_direct(files, nvme)
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
-            backend = opened.enter_context(open_backend(nvme.backend, **_backend_options(nvme)))
+            options = _backend_options(nvme, self.plan)
+            backend = opened.enter_context(open_backend(nvme.backend, **options))
             store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
             opened.pop_all()
         return store
@@ -340,8 +343,12 @@ class TieredHomes:
             last_first.callback(self._run.close)
 
 
-def _backend_options(nvme: NvmeConfig) -> dict[str, int]:
-    return {} if nvme.threads == "auto" else {"workers": nvme.threads}
+def _backend_options(nvme: NvmeConfig, plan: Plan) -> dict[str, int]:
+    options = {} if nvme.threads == "auto" else {"workers": nvme.threads}
+    if not plan.trains and any(group.table for group in plan.groups):
+        # experts that a router chose wait for the calls of what is being read ahead
+        options["io_block_nbytes"] = _BESIDE_EXPERTS_NBYTES
+    return options
 
 
 def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:

@@ -153,6 +153,7 @@ class Dispatched(TieredModel):
         # the model keeps this
         hooks = self._store.start(self.module, self.values, lambda: self, self._begin_forward)
         hooks.follow_recomputation()
+        self._store.expect_model_order()
         self._refuse_gradients()
         self._refuse_wrappers()
         self._keep_caches()

@@ -176,9 +176,9 @@ class IOBackend(ABC):
         if request.before is not None:
             request.before()
 
-    def _cut(self, request: IORequest) -> list[IOPiece]:
-        """Cut a request into pieces of at most `io_block_nbytes`."""
-        total, step = request.buffer.nbytes, self.io_block_nbytes
+    def _cut(self, request: IORequest, nbytes: int | None = None) -> list[IOPiece]:
+        """Cut a request into pieces of at most `nbytes`, or `io_block_nbytes`."""
+        total, step = request.buffer.nbytes, nbytes or self.io_block_nbytes
         pieces = [IOPiece(request, at, min(step, total - at)) for at in range(0, total, step)]
         request.pieces_left = len(pieces)
         pieces[0].begun = True

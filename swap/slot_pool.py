@@ -9,6 +9,7 @@ given up by the next ones, too, unless it is used sooner now, and then what was 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,8 +157,9 @@ class SlotPool:
             for piece in reversed(self._used_up.values()):
                 if piece.can_drop():
                     return piece
-        found = furthest_first(self._held.values(), lambda piece: piece.next_use())
-        self._furthest = found[len(found) // _PER_LOOK : 0 : -1]
+        ordered = furthest_first(self._held.values(), lambda piece: piece.next_use())
+        found = list(itertools.islice(ordered, 1 + len(self._held) // _PER_LOOK))
+        self._furthest = found[:0:-1]
         self._before_look = len(self._used_up) // 2
         if self._furthest:
             self._least_use = self._furthest[0].next_use()

@@ -14,11 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from offload.swap.io_backend import IO_BLOCK_NBYTES, IOBackend
+from offload.swap.io_backend import IO_BLOCK_NBYTES, IOBackend, Priority
 from offload.swap.io_request import IOPiece, IORequest, Operation
 from offload.tiers.errors import StorageError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import round_up
 
 _log = logging.getLogger(__name__)
+
+_LEAST_SHARE_NBYTES = 512 << 10  # of an urgent read: calls with less reach less of the bandwidth
 
 # os.preadv and os.pwritev, or something in their place that fails on purpose
 VectorCall = Callable[[int, Sequence[memoryview], int], int]
@@ -29,6 +33,10 @@ class ThreadsBackend(IOBackend):
 
     A request is cut when its first piece is begun, so `before` runs once and ahead of all of
     them; the other pieces then go to the head of their priority and idle workers join in.
+
+    An urgent read is cut at once, into a piece for each worker: of several (the experts of a layer)
+    the first then arrives first, and computes while the others do. Side by side they would share
+    the device and arrive all at the end.
     """
 
     name = "threads"
@@ -45,7 +53,7 @@ class ThreadsBackend(IOBackend):
         self._queue: list[tuple[int, int, int, IOPiece]] = []
         # True for each piece that is queued, for whichever worker comes first; False ends a worker
         self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._alive = workers
+        self._workers = self._alive = workers
         self._threads = [
             threading.Thread(target=self._work, name=f"offload-io-{index}", daemon=True)
             for index in range(workers)
@@ -54,13 +62,23 @@ class ThreadsBackend(IOBackend):
             thread.start()
 
     def _start(self, request: IORequest) -> None:
-        # Provisional, holds the place in the queue: cut for good by the worker that takes it.
-        whole = IOPiece(request, 0, request.buffer.nbytes)
+        urgent = request.priority is Priority.URGENT and request.before is None
+        if urgent and request.buffer.nbytes > _LEAST_SHARE_NBYTES:
+            pieces = self._cut(request, self._share_of(request))
+        else:
+            # Provisional, holds the place in the queue: cut for good by the worker that takes it.
+            pieces = [IOPiece(request, 0, request.buffer.nbytes)]
         with self._lock:
             if not self._alive:
                 raise request.failed("all I/O threads have died; see the log for the reason")
-            heapq.heappush(self._queue, (request.priority, request.sequence, 0, whole))
-        self._ready.put(True)
+            for index, piece in enumerate(pieces):
+                heapq.heappush(self._queue, (request.priority, request.sequence, index, piece))
+        for _ in pieces:
+            self._ready.put(True)
+
+    def _share_of(self, request: IORequest) -> int:
+        share = round_up(-(-request.buffer.nbytes // self._workers), PAGE_NBYTES)
+        return min(max(share, _LEAST_SHARE_NBYTES), self.io_block_nbytes)
 
     def _stop(self) -> None:
         for _ in self._threads:  # no piece is queued any more: nothing is in flight
@@ -107,7 +125,7 @@ class ThreadsBackend(IOBackend):
         """Run `before`, cut the request, queue all pieces but the first and return that."""
         request = whole.request
         self._begin(request)
-        if whole.nbytes <= self.io_block_nbytes:
+        if whole.begun or whole.nbytes <= self.io_block_nbytes:  # cut already, or as it is
             return whole
         first, *others = self._cut(request)
         if others:

@@ -125,6 +125,11 @@ class Trace:
         """A pass uses `item` only if it chooses it, as it does others of this table."""
         self._table_of[item] = self._tables.setdefault(table, Table())
 
+    def assume(self, uses: Sequence[int]) -> None:
+        """Before the first pass: expect it to use these groups in this order. Where it does not,
+        that is a change of order as any other."""
+        self._expect(_Cycle([group for group, _ in itertools.groupby(uses)], [], []))
+
     def announce(self, chosen: Iterable[int]) -> None:
         """The model chose these, and no others of their tables, to be used where it is now."""
         if not self._in_backward:

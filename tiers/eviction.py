@@ -7,7 +7,7 @@ next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 # Added to the next use of a copy that is made in memory from other bytes there (weights from their
@@ -33,7 +33,8 @@ class Evictable(Protocol):
         ...
 
 
-def furthest_first(pieces: Iterable[T], next_use: Callable[[T], float]) -> list[T]:
-    """Pieces that can be dropped, the one needed last first; ties by size, larger first."""
-    droppable = [piece for piece in pieces if piece.can_drop()]
-    return sorted(droppable, key=lambda piece: (-next_use(piece), -piece.held_nbytes, piece.name))
+def furthest_first(pieces: Iterable[T], next_use: Callable[[T], float]) -> Iterator[T]:
+    """Pieces that can be dropped, the one needed last first; ties by size, larger first. Each is
+    asked whether it can be dropped when its turn comes."""
+    ordered = sorted(pieces, key=lambda piece: (-next_use(piece), -piece.held_nbytes, piece.name))
+    return (piece for piece in ordered if piece.can_drop())

@@ -14,7 +14,6 @@ guesses would cost).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -140,21 +139,28 @@ class Fetcher:
         for item in reversed(chosen):
             if self.updates.is_pending(item.index):
                 self.updates.promote(item.index)
-        self._bring_all(self._announced.items())
+        if self._bring_announced():
+            self._bring_all(self.trace.ahead(self._depth))
 
     def fetch_ahead(self) -> None:
         """Begin to bring the items that are used next."""
-        if not self._any_moves:
+        if not self._any_moves or not self._bring_announced():
             return
-        announced = itertools.islice(self._announced.items(), self._depth)
-        if self._bring_all(announced):
+        # of what was announced the last one looks further ahead, not each of them
+        if not self._announced or self._needed_choice is None:
             self._bring_all(self.trace.ahead(self._depth))
 
-    def _bring_all(self, coming: Iterable[tuple[int, float]]) -> bool:
-        """Items and their next uses, as far as there is room."""
-        return all(self._bring(self._items[index], next_use) for index, next_use in coming)
+    def _bring_announced(self) -> bool:
+        # in front of what is being read ahead: the model's thread waits for these
+        return self._bring_all(self._announced.items(), Priority.URGENT)
 
-    def _bring(self, item: Fetchable, next_use: float) -> bool:
-        if self.updates.is_pending(item.index):
-            return True  # its update brings it
-        return item.state.bring(next_use=next_use)
+    def _bring_all(
+        self, coming: Iterable[tuple[int, float]], priority: Priority = Priority.NORMAL
+    ) -> bool:
+        """Items and their next uses, as far as there is room. Whether there was for all."""
+        for index, next_use in coming:
+            if self.updates.is_pending(index):
+                continue  # its update brings it
+            if not self._items[index].state.bring(next_use=next_use, priority=priority):
+                return False
+        return True

@@ -199,6 +199,12 @@ class WeightStore:
         self._released.connect(self._handles, self.hooks.join_call, values)
         return self.hooks
 
+    def expect_model_order(self) -> None:
+        """Let the first pass fetch ahead, too: as if it came to the modules in the order in which
+        they stand in the model."""
+        uses = [index for unit in self.units for index in unit.groups]
+        self.trace.assume([index for index in uses if self.groups[index].table is None])
+
     # ---------------------------------------------------------------- fetching
     def begin_forward(self) -> None:
         """The whole model is called."""

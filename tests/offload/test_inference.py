@@ -58,6 +58,51 @@ def test_logits_are_those_in_ram(tmp_path: Path, parameters: Any) -> None:
         dispatched.check_integrity()
 
 
+class Wandering(TinyLM):
+    """Its blocks run in any order, some never or twice."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCKS)
+        self.order = list(range(BLOCKS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for index in self.order:
+            x = self.blocks[index](x)
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+ORDERS = ([0, 1, 2, 3], [3, 2, 1, 0], [0, 3], [], [0, 1, 0, 1, 2, 2, 3], [2])
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_the_first_pass_reads_ahead_whatever_the_order_is(tmp_path: Path, order: list[int]) -> None:
+    model = seeded(Wandering).to(ON)
+    orders = [order, order, [1, 0]]
+    expected = []
+    for model.order in orders:
+        expected.append(logits(model))
+    budget = {"host": "128KiB", "nvme": "64MiB"}  # has room for three of its six groups
+    offload.dispatch(model, placed(tmp_path, budget=budget))
+    with offload.dispatched(model) as dispatched:
+        found = []
+        for model.order in orders:
+            found.append(logits(model))
+        assert found == expected
+        dispatched.check_integrity()
+
+
+def test_the_first_pass_is_expected_in_the_order_of_the_modules(tmp_path: Path) -> None:
+    model = seeded(Wandering).to(ON)
+    offload.dispatch(model, placed(tmp_path))
+    with offload.dispatched(model) as dispatched:
+        logits(model)
+        report = dispatched.report()
+        assert report.prefetch_hits > BLOCKS
+        assert report.prefetch_misses == 0
+
+
 def test_a_model_of_files_is_never_made(tmp_path: Path) -> None:
     plain = build()
     save_file(

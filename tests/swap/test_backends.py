@@ -21,6 +21,7 @@ from offload.swap.io_request import MAX_RETRIES
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.swap.transfer import Transfer, all_of
+from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import (
     ChecksumError,
     ConfigError,
@@ -491,6 +492,24 @@ def test_several_workers_share_one_large_request(disk_file: SwapFile, noise: Noi
 
     with ThreadsBackend(workers=4, io_block_nbytes=1 << 20, pwritev=meeting) as backend:
         backend.submit_write(disk_file.fd, noise(8 << 20), 0, path="p").wait(TIMEOUT_S)
+
+
+def test_all_workers_share_each_urgent_read(disk_file: SwapFile, noise: Noise) -> None:
+    """So that of several the first arrives first."""
+    together = threading.Barrier(4)
+
+    def meeting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        together.wait(TIMEOUT_S)
+        return os.preadv(fd, buffers, offset)
+
+    sent, received = noise(3 << 20), AnonymousMemory(3 << 20)
+    with ThreadsBackend(workers=4, preadv=meeting) as backend:
+        backend.submit_write(disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
+        read = backend.submit_read(
+            disk_file.fd, memoryview(received), 0, path="p", priority=Priority.URGENT
+        )
+        read.wait(TIMEOUT_S)
+    assert memoryview(received)[:] == sent
 
 
 def test_a_call_is_never_asked_for_more_than_linux_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,19 @@ def test_the_end_of_a_cycle_predicts_the_start_of_the_next():
     assert list(islice(trace.upcoming(), 2)) == [0, 1]
 
 
+def test_what_was_assumed_is_expected_until_a_pass_has_shown_it():
+    trace = Trace()
+    trace.assume([0, 1, 1, 2, 3])
+    trace.begin_forward()
+    seen = []
+    for use in (0, 2, 1, 2):  # 1 is left out, and comes after all
+        trace.use(use)
+        seen.append(next(trace.upcoming(), None))
+    assert seen == [1, 3, None, 1]  # by who followed, where it is behind the last match
+    trace.begin_forward()
+    assert list(trace.upcoming()) == [0, 2, 1, 2]
+
+
 def test_repeats_in_a_row_count_once():
     trace = learnt(0, 0, 0, 1)
     assert list(trace.upcoming()) == [0, 1]

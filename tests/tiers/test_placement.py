@@ -118,7 +118,7 @@ class Piece:
 
 def test_what_is_needed_last_is_given_up_first_and_what_is_in_use_never():
     pieces = [Piece("a", 1, 3), Piece("b", 1, 9, clean=False), Piece("c", 1, 7), Piece("d", 2, 7)]
-    order = furthest_first(pieces, lambda piece: piece.use)
+    order = list(furthest_first(pieces, lambda piece: piece.use))
     assert [piece.name for piece in order] == ["d", "c", "a"]
 
 
