@@ -10,9 +10,10 @@ makes fit. (`13b`, `70b` and `175b` are for the host memory of a machine with a 
 gpu-check` chooses among them.)
 
 Each system has a process of its own. Ours and accelerate's run in a memory cgroup of `--limit`, so
-the page cache that accelerate reads through counts as its memory; ours reads past that cache. The
-bounds are measured in the same rounds: the disk reads the bytes of a pass in a raw loop, and the
-same pass is computed with all weights in memory.
+the page cache that accelerate reads through counts as its memory; ours reads past that cache.
+accelerate makes one pass of a turn after the prompt's, ours `--passes`. The bounds are measured in
+the same rounds: the disk reads the bytes of a pass in a raw loop (`mixture`: in blocks of an
+expert's size), and the same pass is computed with all weights in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 from benchmarks.quick_values import give_quick_values
 from offload.bench.io import best, fill, noise
-from offload.bench.io_raw import GRID, open_loop, try_grid
+from offload.bench.io_raw import GRID, Shape, open_loop, try_grid
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import in_turn, seconds_of
 from offload.bench.table import Column, number, print_record
@@ -46,6 +47,7 @@ OURS, ACCELERATE, IN_RAM = "ours, all on nvme", "accelerate, disk_offload", "all
 DISK, LONGEST = "bound by disk", "the larger bound"
 DISK_NBYTES = 2 << 30
 CGROUPS = Path("/sys/fs/cgroup/memory")
+_OF_EXPERTS = tuple(Shape("threads", depth, 3 << 20) for depth in (4, 6, 8, 12))  # of `mixture`
 _SHARD_NBYTES = 1 << 30
 _DRAWN = 4_194_301  # values; a prime, so that no two rows or tensors begin with the same ones
 _LLAMA = {"model_type": "llama", "vocab_size": 32768, "max_position_embeddings": 4096}
@@ -217,11 +219,11 @@ def bytes_over(model: Any, link: str) -> Callable[[], int]:
 
 
 def _accelerate(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[], int]]:
-    """With the weights in its own files already, written without a limit."""
+    """It reads the folder's own files, as for models that transformers loads by `device_map`."""
     from accelerate import disk_offload, init_empty_weights
 
     folder = Path(options["folder"])
-    write_for_accelerate(Path(options["source"]), folder)
+    index_for_accelerate(Path(options["source"]), folder)
     join_cgroup(options)
     with init_empty_weights():  # buffers have their values
         model = from_shape(options["shape"])
@@ -238,18 +240,22 @@ def _in_ram(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable
 _OPENED = {OURS: _ours, ACCELERATE: _accelerate, IN_RAM: _in_ram}
 
 
-def write_for_accelerate(source: Path, folder: Path) -> None:
-    """accelerate's own format, tensor by tensor."""
-    from accelerate.utils.offload import offload_weight, save_offload_index
+def index_for_accelerate(source: Path, folder: Path) -> None:
+    """Where each tensor is."""
+    from accelerate.utils.offload import save_offload_index
     from safetensors import safe_open
 
     index: dict[str, Any] = {}
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                index = offload_weight(tensors.get_tensor(name), name, str(folder), index=index)
+                index[name] = {"safetensors_file": str(file), "weight_name": name}
     save_offload_index(index, str(folder))
-    for file in folder.glob("*.dat"):  # what was cached outside of the cgroup would cost it nothing
+
+
+def forget_cached(source: Path) -> None:
+    """What is cached of the files outside of a cgroup would cost it nothing."""
+    for file in source.glob("*.safetensors"):
         with file.open("rb") as written:
             os.fsync(written.fileno())
             os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -282,12 +288,12 @@ def memory_cgroup(name: str, limit: str) -> Any:
 class Reads:
     """Raw reads of a file that is written once: what a disk still has to write slows reads down."""
 
-    def __init__(self, folder: Path, opened: ExitStack) -> None:
+    def __init__(self, folder: Path, opened: ExitStack, grid: Sequence[Shape] = GRID) -> None:
         file = opened.enter_context(SwapFile(folder))
         file.reserve(DISK_NBYTES)
-        buffer = noise(max(shape.depth * shape.block_nbytes for shape in GRID))
+        buffer = noise(max(shape.depth * shape.block_nbytes for shape in grid))
         fill(file, buffer, DISK_NBYTES, lambda text: None)
-        tried = try_grid(file, buffer, DISK_NBYTES, lambda text: None, GRID)
+        tried = try_grid(file, buffer, DISK_NBYTES, lambda text: None, grid)
         shape = best(tried, write=False)
         self._nbytes = DISK_NBYTES // shape.block_nbytes * shape.block_nbytes
         self._loop = open_loop(shape, file, buffer, DISK_NBYTES)
@@ -302,7 +308,7 @@ def compare(options: argparse.Namespace, batch: int, source: Path | None, path: 
     record = Record("generation", {**vars(options), "batch": batch})
     systems = list(options.systems)
     with ExitStack() as stack:
-        disk = Reads(path, stack)
+        disk = Reads(path, stack, _OF_EXPERTS if options.shape == "mixture" else GRID)
         children = {}
         for number_, system in enumerate(systems):
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=path)))
@@ -314,7 +320,8 @@ def compare(options: argparse.Namespace, batch: int, source: Path | None, path: 
                 {
                     "system": system, "shape": options.shape, "budget": options.budget,
                     "storage": options.storage, "batch": batch, "prompt": options.prompt,
-                    "passes": options.passes, "folder": str(home), "cgroup": str(cgroup),
+                    "passes": 1 if system == ACCELERATE else options.passes,
+                    "folder": str(home), "cgroup": str(cgroup),
                     "source": None if source is None else str(source),
                 },
                 home,
@@ -322,6 +329,8 @@ def compare(options: argparse.Namespace, batch: int, source: Path | None, path: 
             stack.callback(child.kill)
             record.details["parameters"] = child.answer()["parameters"]
             children[system] = child
+        if source is not None:
+            forget_cached(source)
         turns: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
         speeds = []
         for round_, order in in_turn(systems, options.rounds):
@@ -369,7 +378,7 @@ def _add_rows(
         f"prompts of {options.prompt} tokens, {options.passes} passes a turn; budget.host "
         f"{options.budget}, memory of a process with its page cache {options.limit}"
     )
-    chosen = {tuple(each["chosen"]) for found in turns.values() for each in found}
+    chosen = {tuple(each["chosen"][:2]) for found in turns.values() for each in found}
     same = "the same tokens from all systems" if len(chosen) == 1 else "TOKENS DIFFER"
     record.notes.append(same)
 

@@ -20,6 +20,7 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 
 _PER_LOOK = 16  # copies for which a look at all of them finds one more to give up
+_MANY = 32  # copies; of fewer the one used last is known at any time, for a look takes little
 
 
 class CachedPiece(Protocol):
@@ -136,7 +137,8 @@ class SlotPool:
             return lease
         while (piece := self._next_to_drop()) is not None:
             if before is not None and piece.next_use() <= before:
-                self._furthest.append(piece)
+                if len(self._held) >= _MANY:
+                    self._furthest.append(piece)
                 return None
             piece.drop()
             self.evictions += 1

@@ -195,6 +195,18 @@ def test_of_copies_that_come_in_turn_the_last_one_used_up_gives_way_without_a_lo
         assert int(view[0]) == 0
 
 
+def test_of_few_copies_a_refused_prefetch_hides_none_that_is_free_since(bench):
+    new = bench.filled("new", 9)
+    bench.next_use["new"] = 99.0  # gives way to the last of the others
+    states = [bench.filled(str(number), number) for number in range(4)]
+    bench.next_use.update({str(number): float(number) for number in range(4)})
+    view = states[3].tensor()
+    assert not new.bring(next_use=2.5)  # the only one used later is in use
+    del view
+    assert new.bring(next_use=2.5)
+    assert states[2].residency() is Residency.CLEAN
+
+
 def test_memory_that_is_being_filled_is_not_sent_home(bench):
     state = bench.state("accumulator", 2 * PAGE, PAGE, StateClass.GRADIENTS)
     view = state.blank()
