@@ -28,13 +28,32 @@ def vector_nbytes(dim: int, itemsize: int, *, int8: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """A layer whose keys and values are kept, of one sequence."""
+    """What a layer keeps of one sequence: keys and values of its tokens, and states that do not
+    grow (of linear attention)."""
 
     heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None  # tokens that attention sees; None: all
+    fixed_numel: int = 0  # elements, however long the sequence is
+
+    @property
+    def token_numel(self) -> int:
+        """Elements of one token."""
+        return self.heads * (self.key_dim + self.value_dim)
 
     def token_nbytes(self, itemsize: int, *, int8: bool = False) -> int:
         """Of one token, as it is stored."""
         dims = (self.key_dim, self.value_dim)
         return self.heads * sum(vector_nbytes(dim, itemsize, int8=int8) for dim in dims)
+
+    def kept_tokens(self, tokens: int) -> int:
+        """Between two passes, when `tokens` have been seen."""
+        return tokens if self.window is None else min(tokens, self.window - 1)
+
+    def kept_numel(self, tokens: int) -> int:
+        return self.token_numel * self.kept_tokens(tokens) + self.fixed_numel
+
+    def read_numel(self, tokens: int) -> int:
+        """That a pass of one token reads behind `tokens` others."""
+        return self.kept_numel(tokens) + self.token_numel

@@ -13,7 +13,7 @@ from offload.config import OffloadConfig
 from offload.planning.activations.generation_facts import generation_facts
 from offload.planning.activations.trace import trace_forward
 from offload.planning.choice.planner import make_plan
-from offload.planning.plan.cache_shape import CacheLayer, CacheShape
+from offload.planning.plan.cache_shape import CacheShape
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import UnsupportedError
@@ -22,6 +22,7 @@ from offload.tools.memest.source.cache_shapes import family_cache, modules_cache
 from offload.tools.memest.source.decoder_settings import own_model
 from offload.tools.memest.source.hugging_face import ModelConfiguration, check_configuration
 from offload.tools.memest.source.read_model import read_model
+from offload.zero.kv_sizes import CachedLayer
 from tests.tools.test_memest_cli import run
 
 transformers = pytest.importorskip("transformers")
@@ -75,6 +76,7 @@ def test_latent_caches_are_counted_as_they_are_kept() -> None:
     found = modules_cache(built("deepseek_v3", MLA))
     assert found is not None
     assert {layer.token_numel for layer in found.layers} == {8 + 6}  # the latent, a rotated key
+    assert {(layer.heads, layer.key_dim, layer.value_dim) for layer in found.layers} == {(1, 8, 6)}
 
 
 def _kept(model_type: str, settings: dict[str, Any], length: int) -> int:
@@ -87,10 +89,10 @@ def _kept(model_type: str, settings: dict[str, Any], length: int) -> int:
 
 
 def test_a_window_keeps_one_token_less_than_it_sees() -> None:
-    layer = CacheLayer(10, window=8)
+    layer = CachedLayer(1, 4, 6, window=8)
     assert [layer.kept_numel(n) for n in (1, 7, 8, 100)] == [10, 70, 70, 70]
     assert layer.read_numel(100) == 80
-    assert CacheShape((layer, CacheLayer(10, None, 3))).kept_numel(20) == 70 + 203
+    assert CacheShape((layer, CachedLayer(1, 4, 6, fixed_numel=3))).kept_numel(20) == 70 + 203
 
 
 # ---------------------------------------------------------------- what a pass takes

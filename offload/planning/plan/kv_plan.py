@@ -94,7 +94,7 @@ def kv_held(
     if placement is None or not layers:
         return None
     planned, int8 = config.kv.tokens or batch * tokens, config.kv.dtype == "int8"
-    stored = [layer.in_tiers.token_nbytes(itemsize, int8=int8) for layer in layers]
+    stored = [layer.token_nbytes(itemsize, int8=int8) for layer in layers]
     page = max(_page_nbytes(nbytes, planned) for nbytes in stored)
     shares = dict(placement.shares)
     full, computing, buffers = [], 0, []
@@ -127,7 +127,7 @@ def kv_in_tiers(
     nothing was said of how long they get."""
     if config.placement.kv is None or cache is None:
         return config, model
-    layers = tuple(layer.in_tiers for layer in cache.layers if layer.token_numel)
+    layers = tuple(layer for layer in cache.layers if layer.token_numel)
     if config.kv.tokens is None:
         known = config.kv.model_copy(update={"tokens": batch * tokens})
         config = config.model_copy(update={"kv": known})

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.config.training import ModelConfig
-from offload.planning.plan.cache_shape import CacheLayer, CacheShape, alike, windows_of
+from offload.planning.plan.cache_shape import CacheShape, alike, windows_of
 from offload.tools.memest.source.config_keys import Keys
 from offload.tools.memest.source.decoder_tree import head_dim, kv_heads
 from offload.tools.memest.source.family import Family
+from offload.zero.kv_sizes import CachedLayer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,21 +21,23 @@ _USUAL_WINDOW_FROM = 28  # `max_window_layers` of Qwen
 
 def built_in_cache(model: ModelConfig) -> CacheShape:
     """Of the model of `offload train`, if it were served with a cache."""
-    width = model.kv_head_count * (model.hidden // model.heads)
-    return alike(model.layers, CacheLayer(2 * width, heads=model.kv_head_count))
+    dim = model.hidden // model.heads
+    return alike(model.layers, CachedLayer(model.kv_head_count, dim, dim))
 
 
 def family_cache(family: Family, keys: Keys) -> CacheShape:
     """Of a decoder whose family is described, as transformers would make it."""
     if family.is_gpt2:
-        layer = CacheLayer(2 * keys.size("n_embd"), heads=keys.size("n_head"))
+        heads = keys.size("n_head")
+        dim = keys.size("n_embd") // heads
+        layer = CachedLayer(heads, dim, dim)
         return alike(keys.layers("n_layer"), layer)
-    layers, token_numel = keys.layers(), 2 * kv_heads(keys) * head_dim(keys)
+    layers, dim = keys.layers(), head_dim(keys)
     window = keys.size("sliding_window") if keys.raw("sliding_window") is not None else None
     types = keys.raw("layer_types")
     if not isinstance(types, list):
         types = list(_layer_types(family, keys, layers, window))
-    return windows_of([str(each) for each in types], window, token_numel, kv_heads(keys))
+    return windows_of([str(each) for each in types], window, CachedLayer(kv_heads(keys), dim, dim))
 
 
 def _layer_types(family: Family, keys: Keys, layers: int, window: int | None) -> Iterator[str]:
@@ -77,7 +80,8 @@ class _Kept(NamedTuple):
 
     window: int | None
     numel: int
-    heads: int
+    keys: tuple[int, ...]  # shapes: batch, heads, tokens, width
+    values: tuple[int, ...]
 
 
 def _kept(model: nn.Module, length: int) -> list[_Kept]:
@@ -89,7 +93,7 @@ def _kept(model: nn.Module, length: int) -> list[_Kept]:
         _Kept(
             getattr(layer, "sliding_window", None),
             sum(t.numel() for t in _states(vars(layer))),
-            getattr(getattr(layer, "keys", None), "shape", (1, 1))[1],
+            *(tuple(getattr(getattr(layer, n, None), "shape", ())) for n in ("keys", "values")),
         )
         for layer in getattr(cache, "layers", ())
     ]
@@ -109,6 +113,11 @@ def _states(values: Any) -> Iterator[Tensor]:
             yield from _states(each)
 
 
-def _layer(few: _Kept, more: _Kept) -> CacheLayer:
+def _layer(few: _Kept, more: _Kept) -> CachedLayer:
     token_numel = (more.numel - few.numel) // (_LENGTHS[1] - _LENGTHS[0])
-    return CacheLayer(token_numel, few.window, few.numel - token_numel * _LENGTHS[0], few.heads)
+    fixed_numel = few.numel - token_numel * _LENGTHS[0]
+    heads = few.keys[1] if len(few.keys) == 4 else 1
+    key_dim, value_dim = (shape[-1] if len(shape) == 4 else 0 for shape in (few.keys, few.values))
+    if heads * (key_dim + value_dim) != token_numel:  # not keys and values alone, or none
+        heads, key_dim, value_dim = 1, token_numel - token_numel // 2, token_numel // 2
+    return CachedLayer(heads, key_dim, value_dim, few.window, fixed_numel)

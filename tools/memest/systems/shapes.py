@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from offload.planning.activations.facts import NO_WORK, ActivationFacts, HeapFacts, PassCost
 from offload.planning.activations.generation_facts import GenerationFacts, generation_facts
-from offload.planning.plan.cache_shape import CacheLayer, CacheShape, alike
+from offload.planning.plan.cache_shape import CacheShape, alike
 from offload.planning.plan.workload import Generation, Workload
 from offload.tools.memest.systems.subject import Subject
+from offload.zero.kv_sizes import CachedLayer
 from offload.zero.layout import ParamShape
 from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
 
@@ -198,7 +199,7 @@ def _matrix(numel: int, width: int) -> tuple[int, ...]:
 def cache_of(shape: Shape) -> CacheShape:
     """Keys and values of a model that generates."""
     width = shape.hidden // 4 if shape.family is FamilyName.LLAMA else shape.hidden
-    return alike(shape.layers, CacheLayer(2 * width))
+    return alike(shape.layers, CachedLayer(1, width, width))
 
 
 def generation_of(
