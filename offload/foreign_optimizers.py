@@ -6,7 +6,9 @@ states in RAM, outside of every budget, and page each weight through memory to c
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -20,14 +22,28 @@ from offload.zero.store import WeightStore
 
 def refuse_foreign_optimizers(store: WeightStore) -> RemovableHandle:
     """From here on until the handle is removed."""
-    reference = weakref.ref(store)
+    _listen()
+    handle = RemovableHandle(_watched)
+    _watched[handle.id] = weakref.ref(store)
+    return handle
 
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        watched = reference()
-        if watched is not None and not _is_ours(optimizer):
-            _refuse(optimizer, watched)
 
-    return register_optimizer_step_pre_hook(check)
+# One hook of torch's for all, as in `foreign_wrappers`.
+_watched: OrderedDict[int, weakref.ref[WeightStore]] = OrderedDict()
+
+
+@functools.cache
+def _listen() -> RemovableHandle:
+    return register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _watched or _is_ours(optimizer):
+        return
+    for reference in list(_watched.values()):
+        store = reference()
+        if store is not None:
+            _refuse(optimizer, store)
 
 
 def _is_ours(optimizer: Any) -> bool:

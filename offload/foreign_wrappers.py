@@ -7,7 +7,9 @@ own, which they put in the place of the model's.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 from torch import nn
@@ -41,17 +43,30 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 def refuse_foreign_wrappers(store: WeightStore) -> RemovableHandle:
     """From here on until the handle is removed."""
-    reference = weakref.ref(store)
-
-    def check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        watched = reference()
-        if watched is None or module is None or not _moves_parameters(parent):
-            return
-        if any(watched.spec_of(param) is not None for param in module.parameters()):
-            _refuse(parent)
-
-    handle: RemovableHandle = register_module_module_registration_hook(check)
+    _listen()
+    handle = RemovableHandle(_watched)
+    _watched[handle.id] = weakref.ref(store)
     return handle
+
+
+# A hook of torch's for each store would be taken away by the garbage collector, amid torch's own
+# iteration over all of them: an error in whatever builds a module then.
+_watched: OrderedDict[int, weakref.ref[WeightStore]] = OrderedDict()
+
+
+@functools.cache
+def _listen() -> RemovableHandle:
+    handle: RemovableHandle = register_module_module_registration_hook(_check)
+    return handle
+
+
+def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if not _watched or module is None or not _moves_parameters(parent):
+        return
+    for reference in list(_watched.values()):
+        store = reference()
+        if store is not None and any(store.spec_of(p) is not None for p in module.parameters()):
+            _refuse(parent)
 
 
 def _moves_parameters(module: Any) -> bool:

@@ -41,12 +41,13 @@ def uncompiled(function: Function) -> Function:
     return break_graph(call)  # type: ignore[return-value]
 
 
-def is_active() -> bool:
-    """Whether what this thread runs may be compiled."""
-    return _compiler_of_frames() is not None
-
-
 def break_graph(function: Function) -> Function:
     """`function` is part of no graph; the functions it calls may be compiled separately."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+@break_graph
+def is_active() -> bool:
+    """Whether what this thread runs may be compiled."""
+    return _compiler_of_frames() is not None

@@ -65,6 +65,12 @@ class UnitHooks:
         self._removable: list[RemovableHandle | _Guard] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._units = units
+        # An encoder's layer asks whether there are hooks, and computes in another way where there
+        # are: its modules have theirs in guards alone.
+        self._asked = {
+            id(each) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)
+            for each in layer.modules()
+        }  # fmt: skip
         called = {id(unit.module) for unit in units}
         if id(model) not in called:
             self._install(Unit("", model))  # the whole model's forward is one session
@@ -83,13 +89,12 @@ class UnitHooks:
     @staticmethod
     def has_an_engine(module: nn.Module) -> bool:
         """Whether an engine that is open calls for a module's parameters."""
-        return any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values())
+        return any(_hooks_of(module))
 
     @staticmethod
     def owner_of(module: nn.Module) -> object | None:
         """The owner of the hooks on a module, if there are any and it is there."""
-        hooks = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook))
-        return next((hook.owner() for hook in hooks), None)
+        return next((hook.owner() for hook in _hooks_of(module)), None)
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
@@ -98,18 +103,22 @@ class UnitHooks:
 
         def before(module: nn.Module, args: Any) -> None:
             more = ahead if ahead and _may_take_the_fast_path(module) else []
-            self._begin(module, [*groups, *more], is_expert=is_expert)
+            self._begin(module, [*dict.fromkeys([*groups, *more])], is_expert=is_expert)
 
         self._register(unit.module, before)
 
     def _read_ahead_by(self, module: nn.Module) -> list[ParamGroup]:
-        """The groups of an encoder's first layer: before it calls a layer it asks of what class
-        this one's parameters are, and where they are released computes in another way (what is
-        padded is not zero then)."""
-        if not isinstance(module, nn.TransformerEncoder):
+        """The groups of an encoder's first layer, or of a layer or an attention: before these call
+        a module they ask of what class its parameters are, and where they are released compute in
+        another way (what is padded is not zero, or not NaN then)."""
+        asked: nn.Module = module
+        if isinstance(module, nn.TransformerEncoder):
+            asked = module.layers[:1]
+        elif not isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention):
             return []
-        first = {id(each) for each in module.layers[:1].modules()}
-        found = [index for unit in self._units if id(unit.module) in first for index in unit.groups]
+        inside = {id(each) for each in asked.modules()}
+        units = (unit for unit in self._units if id(unit.module) in inside)
+        found = [index for unit in units for index in unit.groups]
         return [self._groups[index] for index in dict.fromkeys(found)]
 
     def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
@@ -136,8 +145,9 @@ class UnitHooks:
             self._return(module)
 
         hooks = _Hook(before, self._owner), _Hook(after, self._owner)
-        self._removable.append(module.register_forward_pre_hook(hooks[0], prepend=True))
-        self._removable.append(module.register_forward_hook(hooks[1], always_call=True))
+        if id(module) not in self._asked:
+            self._removable.append(module.register_forward_pre_hook(hooks[0], prepend=True))
+            self._removable.append(module.register_forward_hook(hooks[1], always_call=True))
         name = self._names[id(module)]
         self._removable.append(_Guard(module, name, self._calls, self._end, hooks, needs_no_hooks))
 
@@ -316,6 +326,14 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
                 yield unit, inner
 
 
+def _hooks_of(module: nn.Module) -> Iterator[_Hook]:
+    """Ours that are called before a module."""
+    guard: Any = module._compiled_call_impl
+    if isinstance(guard, _Guard):
+        yield guard.before
+    yield from (each for each in module._forward_pre_hooks.values() if isinstance(each, _Hook))
+
+
 class _Hook:
     """Our hook on a module: copying or pickling it with the module raises."""
 
@@ -332,10 +350,12 @@ class _Hook:
 
 
 class _Guard:
-    """Around a module's call: ends the calls that began inside, also after an interrupt.
+    """Around a module's call: ends the calls that began inside, also after an interrupt. Calls the
+    hooks of a module on which they are not registered.
 
     Installed in the attribute that `Module.compile` uses for the compiled call, which copies and
-    pickles leave out. A module that is compiled later has only its hooks.
+    pickles leave out. A module that is compiled later has only its hooks (or none, and fetches each
+    parameter where it is used).
     """
 
     def __init__(
@@ -349,7 +369,8 @@ class _Guard:
         self._name = name
         self._calls = calls
         self._end = end
-        self._before, self._after = hooks
+        self.before, self._after = hooks
+        self._registered = sum(each is self.before for each in module._forward_pre_hooks.values())
         self._needs_no_hooks = needs_no_hooks
         self._installed = module._compiled_call_impl
         self._call: Callable[..., Any] = self._installed or module._call_impl
@@ -360,10 +381,12 @@ class _Guard:
         outer = len(self._calls)
         try:
             if not self._is_bare():
-                return self._call(*args, **kwargs)
+                if self._registered:
+                    return self._call(*args, **kwargs)
+                return self._between_hooks(self._call, args, kwargs)
             if self._needs_no_hooks is not None and self._needs_no_hooks():
                 return self._module.forward(*args, **kwargs)
-            return self._between_hooks(args, kwargs)
+            return self._between_hooks(self._module.forward, args, kwargs)
         except BaseException as error:
             leave_checkpoints(error)
             if isinstance(error, (RuntimeError, ValueError)):
@@ -377,25 +400,27 @@ class _Guard:
                 self._end(outer)
                 raise
 
-    def _between_hooks(self, args: Any, kwargs: Any) -> Any:
+    @break_graph
+    def _between_hooks(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As torch does it, which takes longer than a small layer."""
         result = None
         try:
-            self._before(self._module, args)
-            result = self._module.forward(*args, **kwargs)
+            self.before(self._module, args)
+            result = call(*args, **kwargs)
         except Exception:
             self._after(self._module, args, result)
             raise
         self._after(self._module, args, result)
         return result
 
+    @break_graph
     def _is_bare(self) -> bool:
         """Whether a call is its forward between our two hooks, without hooks of others, a compiler
         or a tracer."""
         module = self._module
         return self._installed is None and not (
-            len(module._forward_pre_hooks) > 1
-            or len(module._forward_hooks) > 1
+            len(module._forward_pre_hooks) > self._registered
+            or len(module._forward_hooks) > self._registered
             or module._backward_hooks
             or module._backward_pre_hooks
             or any(_GLOBAL_HOOKS)

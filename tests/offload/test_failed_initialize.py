@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import offload
 import offload.engine
+import offload.foreign_optimizers
 import offload.homes
 import offload.tiered_model
 import offload.zero.runtime
@@ -58,7 +58,7 @@ def held() -> tuple[int, int, int]:
     """Open files, threads, and hooks on every optimizer."""
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    return files, threading.active_count(), len(_global_optimizer_pre_hooks)
+    return files, threading.active_count(), len(offload.foreign_optimizers._watched)
 
 
 def fail(model: Any, keys: Any, owner: object, name: str, patch: pytest.MonkeyPatch) -> None:

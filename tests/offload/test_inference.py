@@ -309,6 +309,23 @@ def test_tiers_go_with_the_model(tmp_path: Path) -> None:
     assert gone() is None  # its threads end with the test (see conftest)
 
 
+def test_modules_are_built_while_tiers_go_with_their_model(tmp_path: Path) -> None:
+    """The garbage collector runs at any time, also while PyTorch goes through its hooks."""
+    model: Any = build()
+    model.itself = [model]
+    offload.dispatch(model, placed(tmp_path))
+    hooks = torch.nn.modules.module._global_module_registration_hooks
+    first = torch.nn.modules.module.register_module_module_registration_hook(
+        lambda *_: gc.collect() and None
+    )
+    hooks.move_to_end(first.id, last=False)
+    del model
+    try:
+        nn.Sequential(nn.Linear(2, 2))
+    finally:
+        first.remove()
+
+
 @pytest.mark.parametrize("name", ["_load_group", "_refuse_wrappers"])
 def test_one_that_fails_half_way_leaves_nothing(
     tmp_path: Path, monkeypatch: Any, name: str

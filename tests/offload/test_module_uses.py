@@ -5,6 +5,7 @@ test says otherwise.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import offload
 from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
@@ -25,6 +27,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     bits,
+    config,
     losses_of,
     parameters_of,
     seeded,
@@ -136,6 +139,52 @@ def test_an_encoder_takes_its_fast_path_wherever_its_first_layer_is(
             found = model(x, padded) if build is Encoder else model(x, src_key_padding_mask=padded)
         assert torch.equal(found, expected)
         engine.check_integrity()
+
+
+class OneLayer(nn.Module):
+    """Of an encoder, called by itself: it asks whether there are hooks on its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        y: Tensor = self.layer(x, src_key_padding_mask=padded)
+        return y
+
+
+@pytest.mark.parametrize("blocks", [[], ["Linear"]], ids=["one group", "several"])
+@pytest.mark.parametrize("begin", ["initialize", "dispatch"])
+def test_an_encoders_layer_takes_its_fast_path(
+    blocks: list[str], begin: str, tmp_path: Path
+) -> None:
+    """Where all of a sample is padded, the other path has numbers, and the fast one NaN."""
+    x = floats(1, 3, 7, 32)[0].to(ON)
+    padded = torch.arange(7, device=ON) >= torch.tensor([[5], [7], [0]], device=ON)
+    plain = seeded(OneLayer).to(ON)
+    keys = config(tmp_path, {"parameters": "nvme"}, groups={"blocks": blocks} if blocks else {})
+    model = seeded(OneLayer)
+    owner: Any = (
+        offload.initialize(model, keys) if begin == "initialize"
+        else offload.dispatched(offload.dispatch(model, keys))
+    )  # fmt: skip
+    with owner, torch.no_grad():
+        seen: list[str] = []
+        for each in plain, model:
+            each.layer.linear1.register_forward_hook(lambda *_: seen.append("called"))
+        for _ in range(2):  # with a hook of the user's it is the other path in both
+            for mode in (True, False):
+                torch.manual_seed(1)
+                expected = plain.train(mode)(x, padded)
+                torch.manual_seed(1)
+                assert bits(model.train(mode)(x, padded)) == bits(expected)
+            for each in plain, model:
+                each.layer.linear1._forward_hooks.clear()
+        assert len(seen) == 4
+        assert expected.isnan().any()
+        model.layer.compile(backend="eager")  # in place of the guard: it is the other path
+        assert torch.allclose(model(x, padded)[:2], expected[:2], atol=1e-6)
+        owner.check_integrity()
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights:UserWarning")  # cuDNN copies them together
