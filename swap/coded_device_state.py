@@ -86,7 +86,7 @@ class DeviceCodedState(CodedState):
     def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         """Encoded on the CPU: it happens where users write, not in a pass."""
         with self._lock:
-            if self._slot is None:
+            if self._slot is None or not self._has_values:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             view = self._slot.tensor[: self.nbytes]
         self._changing().copy_(view)
@@ -133,7 +133,8 @@ class DeviceCodedState(CodedState):
     def _refresh(self) -> None:
         """The values of the home's codes, where there is a slot."""
         with self._lock:
-            view = None if self._slot is None else self._slot.tensor[: self.nbytes]
+            held = self._slot if self._has_values else None
+            view = None if held is None else held.tensor[: self.nbytes]
         if view is not None:
             self._decode(0, self._home.tensor(), view)
 

@@ -11,7 +11,9 @@ What is written with the values that it had keeps its codes.
 
 Nothing is decoded ahead of use: reads of what comes next go on meanwhile, and what computes and
 what decodes share the same processors. A slot is given up before any codes are: to decode takes a
-fraction of the time of a read, and a slot a multiple of the memory.
+fraction of the time of a read, and a slot a multiple of the memory. Where the last use decoded, the
+slot is taken when the buffer is needed, before codes of what comes next fill its place: they would
+have to go again, and be read again.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class CodedState(SlotState):
         self._codec = codec
         self._step = step  # from the codes of one piece to those of the next
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
+        self._is_reserved = False  # the slot is empty, and taken for values that are needed now
+        self._was_decoded: bool | None = None  # at its last use
         self._is_stored = False  # the home has codes
         self._decoding = threading.Lock()  # one thread fills the slot, others wait for it
 
@@ -64,10 +68,12 @@ class CodedState(SlotState):
         return use + MADE_HERE if use >= 0 else use
 
     def can_drop(self) -> bool:
-        return self._slot is not None and not self._is_blank and not self._slot.in_use()
+        if self._slot is None or self._is_blank or self._pool.is_kept(self):
+            return False
+        return not self._slot.in_use()
 
     def _forget_arrival(self) -> None:
-        self._is_blank = False
+        self._is_blank = self._is_reserved = False
 
     def leave(self) -> None:
         """A slot is never dirty: what is written to it is stored at once."""
@@ -79,15 +85,34 @@ class CodedState(SlotState):
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         """Of the codes: they are decoded when the buffer is used."""
         with self._lock:
-            if self._slot is not None:
+            if self._has_values:
                 return True
+            if next_use is not None and next_use < 0:  # it is used now
+                if self._was_decoded is False:
+                    self._pool.keep_no_values(round_up(self.nbytes, PAGE_NBYTES))
+                elif self._slot is None and (self._was_decoded or self._pool.makes_values):
+                    self._reserve()
+                self._was_decoded = False
         return self._home.bring(next_use=next_use, priority=priority)
+
+    @property
+    def _has_values(self) -> bool:
+        """Of the slot, unless it is blank."""
+        return self._slot is not None and not self._is_reserved
+
+    def _reserve(self) -> None:
+        size = round_up(self.nbytes, PAGE_NBYTES)
+        lease = self._pool.offer_for_values(size, self.name, StateClass.PARAMETERS)
+        if lease is not None:
+            self._slot, self._is_reserved = lease, True
+            self._pool.register(self)
+            self._pool.keep_for_values(self)
 
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
         with self._decoding:
             with self._lock:
-                if self._slot is not None:
+                if self._slot is not None and self._has_values:
                     return self._slot.tensor[: self.nbytes]
             # before its codes are held: these fit into smaller holes
             view = self._take_slot()
@@ -98,7 +123,9 @@ class CodedState(SlotState):
             except BaseException:
                 self.drop()  # the next caller must not take what is half there for values
                 raise
-            self._is_blank = False
+            self._is_blank, self._was_decoded = False, True
+            with self._lock:
+                self._pool.keep_for_values(self)
             return view
 
     def codes(self) -> tuple[Codec, torch.Tensor] | None:
@@ -107,13 +134,17 @@ class CodedState(SlotState):
 
     def blank(self) -> torch.Tensor:
         with self._lock:
-            if self._slot is not None:
+            if self._slot is not None and self._has_values:
                 self._is_blank = True
                 return self._slot.tensor[: self.nbytes]
         return self._take_slot()
 
     def _take_slot(self) -> torch.Tensor:
         """A slot that is blank until it is filled."""
+        with self._lock:
+            if self._slot is not None:
+                self._is_blank, self._is_reserved = True, False
+                return self._slot.tensor[: self.nbytes]
         size = round_up(self.nbytes, PAGE_NBYTES)
         lease = self._pool.demand(size, self.name, StateClass.PARAMETERS)
         with self._lock:
@@ -132,7 +163,7 @@ class CodedState(SlotState):
     def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
         """Stored at once, and rounded to what is stored."""
         with self._lock:
-            if self._slot is None:
+            if self._slot is None or not self._has_values:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             view = self._slot.tensor[: self.nbytes]
         self._home.settle()  # what goes home must not be half of what is written now
@@ -155,18 +186,20 @@ class CodedState(SlotState):
 
     def residency(self) -> Residency:
         with self._lock:
-            if self._slot is not None:
+            if self._has_values:
                 return Residency.DIRTY if self._is_blank else Residency.CLEAN
         return self._home.residency()
 
     # ---------------------------------------------------------------- pieces in host memory
     def host_piece(self, piece: int) -> HostPiece | None:
         with self._lock:
-            return None if self._slot is None else HostPiece(self._slot.tensor[self.span(piece)])
+            if self._slot is None or not self._has_values:
+                return None
+            return HostPiece(self._slot.tensor[self.span(piece)])
 
     def wrote_piece(self, piece: int) -> None:
         with self._lock:
-            if self._slot is None:
+            if self._slot is None or not self._has_values:
                 raise StateError(f"{self.name} is staged: use write_piece")
             view = self._slot.tensor[self.span(piece)]
         self.write_piece(piece, view)
@@ -184,7 +217,8 @@ class CodedState(SlotState):
         self._codec.update(source[: span.stop - span.start], self._stored(piece, stored))
         self._home.wrote()
         with self._lock:
-            view = None if self._slot is None else self._slot.tensor[: self.nbytes]
+            held = self._slot if self._has_values else None
+            view = None if held is None else held.tensor[: self.nbytes]
         if view is not None:
             self._decode(piece, stored, view)
         return Transfer.completed(None)

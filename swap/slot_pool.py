@@ -5,6 +5,10 @@ are on their way. A prefetch may only evict a copy that is needed later than its
 waits. The copy used last is evicted first (`tiers/eviction.py`). Of many copies (experts, pages of
 keys and values) not all are looked at for each eviction: what one look found to be used last is
 given up by the next ones, too, unless it is used sooner now, and then what was just used up.
+
+Values that are made in memory, from codes there, need a slot that is a multiple of the codes. The
+largest such slot is left for the next values: prefetches of codes that took its place would have to
+go again, and be read again.
 """
 
 from __future__ import annotations
@@ -76,6 +80,9 @@ class SlotPool:
         self._least_use = 0.0  # each of them was used no sooner than this
         self._used_up: dict[int, CachedPiece] = {}  # until their next turn; the last one is last
         self._before_look = 0  # so many of those may go before the next look
+        self._values: CachedPiece | None = None  # the largest slot of values that are made here
+        self.makes_values = False  # the last ones that were used were made
+        self._is_ahead = False  # room is looked for that is not needed now
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
@@ -88,6 +95,8 @@ class SlotPool:
 
     def unregister(self, piece: CachedPiece) -> None:
         del self._held[id(piece)]
+        if self._values is piece:
+            self._values = None
         self._used_up.pop(id(piece), None)
 
     def use_up(self, piece: CachedPiece) -> None:
@@ -96,6 +105,32 @@ class SlotPool:
         if id(piece) in self._held:
             self._used_up.pop(id(piece), None)
             self._used_up[id(piece)] = piece
+
+    def keep_for_values(self, piece: CachedPiece) -> None:
+        """`piece` holds values that were made here (under the lock)."""
+        self.makes_values = True
+        if self._values is None or self._values.held_nbytes <= piece.held_nbytes:
+            self._values = piece
+
+    def keep_no_values(self, nbytes: int) -> None:
+        """Values of so many bytes were not made when they were used (under the lock)."""
+        self.makes_values = False
+        if self._values is not None and self._values.held_nbytes <= nbytes:
+            self._values = None
+
+    def is_kept(self, piece: CachedPiece) -> bool:
+        """Whether its slot is left for the next values (under the lock)."""
+        return self._is_ahead and piece is self._values
+
+    def offer_for_values(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
+        """As `offer`, for values that are needed now: where there is no room, in the place of the
+        largest before them."""
+        with self.lock:
+            lease = self._lease(nbytes, owner, state_class)
+            if lease is None and self._values is not None and self._values.can_drop():
+                self._values.drop()
+                self.evictions += 1
+            return lease or self._try(nbytes, owner, state_class, before=-1.0)
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
         """A lease, evicting any copy that can go; may wait for copies to reach their home.
@@ -127,7 +162,11 @@ class SlotPool:
     ) -> Lease | None:
         """A lease if there is room, or copies used later than `next_use` to take the place of."""
         with self.lock:
-            return self._try(nbytes, owner, state_class, before=next_use)
+            self._is_ahead = next_use >= 0
+            try:
+                return self._try(nbytes, owner, state_class, before=next_use)
+            finally:
+                self._is_ahead = False
 
     def _try(
         self, nbytes: int, owner: str, state_class: StateClass, before: float | None

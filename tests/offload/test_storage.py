@@ -252,19 +252,22 @@ def test_peaks_are_predicted(placement: str, share: float | None, tmp_path: Path
     assert beside + copies.nbytes == pytest.approx(measured, rel=0.1)
 
 
-def test_codes_cross_the_disk_and_values_do_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["100KiB", "104KiB", "112KiB"])
+def test_codes_cross_the_disk_once_and_values_do_not(host: str, tmp_path: Path) -> None:
     keys = coded(tmp_path, "int4", "nvme", precision="bf16")
     model = in_precision(adapted(6).requires_grad_(False), "bf16")
-    keys["budget"] = {"host": "160KiB", "nvme": "64MiB"}
+    keys["budget"] = {"host": host, "nvme": "64MiB"}
     offload.dispatch(model, keys)
     with torch.no_grad(), offload.dispatched(model) as owner:
-        model(batches(1)[0])
+        for _ in range(3):
+            model(batches(1)[0])
         before = owner.report().bytes_moved
         model(batches(1)[0])
         after = owner.report().bytes_moved
-        values = sum(max(group.parameters, group.decoded) for group in owner.plan.groups)
+        stored = sum(group.parameters for group in owner.plan.groups)
         assert after["nvme write"] == before["nvme write"]
-        assert 0 < after["nvme read"] - before["nvme read"] < 0.6 * values
+        read = after["nvme read"] - before["nvme read"]
+        assert 0 < read <= 1.2 * stored, "but for a group at the end of a pass"
 
 
 # ---------------------------------------------------------------- reading, writing, checkpoints

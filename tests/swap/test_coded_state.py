@@ -285,7 +285,7 @@ def test_what_was_decoded_makes_room_before_any_codes_do(make: Make, home_kind: 
     assert state.next_use() > home.next_use()
     leases = []
     while state.held_nbytes:
-        page = state._pool.offer(PAGE_NBYTES, "more", StateClass.PARAMETERS, next_use=0.0)
+        page = state._pool.offer(PAGE_NBYTES, "more", StateClass.PARAMETERS, next_use=-1.0)
         assert page is not None
         leases.append(page)
     assert home.held_nbytes
