@@ -485,13 +485,27 @@ def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     if not hasattr(config, "num_attention_heads"):  # RWKV: states alone
         return ()
     layers = get_layer_types_and_kwargs(config)[0]
+    layer = _latent(outermost, config) or _of_heads(config)
+    crossed = layers if outermost.config.is_encoder_decoder else []
+    return (layer,) * sum(kind not in _STATELESS for kind in (*layers, *crossed))
+
+
+def _latent(model: PreTrainedModel, config: Any) -> CachedLayer | None:
+    """Of multi-head latent attention, which expands one latent and one rotated key per token after
+    the cache; with an indexer, for sparse attention, before it."""
+    expands = any(hasattr(m, "expand_kv") and not hasattr(m, "indexer") for m in model.modules())
+    return CachedLayer(1, config.kv_lora_rank, config.qk_rope_head_dim) if expands else None
+
+
+def _of_heads(config: Any) -> CachedLayer:
     heads = int(config.num_attention_heads)
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    layer = CachedLayer(
+    shared = getattr(config, "multi_query", False)  # of all heads; Falcon's newer models repeat it
+    if shared and not getattr(config, "new_decoder_architecture", False):
+        return CachedLayer(1, dim, dim)
+    return CachedLayer(
         getattr(config, "num_key_value_heads", None) or heads,
-        # of multi-head latent attention, keys and values are of their own widths
+        # expanded latents: keys and values are of their own widths
         getattr(config, "qk_head_dim", None) or dim,
         getattr(config, "v_head_dim", None) or dim,
     )
-    crossed = layers if outermost.config.is_encoder_decoder else []
-    return (layer,) * sum(kind not in _STATELESS for kind in (*layers, *crossed))

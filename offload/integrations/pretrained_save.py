@@ -113,7 +113,8 @@ def _goes_its_own_way(model: PreTrainedModel, owner: Any, given: Mapping[str, An
 
 def _check_elsewhere(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
     """PathError where a model's weights would be written over the files that they are read from."""
-    if os.path.isdir(folder) and os.path.samefile(folder, model.name_or_path):
+    own = model.name_or_path  # no folder where it was moved, or was relative to another one
+    if os.path.isdir(folder) and os.path.isdir(own) and os.path.samefile(folder, own):
         raise PathError(
             f"{folder} has the files that this model's weights are read from; name another folder, "
             "or save it when it is dispatched"

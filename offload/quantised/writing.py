@@ -198,20 +198,22 @@ def _array(tensor: Tensor, kind: Float) -> Array:
 
 
 def _symmetric(name: str, tensor: Tensor, weights: WeightFormat, dtype: torch.dtype) -> Grouped:
-    """With scales in `dtype`, rounded up, so that no code leaves -7 .. 7 or -127 .. 127."""
+    """With scales in `dtype`, rounded up, so that no code leaves -7 .. 7 or -127 .. 127. The least
+    scale of fp16 leaves groups of small values few codes: less than half of them is refused."""
     pieces = [
         _symmetric_rows(rows, weights, dtype) for rows in tensor.split(piece_rows(tensor.shape[1]))
     ]
-    scale, words = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    most = scale.float() * ((1 << (weights.code.bits - 1)) - 1)
-    _refuse_scales(name, scale, most > torch.finfo(dtype).max, dtype)
+    exact, scale, words = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    largest = scale.float() * ((1 << (weights.code.bits - 1)) - 1)
+    lost = (scale > 2 * exact) | (largest > torch.finfo(dtype).max)
+    _refuse_scales(name, exact, lost, dtype)
     return Grouped(weights.code.bits, words, scale, None)
 
 
 def _symmetric_rows(
     rows: Tensor, weights: WeightFormat, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Scales and packed codes."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales in fp32 and in `dtype`, and packed codes."""
     half = 1 << (weights.code.bits - 1)
     values = rows.unflatten(1, (-1, weights.group_size)).float()
     exact = values.abs().amax(-1) / (half - 1)
@@ -221,7 +223,7 @@ def _symmetric_rows(
         scale = torch.where(low, (scale.view(torch.int16) + 1).view(dtype), scale)
     divisor = torch.where(scale > 0, scale, 1).float()
     codes = (values / divisor[..., None]).round_().to(torch.int16) + half
-    return scale, packed(codes.flatten(1).to(torch.uint8), weights.code.bits)
+    return exact, scale, packed(codes.flatten(1).to(torch.uint8), weights.code.bits)
 
 
 def _leave_out_zero(tensor: Tensor, made: Grouped) -> None:
@@ -256,7 +258,7 @@ def _refuse_scales(name: str, scale: Tensor, lost: Tensor, dtype: torch.dtype) -
     if bool(lost.any()):
         raise CheckpointError(
             f"{name} has a group with scale {float(scale[lost][0]):g}, which {dtype} does not "
-            "hold: the values would be others; write it in int8, nf4 or another precision"
+            "hold: the values would be others; write it in another format (nf4) or precision"
         )
 
 

@@ -238,13 +238,15 @@ def test_rows_that_kernels_do_not_take_are_refused(tmp_path: Path) -> None:
             )  # fmt: skip
 
 
-def test_scales_that_fp16_does_not_hold_are_named(tmp_path: Path) -> None:
-    """Those of weights in fp32 are written in fp16."""
+@pytest.mark.parametrize("factor", [1e6, 1e-7])
+@pytest.mark.parametrize("code", ["int4", "int8"])
+def test_scales_that_fp16_does_not_hold_are_named(code: str, factor: float, tmp_path: Path) -> None:
+    """Those of weights in fp32 are written in fp16. The small ones became zero in int8."""
     folder = cast(tmp_path / "model", torch.float32)
-    edit(folder, lambda tensors: {**tensors, UP: tensors[UP] * 1e6})
-    for code in ("int4", "int8"):
-        with pytest.raises(CheckpointError, match=r"which torch\.float16 does not hold"):
-            offload.compress(folder, tmp_path / "out", storage=code, format="gptq", group_size=32)
+    edit(folder, lambda tensors: {**tensors, UP: tensors[UP] * factor})
+    with pytest.raises(CheckpointError, match=r"which torch\.float16 does not hold"):
+        offload.compress(folder, tmp_path / "out", storage=code, format="gptq", group_size=32)
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------- experts

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from offload.errors import StateError, TierFullError
-from offload.kv_cache import keep_in_tiers
+from offload.kv_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
 from offload.zero.fetching import Fetcher
+from offload.zero.kv_sizes import CachedLayer
 from offload.zero.kv_store import KVStore
 from tests.offload.kv_cases import Homes
 
@@ -221,3 +222,32 @@ def test_where_more_rows_find_no_room_nothing_has_changed(
         with pytest.raises(TierFullError):
             pair.ours.layers[0].batch_repeat_interleave(256)
         pair.update(draw, 1)
+
+
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "num_key_value_heads": 4, "first_k_dense_replace": LAYERS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("deepseek_v3", LATENT),
+        ("minicpm3", LATENT),
+        ("falcon", {"multi_query": True}),
+        ("falcon", {"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    ],
+)
+def test_plans_know_what_layers_keep_of_a_token(kind: str, keys: dict[str, Any]) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    shape |= {"vocab_size": 32, "intermediate_size": 32, "ffn_hidden_size": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **keys)).eval()
+    with torch.no_grad():
+        cache = model(torch.arange(3)[None]).past_key_values
+    kept = [
+        CachedLayer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+        for layer in cache.layers
+    ]
+    assert cached_layers(model) == tuple(kept)

@@ -287,6 +287,16 @@ def test_an_opened_model_is_not_written_over_its_own_files(tmp_path: Path) -> No
     )
 
 
+def test_an_opened_model_is_saved_when_its_folder_has_moved(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    before = safetensors.load_file(tmp_path / "model/model.safetensors")
+    model: Any = offload.open_pretrained(tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    (tmp_path / "found").mkdir()
+    model.save_pretrained(tmp_path / "found")
+    assert_same_bits(safetensors.load_file(tmp_path / "found/model.safetensors"), before)
+
+
 def test_a_dispatched_model_is_saved_by_transformers_where_a_state_dict_is_given(
     tmp_path: Path,
 ) -> None:
