@@ -11,7 +11,9 @@ from offload.tiers.errors import ConfigError
 
 Storage = Annotated[
     str | None,
-    typer.Option(metavar="CODES", help="Weights of linear layers in int4, int8 or nf4."),
+    typer.Option(
+        metavar="CODES", help="Weights of linear layers and experts in int4, int8 or nf4."
+    ),
 ]
 Format = Annotated[
     str | None,
@@ -41,7 +43,10 @@ def compress(
     ] = None,
     prune: Annotated[
         str | None,
-        typer.Option(metavar="RULE", help="Zeros in linear layers: 2:4, or a share of each (30%)."),
+        typer.Option(
+            metavar="RULE",
+            help="Zeros in linear layers and experts: 2:4, or a share of each (30%).",
+        ),
     ] = None,
     storage: Storage = None,
     group_size: GroupSize = 64,

@@ -24,7 +24,7 @@ import offload
 from offload.checkpoint.exporting import export
 from offload.cli.app import app
 from offload.errors import CheckpointError, ConfigError, PathError, UnsupportedError
-from offload.integrations import compress
+from offload.integrations import compress, hub_export
 from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_hub_format
 from offload.integrations.pruning import Pruning
@@ -480,7 +480,7 @@ def test_what_is_there_is_not_replaced(folder: Path, tmp_path: Path) -> None:
 def test_what_somebody_else_has_written_meanwhile_stays(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_files = compress.write_files
+    write_files = hub_export.write_files
 
     def late(*args: Any) -> Any:
         offload.compress(folder, tmp_path / "out", prune="2:4")
