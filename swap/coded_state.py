@@ -34,6 +34,7 @@ from offload.tiers.errors import StateError
 from offload.tiers.eviction import MADE_HERE
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
@@ -121,7 +122,8 @@ class CodedState(SlotState):
                 for piece in range(self.pieces):
                     self._decode(piece, stored, view)
             except BaseException:
-                self.drop()  # the next caller must not take what is half there for values
+                with self._lock:
+                    self.drop()  # the next caller must not take what is half there for values
                 raise
             self._is_blank, self._was_decoded = False, True
             with self._lock:
@@ -143,14 +145,20 @@ class CodedState(SlotState):
         """A slot that is blank until it is filled."""
         with self._lock:
             if self._slot is not None:
-                self._is_blank, self._is_reserved = True, False
-                return self._slot.tensor[: self.nbytes]
+                return self._blanked(self._slot)
         size = round_up(self.nbytes, PAGE_NBYTES)
         lease = self._pool.demand(size, self.name, StateClass.PARAMETERS)
         with self._lock:
-            self._slot, self._is_blank = lease, True
+            if self._slot is not None:  # the model's thread has reserved one meanwhile
+                lease.free()
+                return self._blanked(self._slot)
+            self._slot = lease
             self._pool.register(self)
-            return lease.tensor[: self.nbytes]
+            return self._blanked(lease)
+
+    def _blanked(self, slot: Lease) -> torch.Tensor:
+        self._is_blank, self._is_reserved = True, False
+        return slot.tensor[: self.nbytes]
 
     def _decode(self, piece: int, stored: torch.Tensor, view: torch.Tensor) -> None:
         self._codec.decode(self._stored(piece, stored), view[self.span(piece)])

@@ -291,3 +291,33 @@ def test_what_was_decoded_makes_room_before_any_codes_do(make: Make, home_kind: 
     assert home.held_nbytes
     for lease in leases:
         lease.free()
+
+
+def test_a_slot_reserved_while_another_thread_waits_for_one_is_not_lost(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = filled(make)
+    expected = held(state).clone()
+    state.drop()
+    pool = state._pool
+    used, demand = pool.tier.account.used_nbytes, pool.demand
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def late(nbytes: int, owner: str, state_class: StateClass) -> Any:
+        waits.set()
+        assert goes_on.wait(10)
+        return demand(nbytes, owner, state_class)
+
+    monkeypatch.setattr(pool, "demand", late)
+    found: list[Tensor] = []
+    other = threading.Thread(target=lambda: found.append(held(state).clone()))
+    other.start()
+    assert waits.wait(10)
+    monkeypatch.undo()
+    state._was_decoded = True
+    state.bring(next_use=-1.0)  # the model's thread
+    goes_on.set()
+    other.join()
+    assert torch.equal(found[0], expected)
+    state.drop()
+    assert pool.tier.account.used_nbytes == used
