@@ -34,7 +34,6 @@ from offload.tiers.errors import StateError
 from offload.tiers.eviction import MADE_HERE
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
-from offload.tiers.memory_tier import Lease
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
@@ -144,21 +143,26 @@ class CodedState(SlotState):
     def _take_slot(self) -> torch.Tensor:
         """A slot that is blank until it is filled."""
         with self._lock:
-            if self._slot is not None:
-                return self._blanked(self._slot)
+            view = self._blank_slot()
+        if view is not None:
+            return view
         size = round_up(self.nbytes, PAGE_NBYTES)
         lease = self._pool.demand(size, self.name, StateClass.PARAMETERS)
         with self._lock:
-            if self._slot is not None:  # the model's thread has reserved one meanwhile
+            view = self._blank_slot()
+            if view is not None:  # the model's thread has reserved one meanwhile
                 lease.free()
-                return self._blanked(self._slot)
-            self._slot = lease
+                return view
+            self._slot, self._is_blank = lease, True
             self._pool.register(self)
-            return self._blanked(lease)
+            return lease.tensor[: self.nbytes]
 
-    def _blanked(self, slot: Lease) -> torch.Tensor:
+    def _blank_slot(self) -> torch.Tensor | None:
+        """The slot there is, blank from now on."""
+        if self._slot is None:
+            return None
         self._is_blank, self._is_reserved = True, False
-        return slot.tensor[: self.nbytes]
+        return self._slot.tensor[: self.nbytes]
 
     def _decode(self, piece: int, stored: torch.Tensor, view: torch.Tensor) -> None:
         self._codec.decode(self._stored(piece, stored), view[self.span(piece)])

@@ -34,7 +34,9 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     if type(tensor) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # making one imports it
-    return module is not None and isinstance(tensor, module.DTensor)
+    # without the class another thread is still importing it, and there is none yet
+    dtensor = getattr(module, "DTensor", None)
+    return dtensor is not None and isinstance(tensor, dtensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
