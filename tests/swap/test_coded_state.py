@@ -321,3 +321,22 @@ def test_a_slot_reserved_while_another_thread_waits_for_one_is_not_lost(
     assert torch.equal(found[0], expected)
     state.drop()
     assert pool.tier.account.used_nbytes == used
+
+
+def test_a_reserved_slot_is_never_taken_for_values(make: Make, codec: Codec) -> None:
+    state = filled(make)
+    state.drop()
+    state._pool.makes_values = True
+    state.bring(next_use=-1.0)  # another state's last use decoded
+    assert state.held_nbytes
+    assert state.residency() is state._home.residency()
+    assert state.host_piece(0) is None
+    with pytest.raises(StateError, match="no memory that could have been written"):
+        state.wrote()
+    with pytest.raises(StateError, match="write_piece"):
+        state.wrote_piece(0)
+    piece = torch.empty(PIECE, dtype=torch.uint8)
+    state.read_piece(1, piece).wait()
+    expected = rounded(codec, values())
+    assert torch.equal(piece.view(torch.float32), expected[PIECE // 4 : PIECE // 2])
+    assert torch.equal(held(state), expected)
