@@ -106,7 +106,8 @@ def kv_held(
         each = _whole(together * batch * nbytes)
         full.append(length // together * each)
         computing += each
-        whole = -(-(length + 1) // together) * together
+        # what attention reads has room for all that is planned from the beginning on
+        whole = max(-(-(length + 1) // together) * together, planned // batch)
         buffers.append(batch * whole * layer.token_numel * itemsize)
     computes = Tier.DEVICE if gpu else Tier.HOST
     away = 1 - shares.get(computes, 0.0)
