@@ -23,8 +23,9 @@ from offload.tiers.eviction import furthest_first
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 
-_PER_LOOK = 16  # copies for which a look at all of them finds one more to give up
-_MANY = 32  # copies; of fewer the one used last is known at any time, for a look takes little
+# Copies for which a look at all of them finds one more to give up. Of fewer the one used last is
+# known at any time: a look takes little, and what it found may not be the furthest any more.
+_PER_LOOK = 64
 
 
 class CachedPiece(Protocol):
@@ -176,7 +177,7 @@ class SlotPool:
             return lease
         while (piece := self._next_to_drop()) is not None:
             if before is not None and piece.next_use() <= before:
-                if len(self._held) >= _MANY:
+                if len(self._held) >= _PER_LOOK:
                     self._furthest.append(piece)
                 return None
             piece.drop()

@@ -12,7 +12,8 @@ from tests.kernels.code_cases import ALL, SAMPLE
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All formats and kinds of values, or a sample of them."""
-    if {"weights", "kind"} <= set(metafunc.fixturenames):
+    own = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    if {"weights", "kind"} <= set(metafunc.fixturenames) and ("weights", "kind") not in own:
         cases = ALL if metafunc.config.getoption("--long") else SAMPLE
         names = [f"{each.code.name}-{each.group_size}-{kind.name}" for each, kind in cases]
         metafunc.parametrize(("weights", "kind"), cases, ids=names)

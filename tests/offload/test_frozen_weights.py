@@ -94,7 +94,7 @@ def test_weights_of_three_times_the_budget_are_adapted_within_it(tmp_path: Path)
     assert found["written"] <= found["steps"] * 4.2 * adapters  # weights, gradients, two moments
     assert found["read"] > (found["steps"] - 1) * frozen, "more than the memory for copies holds"
     assert found["nvme"]["gradients"] <= adapters
-    assert found["nvme"]["optimizer"] <= 2.4 * adapters
+    assert found["nvme"]["optimizer"] <= 3 * adapters  # and versions that are being written
 
 
 def test_weights_of_8_bits_are_refused(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_prefetch_never_takes_the_place_of_what_is_needed_sooner(bench):
     assert held[0].residency() is Residency.CLEAN
 
 
-MANY = 48  # copies, for which one look finds four
+MANY = 192  # copies, for which one look finds four
 
 
 def test_of_many_copies_those_needed_last_give_way_and_not_all_are_looked_at_each_time(tmp_path):
