@@ -267,7 +267,7 @@ def test_codes_cross_the_disk_once_and_values_do_not(host: str, tmp_path: Path) 
         stored = sum(group.parameters for group in owner.plan.groups)
         assert after["nvme write"] == before["nvme write"]
         read = after["nvme read"] - before["nvme read"]
-        assert 0 < read <= 1.2 * stored, "but for a group at the end of a pass"
+        assert 0 < read <= 1.5 * stored, "but for groups at the end of a pass"
 
 
 # ---------------------------------------------------------------- reading, writing, checkpoints
