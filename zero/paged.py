@@ -16,8 +16,9 @@ reads, writes and aliases.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -303,24 +304,38 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     written = {id(arg) for arg in _written(operation, args, kwargs)}
     opened: dict[int, torch.Tensor] = {}
     paged_of: dict[int, PagedTensor] = {}
-    with ExitStack() as stack:
+    entered: list[AbstractContextManager[torch.Tensor]] = []
 
-        def values(arg: Any) -> Any:
-            if not isinstance(arg, PagedTensor):
-                return arg
-            if torch.Tag.inplace_view in operation.tags:
-                arg._refuse(f"{operation}: another shape or memory")
-            if id(arg) not in opened:
-                open_ = _writing if id(arg) in written else _reading
-                opened[id(arg)] = stack.enter_context(open_(arg))
-                paged_of[id(opened[id(arg)])] = arg
-            return opened[id(arg)]
+    def values(arg: Any) -> Any:
+        if not isinstance(arg, PagedTensor):
+            return arg
+        if torch.Tag.inplace_view in operation.tags:
+            arg._refuse(f"{operation}: another shape or memory")
+        if id(arg) not in opened:
+            values_of = (_writing if id(arg) in written else _reading)(arg)
+            opened[id(arg)] = values_of.__enter__()
+            entered.append(values_of)
+            paged_of[id(opened[id(arg)])] = arg
+        return opened[id(arg)]
 
+    try:
         found = operation(
             *(_in_lists(arg, values) for arg in args),
             **{key: _in_lists(arg, values) for key, arg in kwargs.items()},
         )
-        return _results(found, paged_of, {_memory(each) for each in opened.values()})
+        results = _results(found, paged_of, {_memory(each) for each in opened.values()})
+    except BaseException:
+        _leave(entered, *sys.exc_info())
+        raise
+    _leave(entered, None, None, None)
+    return results
+
+
+def _leave(entered: list[AbstractContextManager[torch.Tensor]], *error: Any) -> None:
+    """As an `ExitStack` would, but that one that is interrupted is garbage for the collector alone,
+    and what it had not left until then would be in use."""
+    while entered:
+        entered.pop().__exit__(*error)
 
 
 def _in_lists(arg: Any, change: Callable[[Any], Any]) -> Any:
