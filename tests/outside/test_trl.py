@@ -185,7 +185,7 @@ def test_with_the_mixin_adapters_train_and_their_files_are_pefts(
     trainer.train()
     whole = logged(trainer)
     assert_close(whole, logged(plain))
-    folders = [tmp_path / name / "checkpoint-20" for name in ("plain", "ours")]
+    folders = [tmp_path / name / f"checkpoint-{STEPS}" for name in ("plain", "ours")]
     files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert files[0] == files[1]
     saved = [safetensors.load_file(f / "adapter_model.safetensors") for f in folders]
