@@ -332,10 +332,14 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _leave(entered: list[AbstractContextManager[torch.Tensor]], *error: Any) -> None:
-    """As an `ExitStack` would, but that one that is interrupted is garbage for the collector alone,
-    and what it had not left until then would be in use."""
-    while entered:
-        entered.pop().__exit__(*error)
+    """As an `ExitStack` would, all of them whatever one raises. But an `ExitStack` that is
+    interrupted is garbage for the collector alone, and what it had not left would be in use."""
+    try:
+        while entered:
+            entered.pop().__exit__(*error)
+    except BaseException:
+        _leave(entered, *sys.exc_info())
+        raise
 
 
 def _in_lists(arg: Any, change: Callable[[Any], Any]) -> Any:

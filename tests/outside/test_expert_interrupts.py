@@ -3,8 +3,10 @@ the bits of one that was never interrupted, also where steps were missed by then
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +96,26 @@ def interrupted(engine: offload.Engine, use: Callable[[offload.Engine], None], p
     except KeyboardInterrupt:
         assert_at_rest(engine)
     assert not engine.runtime.store.in_use()
+
+
+def test_an_interrupted_read_leaves_nothing_in_use_without_the_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_tree, "SMALL_UNIT_NUMEL", 0)
+    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
+    with offload.initialize(
+        seeded(lambda: Model(2, packed=True)), config(tmp_path, HOST)
+    ) as engine:
+        experts: Any = engine.module.get_submodule("layers.1.experts")
+        param = next(experts.parameters())
+        with torch.no_grad(), counted_points() as points:
+            param[1].clone()
+        assert points() > 100
+        gc.disable()
+        try:
+            for point in range(1, points() + 1):
+                with torch.no_grad(), suppress(KeyboardInterrupt), at_point(point):
+                    param[1].clone()
+                assert not engine.runtime.store.in_use(), point
+        finally:
+            gc.enable()

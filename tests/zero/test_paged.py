@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -293,3 +294,35 @@ def test_nothing_imports_the_compiler() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
     assert ended.stdout.split() == ["False", "False"], ended.stderr
+
+
+class Ending:
+    """The source of values whose end is noted; it may fail."""
+
+    def __init__(self, name: str, ended: list[str], *, fails: bool = False) -> None:
+        self.name = name
+        self._ended, self._fails = ended, fails
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Tensor]:
+        try:
+            yield torch.ones(SHAPE)
+        finally:
+            self._ended.append(self.name)
+        if self._fails:
+            raise ValueError(self.name)
+
+    writing = reading
+
+    def answer(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        return NotImplemented
+
+
+def test_where_the_end_of_one_value_fails_the_others_end_all_the_same() -> None:
+    ended: list[str] = []
+    like, cpu = torch.empty(SHAPE, device="meta"), torch.device("cpu")
+    one = PagedTensor(Ending("one", ended), like, cpu)
+    two = PagedTensor(Ending("two", ended, fails=True), like, cpu)
+    with pytest.raises(ValueError, match="two") as kept:
+        one + two
+    assert ended == ["two", "one"], kept  # which keeps the frames, and what they hold
