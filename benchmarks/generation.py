@@ -331,21 +331,57 @@ def compare(options: argparse.Namespace, batch: int, source: Path | None, path: 
             children[system] = child
         if source is not None:
             forget_cached(source)
-        turns: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-        speeds = []
-        for round_, order in in_turn(systems, options.rounds):
-            speed = disk.bytes_per_s()
-            for system in order:
-                children[system].send("turn")
-                found = children[system].answer()
-                if round_ >= 0:
-                    turns[system].append(found)
-            if round_ >= 0:
-                speeds.append(max(speed, disk.bytes_per_s()))
-        for child in children.values():
-            child.close()
+        turns, speeds = take_turns(children, disk, options.rounds)
     _add_rows(record, turns, speeds, options)
     return record
+
+
+Turns = Mapping[str, Sequence[Mapping[str, Any]]]  # by system, those of each round
+
+
+def take_turns(
+    children: Mapping[str, Child], disk: Reads, rounds: int
+) -> tuple[Turns, Sequence[float]]:
+    """What each system answers, once per round, and bytes per second of the disk; ends them."""
+    turns: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
+    speeds = []
+    for round_, order in in_turn(list(children), rounds):
+        speed = disk.bytes_per_s()
+        for system in order:
+            children[system].send("turn")
+            found = children[system].answer()
+            if round_ >= 0:
+                turns[system].append(found)
+        if round_ >= 0:
+            speeds.append(max(speed, disk.bytes_per_s()))
+    for child in children.values():
+        child.close()
+    return turns, speeds
+
+
+def add_rows(
+    record: Record, turns: Turns, kinds: Mapping[str, Kind], batch: int, speeds: Sequence[float]
+) -> None:  # fmt: skip
+    """Each system's; what the disk takes for our bytes; and the larger of that and of the pass with
+    everything in memory, if that was measured."""
+    names = ("seconds", "read_nbytes", "peak_rss_nbytes")
+    for system, found in turns.items():
+        measures = {name: [float(each[name]) for each in found] for name in names}
+        measures["tokens_per_s"] = [batch / seconds for seconds in measures["seconds"]]
+        record.rows.append(Row(system, kinds[system], measures))
+    of_kind = {row.kind: row for row in record.rows}
+    read = of_kind[Kind.OURS].values("read_nbytes")
+    waits = [nbytes / speed for nbytes, speed in zip(read, speeds, strict=True)]
+    record.rows.append(Row(DISK, Kind.LIMIT, {"seconds": waits}))
+    computing = of_kind.get(Kind.LIMIT)
+    bounds = [waits] if computing is None else [waits, computing.values("seconds")]
+    longest = [max(each) for each in zip(*bounds, strict=True)]
+    record.rows.append(Row(LONGEST, Kind.LIMIT, {"seconds": longest}))
+    ours, *others = ([each["chosen"] for each in found] for found in turns.values())
+    pairs = [pair for other in others for pair in zip(ours, other, strict=True)]
+    # where one makes fewer passes, of those that both make
+    same = all(a == b for mine, its in pairs for a, b in zip(mine, its, strict=False))
+    record.notes.append("the same tokens from all systems" if same else "TOKENS DIFFER")
 
 
 def _add_rows(
@@ -353,20 +389,8 @@ def _add_rows(
     options: argparse.Namespace,
 ) -> None:  # fmt: skip
     batch = record.options["batch"]
-    names = ("seconds", "read_nbytes", "peak_rss_nbytes")
-    for system, found in turns.items():
-        kind = {OURS: Kind.OURS, ACCELERATE: Kind.PEER, IN_RAM: Kind.LIMIT}[system]
-        measures = {name: [float(each[name]) for each in found] for name in names}
-        measures["tokens_per_s"] = [batch / seconds for seconds in measures["seconds"]]
-        record.rows.append(Row(system, kind, measures))
-    ours = record.measured(OURS)
-    assert ours is not None, "ours is always measured"
-    waits = [n / s for n, s in zip(ours.values("read_nbytes"), speeds, strict=True)]
-    record.rows.append(Row(DISK, Kind.LIMIT, {"seconds": waits}))
-    computing = record.measured(IN_RAM)
-    bounds = [waits] if computing is None else [waits, computing.values("seconds")]
-    longest = [max(each) for each in zip(*bounds, strict=True)]
-    record.rows.append(Row(LONGEST, Kind.LIMIT, {"seconds": longest}))
+    kinds = {OURS: Kind.OURS, ACCELERATE: Kind.PEER, IN_RAM: Kind.LIMIT}
+    add_rows(record, turns, kinds, batch, speeds)
     least = 0.9 if batch == 1 and options.shape == "dense" else 0.85
     record.compare(LONGEST, OURS, "seconds", Target(0.8 if options.shape == "mixture" else least))
     beside = 8.0 if options.shape == "mixture" else 2.0 if batch == 1 else 1.0
@@ -378,9 +402,6 @@ def _add_rows(
         f"prompts of {options.prompt} tokens, {options.passes} passes a turn; budget.host "
         f"{options.budget}, memory of a process with its page cache {options.limit}"
     )
-    chosen = {tuple(each["chosen"][:2]) for found in turns.values() for each in found}
-    same = "the same tokens from all systems" if len(chosen) == 1 else "TOKENS DIFFER"
-    record.notes.append(same)
 
 
 def main() -> None:

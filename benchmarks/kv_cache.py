@@ -17,16 +17,15 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.generation import DISK, LONGEST, Reads
-from offload.bench.record import Kind, Record, Row, Target
-from offload.bench.rounds import in_turn
+from benchmarks.generation import LONGEST, Reads, add_rows, take_turns
+from offload.bench.record import Kind, Record, Target
 from offload.bench.table import Column, number, print_record
 from offload.child import Child, Parent
 
@@ -123,38 +122,8 @@ def compare(options: argparse.Namespace) -> Record:
             stack.callback(child.kill)
             record.details["weights"] = child.answer()["weights"]
             children[system] = child
-        turns: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-        speeds = []
-        for round_, order in in_turn(systems, options.rounds):
-            speed = disk.bytes_per_s()
-            for system in order:
-                children[system].send("turn")
-                turns[system].append(children[system].answer())
-            if round_ >= 0:
-                speeds.append(max(speed, disk.bytes_per_s()))
-        for child in children.values():
-            child.close()
-    same = [found["chosen"] for found in turns[OURS]] == [each["chosen"] for each in turns[IN_RAM]]
-    record.notes.append("the same tokens from both" if same else "TOKENS DIFFER")
-    _add_rows(record, turns, speeds, options)
-    return record
-
-
-def _add_rows(
-    record: Record, turns: Mapping[str, Sequence[Mapping[str, Any]]], speeds: Sequence[float],
-    options: argparse.Namespace,
-) -> None:  # fmt: skip
-    for system, kind in ((OURS, Kind.OURS), (IN_RAM, Kind.LIMIT)):
-        found = turns[system][-options.rounds :]  # without the one that warmed up
-        names = ("seconds", "read_nbytes", "peak_rss_nbytes")
-        measures = {name: [float(each[name]) for each in found] for name in names}
-        measures["tokens_per_s"] = [options.batch / seconds for seconds in measures["seconds"]]
-        record.rows.append(Row(system, kind, measures))
-    ours, computing = record.rows
-    waits = [n / s for n, s in zip(ours.values("read_nbytes"), speeds, strict=True)]
-    record.rows.append(Row(DISK, Kind.LIMIT, {"seconds": waits}))
-    longest = [max(pair) for pair in zip(waits, computing.values("seconds"), strict=True)]
-    record.rows.append(Row(LONGEST, Kind.LIMIT, {"seconds": longest}))
+        turns, speeds = take_turns(children, disk, options.rounds)
+    add_rows(record, turns, {OURS: Kind.OURS, IN_RAM: Kind.LIMIT}, options.batch, speeds)
     record.compare(LONGEST, OURS, "seconds", Target(0.8))
     record.note_rounds(options.rounds)
     record.notes.append(
@@ -164,6 +133,7 @@ def _add_rows(
         f"and values, {options.times:g} x what budget.host leaves to them"
         f"{'' if options.dtype == 'auto' else f', stored as {options.dtype}'}"
     )
+    return record
 
 
 def main() -> None:

@@ -6,9 +6,6 @@ states in RAM, outside of every budget, and page each weight through memory to c
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -17,33 +14,23 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer import OffloadOptimizer
 from offload.tiers.errors import UnsupportedError
+from offload.watched_stores import WatchedStores
 from offload.zero.store import WeightStore
 
 
 def refuse_foreign_optimizers(store: WeightStore) -> RemovableHandle:
     """From here on until the handle is removed."""
-    _listen()
-    handle = RemovableHandle(_watched)
-    _watched[handle.id] = weakref.ref(store)
-    return handle
-
-
-# One hook of torch's for all, as in `foreign_wrappers`.
-_watched: OrderedDict[int, weakref.ref[WeightStore]] = OrderedDict()
-
-
-@functools.cache
-def _listen() -> RemovableHandle:
-    return register_optimizer_step_pre_hook(_check)
+    return _watched.add(store)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _watched or _is_ours(optimizer):
         return
-    for reference in list(_watched.values()):
-        store = reference()
-        if store is not None:
-            _refuse(optimizer, store)
+    for store in _watched:
+        _refuse(optimizer, store)
+
+
+_watched = WatchedStores(lambda: register_optimizer_step_pre_hook(_check))
 
 
 def _is_ours(optimizer: Any) -> bool:

@@ -7,9 +7,6 @@ own, which they put in the place of the model's.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections import OrderedDict
 from typing import Any
 
 from torch import nn
@@ -18,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
+from offload.watched_stores import WatchedStores
 from offload.zero.store import WeightStore
 
 # by name: some of them are never imported
@@ -43,30 +41,18 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 def refuse_foreign_wrappers(store: WeightStore) -> RemovableHandle:
     """From here on until the handle is removed."""
-    _listen()
-    handle = RemovableHandle(_watched)
-    _watched[handle.id] = weakref.ref(store)
-    return handle
-
-
-# A hook of torch's for each store would be taken away by the garbage collector, amid torch's own
-# iteration over all of them: an error in whatever builds a module then.
-_watched: OrderedDict[int, weakref.ref[WeightStore]] = OrderedDict()
-
-
-@functools.cache
-def _listen() -> RemovableHandle:
-    handle: RemovableHandle = register_module_module_registration_hook(_check)
-    return handle
+    return _watched.add(store)
 
 
 def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if not _watched or module is None or not _moves_parameters(parent):
         return
-    for reference in list(_watched.values()):
-        store = reference()
-        if store is not None and any(store.spec_of(p) is not None for p in module.parameters()):
+    for store in _watched:
+        if any(store.spec_of(p) is not None for p in module.parameters()):
             _refuse(parent)
+
+
+_watched = WatchedStores(lambda: register_module_module_registration_hook(_check))
 
 
 def _moves_parameters(module: Any) -> bool:

@@ -29,7 +29,7 @@ FLOORS: list[set[str]] = [
         "model_structure", "optimizer", "optimizer_entries", "optimizer_state_dict",
         "packed_experts", "quantised", "recording",
         "report", "safetensors_weights",
-        "shadows", "spread_experts", "tensor_file",
+        "shadows", "spread_experts", "tensor_file", "watched_stores",
     },
     {"runs"},
     {"tiered_model"},

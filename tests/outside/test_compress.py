@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
 import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +32,10 @@ from tests.outside.pretrained_cases import FILE, edit, saved
 from tests.outside.test_causal_lm_zoo import transformers
 from tests.outside.test_quantised_folders import llama
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 CAUSAL = transformers.AutoModelForCausalLM
 KINDS = {torch.float32: Float.FP32, torch.bfloat16: Float.BF16, torch.float16: Float.FP16}
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture(scope="module")

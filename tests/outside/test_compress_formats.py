@@ -3,12 +3,8 @@ values that the formats' documented formulas give, in plain numpy."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +25,10 @@ from tests.outside.test_causal_lm_zoo import transformers
 from tests.outside.test_compress import CAUSAL, is_linear, opened, stored, values
 from tests.outside.test_quantised_folders import llama
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def cast(folder: Path, dtype: torch.dtype) -> Path:

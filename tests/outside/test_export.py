@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +22,11 @@ from tests.offload.test_checkpoint_cli import run
 from tests.outside.pretrained_cases import assert_same_model, opened, saved
 from tests.outside.test_causal_lm_zoo import NAMES, transformers
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 hub = pytest.importorskip("huggingface_hub")
 CAUSAL = transformers.AutoModelForCausalLM
 TOKENIZER = {"tokenizer.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def checkpoint(folder: Path, swap: Path, precision: str = "fp32", **settings: Any) -> Path:

@@ -3,10 +3,7 @@ their own writes, to the bit, what one writes whose experts are with their block
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,8 @@ from offload.zero import module_tree
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.test_expert_zoo import ARCHITECTURES, build
 from tests.ranks.processes import run_ranks
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,14 +45,6 @@ def tiny(seed: int = 0, inner: int = 16) -> Any:
 def on_meta() -> Any:
     with torch.device("meta"):
         return tiny()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture

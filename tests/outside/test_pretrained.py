@@ -5,17 +5,14 @@ ties and formats. What it does not load is refused by name.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,8 @@ from tests.outside.pretrained_cases import FILE, assert_same_model, edit, opened
 from tests.outside.test_causal_lm_zoo import NAMES, transformers
 from tests.ranks.processes import run_ranks
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 LEAST_EQUAL = 138  # of the 178 that transformers 5.17 has; 34 do not build, 6 are not tiny
 LEAST_EQUAL_OF_SAMPLE = 22  # every sixth one, without --long
 CAUSAL = transformers.AutoModelForCausalLM
@@ -54,14 +53,6 @@ BERT = {
 }  # fmt: skip
 
 outcomes: Counter[str] = Counter()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,7 @@ weights, which have the values that the formats' libraries give (where these are
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +19,12 @@ from tests.offload.quantised_cases import FORMATS, Format
 from tests.outside.pretrained_cases import FILE, saved
 from tests.outside.test_causal_lm_zoo import transformers
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def quantise(folder: Path, kind: Format, keep: tuple[str, ...] = ("lm_head", "gate.weight")) -> Any:

@@ -1,0 +1,20 @@
+"""What tests of other libraries share."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """No bars of progress or warnings of transformers; what is logged is left alone."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
