@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from offload.swap.shield import uninterrupted
+from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.tiers.errors import UnsupportedError
 from offload.zero.group import digest
 from offload.zero.packed import PackedParam
@@ -64,6 +64,7 @@ class PackedValues:
                 self._end(kept, fresh)
                 raise
 
+    @interrupted_in_waits  # between a switch of torch's modes and its end, one would stay switched
     @torch.no_grad()
     def _show(self, packed: PackedParam) -> None:
         with torch.inference_mode(False):

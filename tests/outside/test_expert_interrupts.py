@@ -111,11 +111,16 @@ def test_an_interrupted_read_leaves_nothing_in_use_without_the_collector(
         with torch.no_grad(), counted_points() as points:
             param[1].clone()
         assert points() > 100
+        gc.collect()
         gc.disable()
         try:
             for point in range(1, points() + 1):
-                with torch.no_grad(), suppress(KeyboardInterrupt), at_point(point):
+                with suppress(KeyboardInterrupt), torch.no_grad(), at_point(point):
                     param[1].clone()
                 assert not engine.runtime.store.in_use(), point
+                assert torch.is_grad_enabled(), point
+            gc.collect()
+            assert torch.is_grad_enabled()
         finally:
             gc.enable()
+            torch.set_grad_enabled(True)  # for the tests that follow where this one fails
