@@ -245,7 +245,7 @@ class WandbLogger:
 
 class _Curves:
     """A row as numbers by name. What counts from the start is shown per second: `GB per s/nvme
-    read`, and for waits the share of the time, `waiting/nvme`."""
+    read`, and a step's seconds as shares of them: `waiting/nvme`, `links/nvme busy`."""
 
     def __init__(self) -> None:
         self._before: Values = {}
@@ -259,15 +259,18 @@ class _Curves:
                 yield name, value
         for name, value in values["figures"].items():
             yield (f"figures/{name}" if name in ours else name), value
+        if values["seconds"] > 0:
+            for field, name in (("waited", "waiting"), ("links", "links")):
+                for key, value in values[field].items():
+                    yield f"{name}/{key}", value / values["seconds"]
         seconds = values["elapsed_seconds"] - before.get("elapsed_seconds", math.inf)
         if seconds <= 0:  # the first row
             return
-        for field, name, unit in (("moved", "GB per s", 1e9), ("waits", "waiting", 1.0)):
-            for key, value in values[field].items():
-                yield f"{name}/{key}", (value - before[field].get(key, 0)) / seconds / unit
+        for key, value in values["moved"].items():
+            yield f"GB per s/{key}", (value - before["moved"].get(key, 0)) / seconds / 1e9
 
 
-_COUNTED = ("moved", "waits", "elapsed_seconds", "figures")
+_COUNTED = ("moved", "waited", "links", "elapsed_seconds", "figures")
 
 
 # ---------------------------------------------------------------- by name

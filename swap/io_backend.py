@@ -12,13 +12,15 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from offload.swap.io_request import IOPiece, IORequest, Operation, Priority
 from offload.swap.lanes import Lane, WaitFor
+from offload.swap.link_use import LinkMeter, LinkUse
 from offload.swap.shield import uninterrupted
 from offload.swap.transfer import STALL_S, Transfer, UnobservedErrors
 from offload.tiers.errors import OffloadError, StateError, StorageError
@@ -34,15 +36,12 @@ IO_BLOCK_NBYTES = 16 << 20  # a larger request is split, so that several workers
 
 @dataclass(slots=True)
 class IOStatistics:
-    """Counts since the backend was opened. `*_busy_s` is wall time with at least one request of
-    the kind queued or in flight, so bytes / busy seconds is the bandwidth achieved."""
+    """Counts since the backend was opened."""
 
     read_requests: int = 0
     write_requests: int = 0
     read_nbytes: int = 0
     write_nbytes: int = 0
-    read_busy_s: float = 0.0
-    write_busy_s: float = 0.0
     in_flight_requests: int = 0
     in_flight_nbytes: int = 0
     peak_in_flight_nbytes: int = 0
@@ -72,8 +71,7 @@ class IOBackend(ABC):
         self._books = threading.RLock()  # guards everything below
         self._idle = threading.Condition(self._books)
         self._statistics = IOStatistics()
-        self._in_flight = {Operation.READ: 0, Operation.WRITE: 0}
-        self._busy_since = {Operation.READ: 0.0, Operation.WRITE: 0.0}
+        self._meter = LinkMeter()
         self._closed = False
         self.lane = Lane(WaitFor.FILES)
         self._unobserved = UnobservedErrors()
@@ -116,13 +114,27 @@ class IOBackend(ABC):
     def statistics(self) -> IOStatistics:
         """A copy of the counts as they are now. A request is counted off just after its waiters
         wake up: exact after `drain()`."""
-        with self._idle:
-            now = replace(self._statistics)
-            if self._in_flight[Operation.READ]:
-                now.read_busy_s += time.monotonic() - self._busy_since[Operation.READ]
-            if self._in_flight[Operation.WRITE]:
-                now.write_busy_s += time.monotonic() - self._busy_since[Operation.WRITE]
-            return now
+        with self._books:
+            return replace(self._statistics)
+
+    @uninterrupted
+    def use(self) -> LinkUse:
+        """How the time was spent so far: busy while a call moves a piece, its retries included;
+        stalled while none does and a request waits for one. That covers the way to a thread, and
+        what comes `before` a write; not what comes `after` the last byte."""
+        with self._books:
+            return self._meter.use()
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Around a wait for room, of what would be a request if there were any."""
+        with self._books:
+            self._meter.note(asked=1)
+        try:
+            yield
+        finally:
+            with self._books:
+                self._meter.note(asked=-1)
 
     @uninterrupted
     def drain(self, timeout_s: float | None = None) -> None:
@@ -194,17 +206,34 @@ class IOBackend(ABC):
             error = wrapped
         request.error = error
 
+    def _moves(self, piece: IOPiece) -> None:
+        """A call is about to move the piece, or what is left of it."""
+        with self._books:
+            piece.moving = True
+            self._meter.note(moving=1)
+
+    def _rests(self, piece: IOPiece) -> None:
+        """The call has ended, and another one is needed, later."""
+        with self._books:
+            piece.moving = False
+            self._meter.note(moving=-1)
+
     def _piece_ended(self, piece: IOPiece) -> None:
         """Book a piece that is moved, failed or skipped; the last one finishes the request."""
+        if self._count_piece(piece):
+            self._end(piece.request)
+
+    def _count_piece(self, piece: IOPiece) -> bool:
+        """As `_piece_ended`, but for the end of the request: whether it is to be ended now."""
         request = piece.request
         with self._books:
-            piece.ended = True
+            moved, piece.moving, piece.ended = piece.moving, False, True
             self._statistics.continued_transfers += piece.continued
             request.pieces_left -= 1
-            if request.pieces_left or request.finished:
-                return
-            request.finished = True
-        self._end(request)
+            last = not (request.pieces_left or request.finished)
+            request.finished = request.finished or last
+            self._meter.note(asked=-last, moving=-moved)
+        return last
 
     def _finish(self, request: IORequest) -> None:
         """End a request whose pieces have ended, or were never begun."""
@@ -212,6 +241,7 @@ class IOBackend(ABC):
             if request.finished:  # of a request that failed when it was queued already
                 return
             request.finished = True
+            self._meter.note(asked=-1)
         self._end(request)
 
     def _end(self, request: IORequest) -> None:
@@ -283,10 +313,8 @@ class IOBackend(ABC):
     def _count_on(self, request: IORequest) -> None:
         with self._books:
             self._check_open(request)
-            statistics, kind, nbytes = self._statistics, request.operation, request.buffer.nbytes
-            if self._in_flight[kind] == 0:
-                self._busy_since[kind] = time.monotonic()
-            self._in_flight[kind] += 1
+            statistics, nbytes = self._statistics, request.buffer.nbytes
+            self._meter.note(asked=1)
             statistics.in_flight_requests += 1
             statistics.in_flight_nbytes += nbytes
             if statistics.in_flight_nbytes > statistics.peak_in_flight_nbytes:
@@ -294,21 +322,15 @@ class IOBackend(ABC):
 
     def _count_off(self, request: IORequest) -> None:
         with self._books:
-            statistics, kind, nbytes = self._statistics, request.operation, request.buffer.nbytes
-            self._in_flight[kind] -= 1
-            busy_s = 0.0
-            if self._in_flight[kind] == 0:
-                busy_s = time.monotonic() - self._busy_since[kind]
+            statistics, nbytes = self._statistics, request.buffer.nbytes
             moved_nbytes = nbytes if request.error is None else 0
             statistics.failed_requests += request.error is not None
-            if kind is Operation.READ:
+            if request.operation is Operation.READ:
                 statistics.read_requests += 1
                 statistics.read_nbytes += moved_nbytes
-                statistics.read_busy_s += busy_s
             else:
                 statistics.write_requests += 1
                 statistics.write_nbytes += moved_nbytes
-                statistics.write_busy_s += busy_s
             statistics.in_flight_requests -= 1
             statistics.in_flight_nbytes -= nbytes
             if statistics.in_flight_requests == 0:

@@ -94,6 +94,7 @@ class IOPiece:
     interrupts: int = 0
     continued: int = 0
     begun: bool = False  # `before` has run and the request is cut
+    moving: bool = False  # a call is under way
     ended: bool = False
 
     @property

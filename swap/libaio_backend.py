@@ -174,6 +174,7 @@ class LibaioBackend(IOBackend):
             self._modes[piece.request.operation], piece.request.fd,
             [_writable(piece.remaining())], piece.offset_bytes,
         )  # fmt: skip
+        self._moves(piece)
         with self._changed:
             self._flying[block] = entry  # first: it may be reaped before submit returns
             self._changed.notify_all()
@@ -206,8 +207,10 @@ class LibaioBackend(IOBackend):
         with self._changed:  # room for others at once, before any checksum is computed here
             landed = [(self._flying.pop(block), result) for block, result, _ in events]
             self._changed.notify_all()
-        for entry, result in landed:
-            self._book(entry, result)
+        ended = [piece for entry, result in landed if (piece := self._book(entry, result))]
+        # all are off the link before any checksum is computed here
+        for request in [piece.request for piece in ended if self._count_piece(piece)]:
+            self._end(request)
         return True
 
     def _events(self) -> list[tuple[Any, int, int]]:
@@ -220,8 +223,9 @@ class LibaioBackend(IOBackend):
             return []
         return events
 
-    def _book(self, entry: _Entry, result: int) -> None:
-        """A piece moved `result` bytes, or -errno: go on with the rest of it, or end it."""
+    def _book(self, entry: _Entry, result: int) -> IOPiece | None:
+        """A piece moved `result` bytes, or -errno: go on with the rest of it. The piece if it has
+        ended."""
         piece = entry[3]
         try:
             if result < 0:
@@ -231,11 +235,12 @@ class LibaioBackend(IOBackend):
         except StorageError as error:
             self._note_error(piece.request, error)
         if piece.finished or piece.request.error is not None:
-            self._piece_ended(piece)
-            return
+            return piece
+        self._rests(piece)
         with self._changed:
             heapq.heappush(self._queue, entry)
             self._changed.notify_all()
+        return None
 
 
 def _normal(error: OSError) -> OSError:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from offload.swap.lanes import Lane, WaitFor, be_worker, is_worker
+from offload.swap.link_use import CopyTimes
 from offload.swap.recorder import Recorder
 from offload.swap.transfer import Transfer
 from offload.tiers import accelerator
@@ -141,8 +142,10 @@ class CopyStream:
     Threads may share it as far as PyTorch's streams are shared: copies start in some order.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, times: CopyTimes | None = None) -> None:
+        """`times` are those of all copies in this direction, if somebody wants to know them."""
         self._device = device
+        self._times = times
         self._stream = _new_stream(device)
         self.lane = Lane(WaitFor.LINK)
         self._watcher = _Watcher(self.lane)
@@ -176,8 +179,12 @@ class CopyStream:
         marks = [mark_here(self._device)] if after is None else after
         for mark in marks:
             mark.before(self._stream)
+        times = self._times
+        began = None if times is None else times.mark(self._stream)
         with accelerator.of(self._device).entered(self._stream):
             _start(destination, source)
+        if times is not None and began is not None:
+            times.add(began, times.mark(self._stream))
         mark = _mark(self._stream, self._device, self.lane)
         recorder = self.lane.recorder
         if recorder is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from offload.swap.io_backend import IO_BLOCK_NBYTES, IOBackend, Priority
 from offload.swap.io_request import IOPiece, IORequest, Operation
+from offload.swap.ranges import profiled
 from offload.tiers.errors import StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
@@ -116,7 +117,9 @@ class ThreadsBackend(IOBackend):
             if index == 0:
                 piece = self._open(piece)
             if piece.request.error is None:
-                self._move(piece)
+                self._moves(piece)
+                with profiled(f"nvme {piece.request.operation} of {piece.request.owner}"):
+                    self._move(piece)
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(piece.request, error)
         self._piece_ended(piece)

@@ -121,6 +121,12 @@ class Trace:
         """The next expected position in this cycle: what `next_use` counts from."""
         return self._cursor
 
+    @property
+    def uses_left(self) -> float:
+        """Uses until the end of this cycle, as far as that is expected."""
+        uses = len(self._expected.uses)
+        return uses - self._cursor if uses else math.inf
+
     def put_in_table(self, item: int, table: str) -> None:
         """A pass uses `item` only if it chooses it, as it does others of this table."""
         self._table_of[item] = self._tables.setdefault(table, Table())

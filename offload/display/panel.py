@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ _LINES = 20  # about so many per run, if its length is known
 _KEPT = 20  # drawings that rates are taken over
 _BAR = 8
 _MUCH = 0.2  # of the time: waits that stand out
+_STANDS_STILL = 0.01  # of the time: a link with work waiting
 _WIDEST = 78  # of the bar of steps: the eye finds it at once
 
 Values = Mapping[str, Any]
@@ -124,14 +125,23 @@ class _Recent:
             return float(now["seconds"])
         return float(now["elapsed_seconds"] - before["elapsed_seconds"]) / (last - first)
 
-    def rates(self, name: str) -> dict[str, float]:
-        """Per second, of figures that count from the start: `moved`, `waits`."""
+    def rates(self) -> dict[str, float]:
+        """Bytes per second, by link."""
         before, now = self._rows[0][1], self._rows[-1][1]
         seconds = now["elapsed_seconds"] - before["elapsed_seconds"]
         if seconds <= 0:  # of one step alone nothing is known
             return {}
-        since = before[name]
-        return {key: (value - since.get(key, 0)) / seconds for key, value in now[name].items()}
+        since = before["moved"]
+        return {key: (value - since.get(key, 0)) / seconds for key, value in now["moved"].items()}
+
+    def shares(self, name: str) -> dict[str, float]:
+        """Of the time of the steps shown: what is in seconds of each, `waited` or `links`."""
+        seconds = sum(values["seconds"] for _, values in self._rows)
+        found: defaultdict[str, float] = defaultdict(float)
+        for _, values in self._rows if seconds > 0 else ():
+            for key, value in values[name].items():
+                found[key] += value / seconds
+        return found
 
     def left(self) -> str:
         """`about 3 min left`; empty where that is not known."""
@@ -168,20 +178,24 @@ class _Recent:
             yield Cell(f"{name} {value:.4g}")
 
     def links(self) -> Iterator[Cell]:
+        for use, share in self.shares("links").items():
+            stands_still = use.endswith(" stalled")
+            if share >= _STANDS_STILL if stands_still else use.endswith(" busy") and share:
+                yield Cell(f"{use} {share:.0%}", YELLOW if stands_still else "")
         moved = self.values["moved"]
-        for link, rate in self.rates("moved").items():
+        for link, rate in self.rates().items():
             if moved[link]:
                 yield Cell(f"{link} {per_second(rate)}")
 
     def waits(self) -> Iterator[Cell]:
         """Shares of the time from step to step: computing, and each thing that the model's thread
         waited for."""
-        shares = self.rates("waits")
+        shares = self.shares("waited")
         if not shares:
             return
         yield Cell(f"computing {max(0.0, 1 - sum(shares.values())):.0%}", GREEN)
         for name, share in shares.items():
-            if self.values["waits"][name]:
+            if share:
                 yield Cell(f"{name} {share:.0%}", YELLOW if share >= _MUCH else "")
 
     def tiers(self) -> Iterator[tuple[str, int, int]]:

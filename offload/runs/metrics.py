@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.loggers import JSONLinesLogger
 from offload.tiers.errors import PathError
 
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Tiers: bytes held after it. Moved, waits: bytes by link, and seconds that
-    the model's thread has waited by cause, since the start. nan, in a row: not known."""
+    """One optimizer step. Tiers: bytes held after it. Moved: bytes by link since the start. Waited,
+    links: see `StepSeconds`. nan, in a row: not known."""
 
     step: int  # 1-based: steps done
     loss: float
@@ -29,7 +33,8 @@ class StepMetrics:
     tiers: dict[str, int]
     moved: dict[str, int]
     validation_loss: float | None = None
-    waits: dict[str, float] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+    links: dict[str, float] = field(default_factory=dict)
     elapsed_seconds: float = 0.0  # from the beginning of the run to the end of the step
     figures: dict[str, float] = field(default_factory=dict)  # of the user's own, by name
 
@@ -49,6 +54,31 @@ class StepMetrics:
 
 
 _NAMES = tuple(each.name for each in fields(StepMetrics) if each.name != "step")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Of the seconds that a step took: how many the model's thread waited, by cause, and how many
+    each link was `nvme busy`, `nvme stalled` (with work waiting) or `nvme idle`, and so on."""
+
+    waited: dict[str, float]
+    links: dict[str, float]
+
+    @classmethod
+    def until_now(cls, engine: Engine) -> StepSeconds:
+        """Since the engine was made."""
+        uses = engine.links().items()
+        return cls(
+            engine.waits(),
+            {f"{link} {word}": s for link, use in uses for word, s in use.seconds().items()},
+        )
+
+    def since(self, before: StepSeconds) -> StepSeconds:
+        return StepSeconds(_grown(self.waited, before.waited), _grown(self.links, before.links))
+
+
+def _grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
 
 
 class MetricsFile(JSONLinesLogger):

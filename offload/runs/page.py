@@ -200,12 +200,12 @@ def _cards(run: _Run) -> Iterator[str]:
             yield _card("RAM of the process", _bytes(max([peak, *rss])), "peak")
         else:
             yield _card("RAM of the process", _bytes(max(rss)), "greatest at the end of a step")
-    waited, whole = _waited(rows), sum(rows.seconds())
+    waited, whole = _sums(rows, "waited"), sum(_lengths(rows))
     waited.pop(_LOOP, None)
     if waited and whole:
         share = min(1.0, sum(waited.values()) / whole)
         most = max(waited, key=lambda name: waited[name])
-        yield _card("waiting", _percent(share), f"of the time, most for {most}")
+        yield _card("waiting", _percent(share), f"of the steps' time, most for {most}")
 
 
 def _card(name: str, value: str, aside: str) -> str:
@@ -319,21 +319,30 @@ def _said(name: str) -> str:
     return "between steps" if name == _LOOP else name
 
 
-def _waited(rows: PageRows) -> dict[str, float]:
-    """Seconds, by cause."""
-    return {name: sum(rows.growth("waits", name)) for name in rows.names("waits")}
+def _lengths(rows: PageRows) -> list[float]:
+    """Seconds of each step, of which `waited` and `links` are parts."""
+    return [max(0.0, seconds or 0.0) for seconds in rows.numbers("seconds")]
+
+
+def _parts(rows: PageRows, group: str, name: str) -> list[float]:
+    return [seconds or 0.0 for seconds in rows.numbers(name, group)]
+
+
+def _sums(rows: PageRows, group: str) -> dict[str, float]:
+    """Seconds of all steps, by name."""
+    return {name: sum(_parts(rows, group, name)) for name in rows.names(group)}
 
 
 def _waits(run: _Run) -> str:
     rows = run.rows
-    names = rows.names("waits")
-    whole = sum(rows.seconds())
+    names = rows.names("waited")
+    whole = sum(_lengths(rows))
     if not names or not whole:
         return ""
     xs = _ends(rows.steps)
-    lengths = bucketed(rows.seconds(), _STRETCHES)
-    waited = {name: bucketed(rows.growth("waits", name), _STRETCHES) for name in names}
-    # a wait at a checkpoint is no part of any step's seconds
+    lengths = bucketed(_lengths(rows), _STRETCHES)
+    waited = {name: bucketed(_parts(rows, "waited", name), _STRETCHES) for name in names}
+    # whatever the file says
     lengths = [max(s, sum(each[i] for each in waited.values())) for i, s in enumerate(lengths)]
     layers = [
         Layer(_said(name), _WAITS.get(name, "waiting"), _shares(each, lengths))
@@ -344,9 +353,9 @@ def _waits(run: _Run) -> str:
     keys = key((layer.meaning, layer.name) for layer in layers)
     total = [
         (escape(_said(name)), duration(seconds), _percent(min(1.0, seconds / whole)))
-        for name, seconds in _waited(rows).items()
+        for name, seconds in _sums(rows, "waited").items()
     ]
-    sums = table(["waited for", "in all", "of the time"], total)
+    sums = table(["waited for", "in all", "of the steps' time"], total)
     note = (
         "of the thread that trains: for nvme, copies over the link, updates, other ranks; and the "
         "loop's own time between steps"
@@ -386,7 +395,27 @@ def _links(run: _Run) -> str:
             (escape(name), _bytes(sum(moved)), _bytes(per_step), _speed(sum(moved) / whole))
         )
     sums = table(["link", "in all", "per step", "on average"], total)
-    return f'<div class="card">{sums}</div>{_cards_of(charts)}'
+    return f'<div class="card">{sums}{_uses(rows)}</div>{_cards_of(charts)}'
+
+
+_USES = {"busy": "busy", "stalled": "idle, work waiting", "idle": "idle"}
+
+
+def _uses(rows: PageRows) -> str:
+    """A table of what links did in the steps' time."""
+    whole = sum(_lengths(rows))
+    found: dict[str, dict[str, str]] = {}
+    for group, name in rows.columns:
+        link, _, word = name.rpartition(" ")
+        if group == "links" and word in _USES:
+            share = min(1.0, sum(_parts(rows, group, name)) / whole)
+            found.setdefault(link, {})[word] = _percent(share)
+    if not found:
+        return ""
+    cells = [
+        (escape(link), *(shares.get(word, "-") for word in _USES)) for link, shares in found.items()
+    ]
+    return table(["of the steps' time", *_USES.values()], cells)
 
 
 def _pace(run: _Run) -> str:

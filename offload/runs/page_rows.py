@@ -18,7 +18,7 @@ _MOST_LINE = 1 << 20  # characters
 _MOST_NBYTES = 256 << 20  # of a file that is read whole
 _MOST_NAMES = 64  # of figures
 _MOST_NAME = 60  # characters
-_GROUPS = ("tiers", "moved", "waits")
+_GROUPS = ("tiers", "moved", "waited", "links")
 _NAN = math.nan
 
 Key = tuple[str, str]  # a group and a name in it; the group of plain figures is ""

@@ -25,7 +25,7 @@ import torch
 from offload.display.panel import Display, LossWarning, Run, make_display
 from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
 from offload.machine import rank_here, rss_nbytes
-from offload.runs.metrics import StepMetrics
+from offload.runs.metrics import StepMetrics, StepSeconds
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Watch:
         self._passes: torch.Tensor | None = None  # the sum of what `engine.backward` was given
         self._last = time.perf_counter()  # the end of the last step, or of the making of this
         self._ended: float | None = None  # the same, until the next step begins
-        self._waited_s = 0.0  # then
-        self._loop_s = 0.0  # between steps, since this was made, waits that are known left out
+        self._before = StepSeconds({}, {})  # at `_last`
+        self._loop_s = 0.0  # since then, before the forward; waits that are known left out
         self._begun = False  # a step
         if not self._is_first:
             self._outlet = _Outlet([], [], None)
@@ -70,6 +70,7 @@ class Watch:
             run = Run(stepper.taken + stepper.skipped, steps, budgets)
             display = make_display(run, _say, every)
         self._outlet = _Outlet([*of_folder, *own], own, display)
+        self._before = StepSeconds.until_now(engine)
         this = weakref.ref(self)  # neither optimizer nor runtime keep it, and so the engine, alive
         self._hook = engine.optimizer.register_step_post_hook(lambda *_: _alive(this)._stepped())
         engine.runtime.on_forward = lambda: _alive(this)._begins()
@@ -148,16 +149,17 @@ class Watch:
         """The model is called."""
         if not torch.is_grad_enabled():
             return
+        engine = self._engine()
+        assert engine is not None, "its model is being called"
         if self._ended is not None:
             now = time.perf_counter()
-            engine = self._engine()
-            assert engine is not None, "its model is being called"
-            waited = sum(engine.waits().values()) - self._waited_s
-            self._loop_s += max(0.0, now - self._ended - waited)
+            waited = sum(engine.waits().values()) - sum(self._before.waited.values())
+            self._loop_s = max(0.0, now - self._ended - waited)
             self._ended = None
             self._outlet.flush()
         elif not self._begun:
             self._last = time.perf_counter()
+            self._before = StepSeconds.until_now(engine)
         self._begun = True
 
     def _stepped(self) -> None:
@@ -167,24 +169,25 @@ class Watch:
         self._outlet.flush()  # where no forward of the whole model was seen
         stepper = engine.runtime.stepper
         step = stepper.taken + stepper.skipped
-        row = self._row(engine, step, now) if self._outlet.wants(step) else None
+        seconds = StepSeconds.until_now(engine)
+        row = self._row(engine, step, now, seconds) if self._outlet.wants(step) else None
         self._outlet.held = _Held(row, self._given, self._tokens, self._passes)
         self._given, self._passes = _Given(), None
         self._last = self._ended = now
-        self._waited_s = sum(engine.waits().values())
+        self._before, self._loop_s = seconds, 0.0
         if not self._waits_for_log:
             self._outlet.flush()
 
-    def _row(self, engine: Engine, step: int, now: float) -> StepMetrics:
-        report = engine.report()
+    def _row(self, engine: Engine, step: int, now: float, seconds: StepSeconds) -> StepMetrics:
+        report, spent = engine.report(), seconds.since(self._before)
         return StepMetrics(
             step=step, loss=math.nan, lr=float(engine.optimizer.param_groups[0]["lr"]),
             seconds=now - self._last, tokens_per_second=math.nan,
             gradient_norm=report.gradient_norm, skipped_steps=report.skipped_steps,
             rss_nbytes=rss_nbytes(),
             tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
-            moved=dict(report.bytes_moved), waits={**report.waits, "loop": self._loop_s},
-            elapsed_seconds=now - engine.made_at,
+            moved=dict(report.bytes_moved), waited={**spent.waited, "loop": self._loop_s},
+            links=spent.links, elapsed_seconds=now - engine.made_at,
         )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from offload.runs.folder import (
     with_choices_of,
 )
 from offload.runs.forecast import Forecast, forecast, workload_of
-from offload.runs.metrics import StepMetrics
+from offload.runs.metrics import StepMetrics, StepSeconds
 from offload.runs.step_recorder import StepRecorder
 from offload.runs.world import FollowersFolder, World
 from offload.tiers.tier import Tier
@@ -259,7 +259,7 @@ class Trainer:
         self._console.print(f"warning: {text}", style="yellow")
 
     def _step(self, step: int) -> StepMetrics:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), StepSeconds.until_now(self._engine)
         lr = self._config.optimizer.lr * lr_factor(self._train.schedule, step, self._train.steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
@@ -267,8 +267,8 @@ class Trainer:
         self._engine.optimizer.step()
         self._engine.optimizer.zero_grad()
         self._steps_done = step + 1
-        seconds = time.perf_counter() - began
-        return self._measure(loss, lr, seconds)
+        seconds, now = time.perf_counter() - began, StepSeconds.until_now(self._engine)
+        return self._measure(loss, lr, seconds, now.since(before))
 
     def _accumulate(self, step: int) -> float:
         micro_steps = self._config.gradient_accumulation_steps
@@ -281,7 +281,7 @@ class Trainer:
             total += float(loss.detach())
         return total
 
-    def _measure(self, loss: float, lr: float, seconds: float) -> StepMetrics:
+    def _measure(self, loss: float, lr: float, seconds: float, spent: StepSeconds) -> StepMetrics:
         report, world = self._engine.report(), self._world
         elapsed = time.perf_counter() - self._began
         tokens = self._train.batch * self._train.sequence * world.size
@@ -298,7 +298,8 @@ class Trainer:
             rss_nbytes=int(world.greatest(rss_nbytes())),
             tiers={tier.value: report.tiers[tier].used_nbytes for tier in Tier},
             moved=dict(report.bytes_moved),
-            waits=dict(report.waits),
+            waited=spent.waited,
+            links=spent.links,
             elapsed_seconds=elapsed,
             validation_loss=self._validation_loss_if_due(),
         )

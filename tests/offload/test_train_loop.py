@@ -24,6 +24,7 @@ from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, PathError
 from offload.runs.folder import LoopState, RunFolder, check_same_run, default_path
+from offload.swap.link_use import LinkUse
 from offload.train.loop import RunResult, readable, run
 from offload.train.schedule import lr_factor
 from offload.train.summary import plain_state_nbytes
@@ -46,7 +47,6 @@ class PlainReport:
     bytes_moved: dict[str, int] = field(default_factory=lambda: {"nvme read": 5, "nvme write": 0})
     skipped_steps: int = 0
     gradient_norm: float | None = 1.5
-    waits: dict[str, float] = field(default_factory=lambda: {"nvme": 0.5})
 
 
 class PlainEngine:
@@ -62,10 +62,18 @@ class PlainEngine:
         self.config = config
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
         self.closed = False
+        self.waited_s = 0.0
         self.is_recorded = True  # and so by nobody else
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def waits(self) -> dict[str, float]:
+        self.waited_s += 0.5  # asked for at the beginning and the end of a step
+        return {"nvme": self.waited_s}
+
+    def links(self) -> dict[str, LinkUse]:
+        return {"nvme": LinkUse(2 * self.waited_s, None, 0.0)}
 
     def report(self) -> PlainReport:
         return PlainReport()
@@ -218,7 +226,8 @@ def test_every_logger_is_told_of_every_step(make_config: Any, tmp_path: Path) ->
         rows = list(csv.DictReader(file))
     assert [float(row["loss"]) for row in rows] == losses(tmp_path / "run")
     assert [row["step"] for row in rows] == list("123456")
-    assert {(row["waits/nvme"], row["moved/nvme read"]) for row in rows} == {("0.5", "5")}
+    assert {(row["waited/nvme"], row["moved/nvme read"]) for row in rows} == {("0.5", "5")}
+    assert {row["links/nvme busy"] for row in rows} == {"1.0"}
     whole = table.read_text()
     table.write_text(whole[:-5])  # a crash amid the last row
     (tmp_path / "run/checkpoints/step-00000006.json").unlink()

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import time
 import weakref
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch import Tensor
 import offload
 from offload.errors import ConfigError, StateError, UnsupportedError
 from offload.loggers import JSONLinesLogger
+from offload.runs.watch import _Outlet
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
+    NVME,
     TinyLM,
     assert_same_bits,
     batches,
@@ -64,7 +67,9 @@ def make(tmp_path: Path) -> Any:
     def made(**keys: Any) -> offload.Engine:
         run_folder = keys.pop("run_folder", None)
         return offload.initialize(
-            seeded(TinyLM), config(tmp_path, HOST, **keys), run_folder=run_folder
+            seeded(TinyLM),
+            config(tmp_path, keys.pop("placement", HOST), **keys),
+            run_folder=run_folder,
         )
 
     return made
@@ -142,9 +147,34 @@ def test_a_row_says_what_the_report_says(make: Any) -> None:
     assert values["loss"] is values["tokens_per_second"] is None
     assert values["tiers"].keys() == report.tiers.keys()
     assert values["moved"].keys() == report.bytes_moved.keys()
-    assert values["waits"].keys() == {*report.waits, "loop"}
+    assert values["waited"].keys() == {*report.waits, "loop"}
     first, second = (values["elapsed_seconds"] for _, values in kept.rows)
     assert second - first == pytest.approx(values["seconds"])
+
+
+@pytest.mark.parametrize("seen", [1, 3])  # by who asks: every step, or every third
+def test_seconds_of_a_row_are_those_of_its_step_alone(
+    make: Any, seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept()
+    keys = {"placement": NVME, "budget": {"host": "1MiB", "nvme": "64MiB"}}
+    monkeypatch.setattr(_Outlet, "wants", lambda outlet, step: step % seen == 0)
+    with make(**keys) as engine, engine.watch(loggers=[kept], show=False):
+        for tokens in batches(6):
+            step(engine, tokens)
+            time.sleep(1e-3)  # the loop's own, of the next step
+        report = engine.report()
+    assert kept.steps == list(range(seen, 7, seen))
+    for _, values in kept.rows:
+        assert sum(values["links"].values()) == pytest.approx(values["seconds"], abs=1e-3)
+        assert sum(values["waited"].values()) <= values["seconds"]
+        assert min((*values["links"].values(), *values["waited"].values())) >= 0.0
+    assert [values["waited"]["loop"] >= 1e-3 for _, values in kept.rows][1:] == [True] * (
+        len(kept.rows) - 1
+    )
+    busy_s = sum(values["links"]["nvme busy"] for _, values in kept.rows)
+    assert 0.0 < busy_s <= report.links["nvme"].busy_s
+    assert sum(values["waited"]["update"] for _, values in kept.rows) <= report.waits["update"]
 
 
 def test_a_skipped_step_has_a_row_and_a_number(make: Any) -> None:

@@ -1,0 +1,142 @@
+"""How a link between tiers spends its time.
+
+    asked for   ├───── write ─────┤         ├── read ──┤    a request is handed over, or held back
+    moving           ├── calls ───┤            ├─ call ┤
+                ┤ st.├─── busy ───┤── idle ──┤s├─ busy ┤    stalled: asked for, and not moving
+
+The three add up to the time since the link was opened: of a step they are what they have grown by.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from offload.tiers import accelerator
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_COPIES = 64  # that are not counted yet
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """Seconds of wall time since a link was opened.
+
+    `busy_s`: something moved. `stalled_s`: nothing did, though something was to: a request was
+    handed over, or waited for room in a tier. None where the queue is a driver's, which begins a
+    copy as soon as what it waits for on the device is done. `idle_s`: nothing was to be moved.
+    """
+
+    busy_s: float
+    stalled_s: float | None
+    idle_s: float
+
+    def seconds(self) -> dict[str, float]:
+        """By word, as far as they are known."""
+        stalled = {} if self.stalled_s is None else {"stalled": self.stalled_s}
+        return {"busy": self.busy_s, **stalled, "idle": self.idle_s}
+
+
+class LinkMeter:
+    """Counts what was asked for and what moves. A clock is read only where the first comes or the
+    last goes. Not thread-safe: its owner has a lock."""
+
+    __slots__ = ("_asked", "_busy_s", "_moving", "_now", "_opened_s", "_since_s", "_stalled_s")
+
+    def __init__(self) -> None:
+        self._asked = self._moving = 0
+        self._now = 0  # 2: busy, 1: stalled, 0: idle
+        self._busy_s = self._stalled_s = 0.0
+        self._opened_s = self._since_s = time.perf_counter()
+
+    def note(self, *, asked: int = 0, moving: int = 0) -> None:
+        """So many more, or fewer. What moves was asked for, until its last byte is there."""
+        self._asked += asked
+        self._moving += moving
+        now = 2 if self._moving else 1 if self._asked else 0
+        if now != self._now:
+            self._count(time.perf_counter())
+            self._now = now
+
+    def _count(self, until_s: float) -> None:
+        spent, self._since_s = until_s - self._since_s, until_s
+        if self._now == 2:
+            self._busy_s += spent
+        elif self._now == 1:
+            self._stalled_s += spent
+
+    def use(self) -> LinkUse:
+        """Until now."""
+        self._count(time.perf_counter())
+        whole = self._since_s - self._opened_s
+        return LinkUse(self._busy_s, self._stalled_s, whole - self._busy_s - self._stalled_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    began: accelerator.Event
+    ended: accelerator.Event
+
+
+class CopyTimes:
+    """The same of copies that a device makes, on whichever of its streams: their beginnings and
+    ends are events that the device times. A copy counts when it has ended. Thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._copies: list[_Copy] = []  # not counted yet, or not all of it
+        self._until: accelerator.Event | None = None  # all is counted that was before
+        self._busy_s = 0.0
+        self._opened_s = time.perf_counter()
+
+    def mark(self, stream: accelerator.Stream) -> accelerator.Event:
+        """The time at which `stream` gets here."""
+        event = accelerator.of(self._device).event(self._device, timing=True)
+        event.record(stream)
+        return event
+
+    def add(self, began: accelerator.Event, ended: accelerator.Event) -> None:
+        """A copy is all that a stream was given between two marks."""
+        with self._lock:
+            self._copies.append(_Copy(began, ended))
+            if len(self._copies) >= _MOST_COPIES:
+                self._look()
+
+    def use(self) -> LinkUse:
+        """Until now, but for copies under way."""
+        with self._lock:
+            self._look()
+            whole = time.perf_counter() - self._opened_s
+            return LinkUse(self._busy_s, None, max(0.0, whole - self._busy_s))
+
+    def _look(self) -> None:
+        """Count the time that copies took which have ended; where they overlap, once."""
+        done = [copy.ended.query() for copy in self._copies]
+        ended = [copy for copy, is_done in zip(self._copies, done, strict=True) if is_done]
+        if not ended:
+            return
+        # asked after that: what has not begun now begins after all of these have ended
+        others = [copy for copy, is_done in zip(self._copies, done, strict=True) if not is_done]
+        base = ended[0].began if self._until is None else self._until
+        counted = -math.inf if self._until is None else 0.0  # from here on all times are in ms
+        first = min(
+            ((base.elapsed_time(copy.began), copy.began) for copy in others if copy.began.query()),
+            key=itemgetter(0), default=(math.inf, base),
+        )  # fmt: skip
+        times = [(base.elapsed_time(c.began), base.elapsed_time(c.ended), c) for c in ended]
+        for start, stop, copy in sorted(times, key=itemgetter(0, 1)):
+            # what runs still may have begun before this one, and is counted first
+            upto, event = (stop, copy.ended) if stop <= first[0] else first
+            if upto > max(start, counted):
+                self._busy_s += (upto - max(start, counted)) * 1e-3
+                counted, self._until = upto, event
+            if stop > first[0]:
+                others.append(copy)
+        self._copies = others
