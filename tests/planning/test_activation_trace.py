@@ -186,6 +186,18 @@ def test_flops_are_those_of_the_products() -> None:
     assert facts.backward.flops == 2 * (2 * tokens * weights + 5 * scores // 2)
 
 
+def test_gradients_of_large_weights_are_fresh_memory() -> None:
+    model, workload = SHAPES["llama"] | {"hidden": 64, "heads": 2, "layers": 2}, Workload(1, 8)
+
+    def fresh_nbytes(mlp: int) -> tuple[int, int]:
+        config = config_of(train={"model": model | {"mlp": mlp}})
+        facts = trace_activations(build_meta_model(config), config, workload)
+        return facts.forward.fresh_nbytes, facts.backward.fresh_nbytes
+
+    assert fresh_nbytes(1 << 12) == (0, 0)
+    assert fresh_nbytes(1 << 17) == (0, 2 * 3 * 64 * (1 << 17) * 4)  # three matrices per block
+
+
 def test_a_gpu_keeps_no_scores_and_no_steps_of_a_norm() -> None:
     config = _config("llama", precision="bf16")
     meta = build_meta_model(config)

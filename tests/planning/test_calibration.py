@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,8 @@ from offload.planning.machine import calibration
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.disk_cache import digest_of
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
 from offload.tiers.errors import PathError
 
 COMPUTE: dict[str, Any] = {
@@ -223,6 +231,112 @@ def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
     assert found.nvme_mixed_bytes_per_s > 0
     assert (found.io_lost_s_per_byte, found.update_disk_share) == (0, 1)  # nothing beside it
     assert set(tmp_path.iterdir()) == before
+
+
+class Calls:
+    """The calls of a disk that allows `burst_nbytes` at once and `bytes_per_s` from then on."""
+
+    def __init__(self, burst_nbytes: float = math.inf, bytes_per_s: float = math.inf) -> None:
+        self.done: list[tuple[str, int, int]] = []  # direction, offset, bytes
+        self._left, self._rate = burst_nbytes, bytes_per_s
+        self._lock = threading.Lock()
+
+    def backend(self) -> ThreadsBackend:
+        return ThreadsBackend(preadv=self.preadv, pwritev=self.pwritev)
+
+    def preadv(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        self._wait("r", parts, offset)
+        return os.preadv(fd, parts, offset)
+
+    def pwritev(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        self._wait("w", parts, offset)
+        return os.pwritev(fd, parts, offset)
+
+    def _wait(self, direction: str, parts: Sequence[memoryview], offset: int) -> None:
+        nbytes = sum(part.nbytes for part in parts)
+        with self._lock:
+            self.done.append((direction, offset, nbytes))
+            self._left -= nbytes
+            if self._left < 0:
+                time.sleep(nbytes / self._rate)
+
+
+def disk_of(calls: Calls, monkeypatch: pytest.MonkeyPatch, folder: Path, mib: int) -> DiskSpeeds:
+    from offload.planning.machine import speed_tests
+
+    monkeypatch.setattr(speed_tests, "open_backend", calls.backend)
+    return speed_tests.measure_disk([folder], beside_compute=False, file_nbytes=mib << 20)
+
+
+def test_a_disk_that_is_throttled_after_a_while_is_measured_as_it_is_then(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = disk_of(Calls(64 << 20, 1e9), monkeypatch, tmp_path, 96)
+    rates = (
+        found.nvme_read_bytes_per_s, found.nvme_write_bytes_per_s, found.nvme_mixed_bytes_per_s,
+    )  # fmt: skip
+    assert max(rates) <= 1e9
+
+
+def test_a_slow_disk_is_measured_with_less_of_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from offload.planning.machine import speed_tests
+
+    monkeypatch.setattr(speed_tests, "_FILL_S", 0.05)
+    monkeypatch.setattr(speed_tests, "_PART_S", 0.02)
+    calls = Calls(0, 1e9)
+    found = disk_of(calls, monkeypatch, tmp_path, 1024)
+    assert found.nvme_mixed_bytes_per_s <= 1e9
+    assert sum(nbytes for _, _, nbytes in calls.done) < 1 << 30
+
+
+def test_what_is_read_was_written_long_before_and_writes_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from offload.planning.machine import speed_tests
+
+    block, file_nbytes = 1 << 20, 96 << 20
+    monkeypatch.setattr(speed_tests, "_BLOCK_NBYTES", block)
+    monkeypatch.setattr(speed_tests, "_IN_FLIGHT_NBYTES", 4 * block)
+    calls = Calls()
+    disk_of(calls, monkeypatch, tmp_path, 96)
+    moves = [(how, offset) for how, offset, nbytes in calls.done if nbytes == block]
+    written: list[int] = []
+    for direction, offset in moves:
+        if direction == "w":
+            written.append(offset)
+        else:
+            assert offset in written
+            since = len(written) - max(i for i, each in enumerate(written) if each == offset)
+            assert since * block > file_nbytes / 3
+    assert 2.5 * file_nbytes < len(written) * block <= 3 * file_nbytes
+
+
+def test_a_file_that_lies_in_memory_is_small(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from offload.planning.machine import speed_tests
+
+    monkeypatch.setattr(speed_tests, "file_system_of", lambda path: "tmpfs")
+    monkeypatch.setattr(speed_tests, "_MEMORY_NBYTES", 32 << 20)
+    calls = Calls()
+    disk_of(calls, monkeypatch, tmp_path, 96)
+    assert max(offset + nbytes for _, offset, nbytes in calls.done) == 32 << 20
+
+
+def test_a_disk_is_measured_behind_the_page_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from offload.planning.machine import speed_tests
+
+    monkeypatch.setattr(speed_tests, "SwapFile", partial(SwapFile, direct=False))
+    synced: list[int] = []
+    sync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(fd), sync(fd)))
+    found = speed_tests.measure_disk([tmp_path], beside_compute=False, file_nbytes=16 << 20)
+    assert found.nvme_write_bytes_per_s > 0
+    assert synced
 
 
 def test_measuring_leaves_the_global_random_numbers_alone() -> None:

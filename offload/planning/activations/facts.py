@@ -18,6 +18,8 @@ class PassCost:
     flops: int  # of matrix products, convolutions and attention: 2 per multiply-add
     touched_nbytes: int  # read and written by all operations
     operations: int  # calls of kernels
+    # of storages that a CPU's C library takes from the system and gives back each time
+    fresh_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

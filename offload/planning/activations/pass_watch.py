@@ -25,6 +25,7 @@ class _Cost:
     flops: int = 0
     touched_nbytes: int = 0
     operations: int = 0
+    fresh_nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -83,7 +84,10 @@ class PassWatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         given = list(tensors_of((args, tuple(kwargs.values()))))
         results = list(tensors_of((result,)))
+        before = self.live.now
         self.live.made(results, given)
+        made = self.live.now - before
+        self._cost.fresh_nbytes += made.nbytes - made.heap_nbytes
         scratch = scratch_nbytes(func, args) if self._backward else 0
         if scratch:
             self._grown(Alive.of(scratch))
@@ -98,10 +102,15 @@ class PassWatch(TorchDispatchMode):
         if runs is None:
             runs = self._is_kernel[func] = is_kernel(func)
         if runs:
-            cost = self._now.part.backward if self._backward else self._now.part.forward
+            cost = self._cost
             cost.operations += 1
             cost.touched_nbytes += touched_nbytes(func, given, results)
             cost.flops += flops(func, args, result)
+
+    @property
+    def _cost(self) -> _Cost:
+        """Of the direction and the part that operations belong to now."""
+        return self._now.part.backward if self._backward else self._now.part.forward
 
     def _find_node(self) -> None:
         node = torch._C._current_autograd_node()
@@ -189,6 +198,7 @@ class PassWatch(TorchDispatchMode):
             flops=sum(times * cost.flops for times, cost in pairs),
             touched_nbytes=sum(times * cost.touched_nbytes for times, cost in pairs),
             operations=sum(times * cost.operations for times, cost in pairs),
+            fresh_nbytes=sum(times * cost.fresh_nbytes for times, cost in pairs),
         )
 
 

@@ -30,7 +30,7 @@ from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
-FORMAT = 8  # raised whenever what is measured, or how, changes
+FORMAT = 10  # raised whenever what is measured, or how, changes
 _KIND, _SYSTEMS = "speeds", "file systems"
 _MOST_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2
@@ -44,7 +44,7 @@ _Part = TypeVar("_Part", ComputeSpeeds, DiskSpeeds)
 def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = False) -> Speeds:
     """This machine's speeds, with swap files in `nvme_paths` (none: in a temporary folder).
 
-    What is not in the cache is measured, which takes some seconds, all cores and up to 512 MiB of
+    What is not in the cache is measured, which takes some seconds, all cores and up to 4 GiB of
     each folder's disk, and is kept. PathError where a folder cannot be used.
     """
     folders = _folders(nvme_paths)

@@ -1,8 +1,8 @@
 """The measurements behind `Speeds`: short loops over the parts of a step.
 
 Rates are those of a long training run: arrays larger than every cache, files that were written
-before. For a loop over cores and memory alone the fastest run counts, since other programs slow the
-others; for a disk, or two things at once, the median counts.
+before and that no drive's memory holds. For a loop over cores and memory alone the fastest run
+counts, since other programs slow the others; for a disk, or two things at once, the median counts.
 
 What a model costs beside its products is measured on small models, forward and backward, and
 expressed in the very terms in which facts are counted: bytes that operations touch, and calls.
@@ -13,6 +13,8 @@ same with a whole model).
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import threading
 import time
@@ -29,6 +31,7 @@ from torch.nn import functional as F  # noqa: N812
 from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.kernels.weight_products import MOST_ROWS, in_lane_order, multiply
+from offload.planning.activations.live_bytes import HEAP_LIMIT_NBYTES
 from offload.planning.activations.trace import DTYPES
 from offload.planning.machine.call_times import measure_calls
 from offload.planning.machine.optimizer_variants import (
@@ -44,7 +47,7 @@ from offload.planning.plan.sizes import STAGING_BUFFERS
 from offload.swap.backends import open_backend
 from offload.swap.block_store import checksum_of
 from offload.swap.io_backend import IOBackend
-from offload.swap.swap_file import SwapFile, free_space
+from offload.swap.swap_file import SwapFile, file_system_of, free_space
 from offload.swap.transfer import Transfer, all_of
 from offload.swap.worker import ParallelRunner, available_cores
 from offload.tiers import accelerator
@@ -59,15 +62,22 @@ _TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a 
 _MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
 _FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # sequences, in a pass that decodes
 _OUT_OF_CACHE = 8  # such weights are used in turn: 64 MiB in 16 bits
+_FRESH_NBYTES = 2 * HEAP_LIMIT_NBYTES
 _OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
 _BLOCK_NBYTES = 8 << 20
 _IN_FLIGHT_NBYTES = 64 << 20
-_FILE_NBYTES = 512 << 20  # per path, moved once in each direction and once in both
+# Per path: what is read was written half a file before, which is more than the memory of a drive.
+# All of it is written when it is new, then once alone and once beside reads: these three times, and
+# what moves beside products, wear a drive.
+_FILE_NBYTES = 4 << 30
+_IN_MEMORY, _MEMORY_NBYTES = ("tmpfs", "ramfs"), 512 << 20  # what such a file takes is RAM
+_FILL_S = 2.5  # files are as large as what can be written in this time
+_PART_S = 2.5  # no part of a file takes longer: a drive may become slow after its first GiB
+_BESIDE_NBYTES = 64 << 20  # of each file, in each direction, while products run
 _SMALL_NBYTES = 64 << 10  # requests whose own cost is seen
 _CHUNK_NUMEL, _CHUNK_NBYTES = 1 << 20, 12 << 20  # parameters of a chunk and its record
 _PIPELINE_CHUNKS = 12
 _LEAST_FREE = 4  # files are at most this part of what is free
-_SLOW_S = 0.5  # a first pass over an eighth of the file that takes longer is all there will be
 _MOST_REPEAT_S = 0.6
 _BESIDE_S = 0.4  # how long something runs beside the product
 _ROUNDS = 3  # of which the median counts: a step meets the usual disk, not its best moment
@@ -121,6 +131,7 @@ def measure_compute() -> ComputeSpeeds:
             **({} if gpu else dict(_coded_rates())),
         },
         operation_s=operation_s,
+        fresh_s_per_byte=0.0 if gpu else _fresh_s_per_byte(),
         forward_operation_s=calls.operation_s,
         use_s=calls.use_s,
         coded_product_s=calls.coded_s,
@@ -130,6 +141,15 @@ def measure_compute() -> ComputeSpeeds:
         host_to_device_bytes_per_s=to_device,
         device_to_host_bytes_per_s=to_host,
     )
+
+
+def _fresh_s_per_byte() -> float:
+    """The system clears memory page by page when it is first written, which weights' gradients and
+    logits of a large model are every time: the C library keeps no storage of their size."""
+    again = torch.empty(_FRESH_NBYTES, dtype=torch.uint8)
+    again_s = seconds(lambda: again.fill_(1))
+    fresh_s = seconds(lambda: torch.empty_like(again).fill_(1))
+    return max(0.0, fresh_s - again_s) / _FRESH_NBYTES
 
 
 def matmul_rate(
@@ -297,21 +317,41 @@ def _lost_share(step: Work, alone_s: float) -> float:
 def measure_disk(
     paths: Sequence[Path], *, beside_compute: bool, file_nbytes: int = _FILE_NBYTES
 ) -> DiskSpeeds:
-    """Of swap files of `file_nbytes` in all `paths` at once, less where little is free. Blocks for
-    some seconds; the files are gone after."""
+    """Of swap files of `file_nbytes` in all `paths` at once, less where little is free or writing
+    takes long. Blocks for some seconds; the files are gone after."""
     with ExitStack() as stack:
         files = [stack.enter_context(SwapFile(path)) for path in paths]
         room = min(free_space(path) for path in paths) // _LEAST_FREE
-        nbytes = max(_BLOCK_NBYTES, min(file_nbytes, room) // _BLOCK_NBYTES * _BLOCK_NBYTES)
+        if any(file_system_of(file.directory) in _IN_MEMORY for file in files):
+            room = min(room, _MEMORY_NBYTES)
+        nbytes = max(2 * _BLOCK_NBYTES, min(file_nbytes, room) // _BLOCK_NBYTES * _BLOCK_NBYTES)
         for file in files:
             file.reserve(nbytes)
         backend = stack.enter_context(open_backend())
         return _Disk(files, backend, nbytes).measure(beside_compute=beside_compute)
 
 
+@dataclass(frozen=True)
+class _Moved:
+    """In all directions, of all files together."""
+
+    nbytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.nbytes / self.seconds
+
+
 class _Disk:
+    """Reads and writes go through the files round and round, half a file apart:
+
+    ├───── written before ─────┤├ writes ┤├───── written before ─────┤├ reads ┤├ ... ┤
+    """
+
     def __init__(self, files: Sequence[SwapFile], backend: IOBackend, nbytes: int) -> None:
         self._files, self._backend, self._nbytes = files, backend, nbytes
+        self._next = {"r": 0, "w": 0}  # offsets
         noise = np.random.default_rng(0).bytes(1 << 20)  # nothing that a device could compress
         # what the tiers move from and to: its huge pages make a disk twice as fast as small ones do
         self._memory = HostMemory(_IN_FLIGHT_NBYTES)
@@ -320,33 +360,46 @@ class _Disk:
             self._buffer[start : start + len(noise)] = noise
 
     def measure(self, *, beside_compute: bool) -> DiskSpeeds:
-        eighth = max(_BLOCK_NBYTES, self._nbytes // 8 // _BLOCK_NBYTES * _BLOCK_NBYTES)
-        first_s = self._move("w", eighth)
-        nbytes = self._nbytes if first_s < _SLOW_S else eighth
-        self._move("w", nbytes)  # fresh blocks, which a run writes only once
-        write_s = self._usual("w", nbytes)
-        read_s = self._usual("r", nbytes)
-        mixed_s = self._usual("rw", nbytes)
-        small_s = self._usual("r", min(nbytes, 64 * _SMALL_NBYTES), _SMALL_NBYTES)
-        moved = nbytes * len(self._files)
-        small = min(nbytes, 64 * _SMALL_NBYTES) // _SMALL_NBYTES * len(self._files)
-        per_request = small_s / small - _SMALL_NBYTES * read_s / moved
-        mixed = 2 * moved / mixed_s
+        """The three rates in turn: a disk that others use, or that is throttled after a while,
+        changes while it is measured."""
+        self._fill()
+        part = max(_BLOCK_NBYTES, self._nbytes // _ROUNDS)
+        rounds = [self._round(part) for _ in range(_ROUNDS)]
+        write, read, mixed = (
+            statistics.median(each[how].rate for each in rounds) for how in ("w", "r", "rw")
+        )
+        small_s = statistics.median(self._small_s() for _ in range(_ROUNDS))
         lost, share = 0.0, 1.0
         if beside_compute:
-            lost = self._lost_s_per_byte(eighth)
+            lost = self._lost_s_per_byte()
             share = min(1.0, self._pipeline_rate() / mixed)
         return DiskSpeeds(
-            nvme_read_bytes_per_s=moved / read_s, nvme_write_bytes_per_s=moved / write_s,
+            nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write,
             nvme_mixed_bytes_per_s=mixed, io_lost_s_per_byte=lost, update_disk_share=share,
-            request_s=max(0.0, per_request),
+            request_s=max(0.0, small_s - _SMALL_NBYTES / read),
         )  # fmt: skip
+
+    def _fill(self) -> None:
+        """Fresh blocks, which take up to twice as long; a run writes them once."""
+        self._move("w", self._nbytes, _BLOCK_NBYTES, _FILL_S)
+        self._nbytes = self._next["w"]
+        self._next["w"] = self._nbytes // 2 // _BLOCK_NBYTES * _BLOCK_NBYTES
+
+    def _round(self, nbytes: int) -> dict[str, _Moved]:
+        ways = ("w", "r", "rw")
+        return {how: self._move(how, nbytes, _BLOCK_NBYTES, _PART_S) for how in ways}
+
+    def _small_s(self) -> float:
+        """Seconds per small read, many of them in flight."""
+        count = max(1, min(64, self._nbytes // _SMALL_NBYTES))
+        moved = self._move("r", count * _SMALL_NBYTES, _SMALL_NBYTES, _PART_S)
+        return _SMALL_NBYTES / moved.rate
 
     def _pipeline_rate(self) -> float:
         """Bytes per second of read | step | write, chunk by chunk, beside products: what an update
         gets behind a forward. Its threads wait for each other and for a core at every turn."""
         product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
-        count = max(1, min(_PIPELINE_CHUNKS, self._nbytes // _CHUNK_NBYTES))
+        count = max(1, min(_PIPELINE_CHUNKS, self._nbytes // _ROUNDS // _CHUNK_NBYTES))
         with ExitStack() as stack:
             runner = ParallelRunner(available_cores())
             stack.callback(runner.close)
@@ -358,63 +411,72 @@ class _Disk:
 
     def _pipeline(self, count: int, step: Work) -> None:
         """`count` chunks through as many buffers as the runtime has."""
-        file = self._files[0]
         parts = [
             self._buffer[i * _CHUNK_NBYTES : (i + 1) * _CHUNK_NBYTES]
             for i in range(STAGING_BUFFERS)
         ]
 
-        def read(chunk: int) -> Transfer[None]:
-            return self._submit("r", file, parts[chunk % len(parts)], chunk * _CHUNK_NBYTES)
+        def move(direction: str, chunk: int) -> Transfer[None]:
+            file = self._files[chunk % len(self._files)]
+            offset = self._offset(direction, _CHUNK_NBYTES)
+            return self._submit(direction, file, parts[chunk % len(parts)], offset)
 
-        reads = [read(chunk) for chunk in range(min(count, len(parts) - 1))]
+        reads = [move("r", chunk) for chunk in range(min(count, len(parts) - 1))]
         writes: list[Transfer[None]] = []
         for chunk in range(count):
             reads[chunk].wait()
             step()
-            part = parts[chunk % len(parts)]
-            writes.append(self._submit("w", file, part, chunk * _CHUNK_NBYTES))
+            writes.append(move("w", chunk))
             if len(reads) < count:
                 if len(reads) >= len(parts):
                     writes[len(reads) - len(parts)].wait()
-                reads.append(read(len(reads)))
+                reads.append(move("r", len(reads)))
         all_of(writes).wait()
 
-    def _lost_s_per_byte(self, nbytes: int) -> float:
+    def _lost_s_per_byte(self) -> float:
         """What a product loses to a byte that moves beside it and is checked."""
         product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
-        turn = 2 * nbytes * len(self._files)
+        part = max(_BLOCK_NBYTES, min(_BESIDE_NBYTES, self._nbytes // _ROUNDS))
+        turn = 2 * part * len(self._files)
 
         def move() -> None:
-            self._move("rw", nbytes)
+            self._move("rw", part, _BLOCK_NBYTES, math.inf)
 
         return statistics.median(together.lost_s for together in _beside(product, move)) / turn
 
-    def _usual(self, how: str, nbytes: int, block_nbytes: int = _BLOCK_NBYTES) -> float:
-        """The median of some moves, where they do not take long."""
-        first_s = self._move(how, nbytes, block_nbytes)
-        if first_s > _MOST_REPEAT_S:
-            return first_s
-        more = [self._move(how, nbytes, block_nbytes) for _ in range(_ROUNDS - 1)]
-        return statistics.median([first_s, *more])
-
-    def _move(self, how: str, nbytes: int, block_nbytes: int = _BLOCK_NBYTES) -> float:
-        """Seconds to move `nbytes` of each file in the directions `how` names, r, w or rw."""
+    def _move(self, how: str, nbytes: int, block_nbytes: int, most_s: float) -> _Moved:
+        """The next `nbytes` of each file in each direction that `how` names, r, w or rw; fewer
+        where that takes longer than `most_s`."""
         waiting: list[Transfer[None]] = []
         started = time.perf_counter()
         most = _IN_FLIGHT_NBYTES // block_nbytes
         count = 0
-        for at in range(0, nbytes, block_nbytes):
-            for file in self._files:
-                for direction in how:
+        for _ in range(nbytes // block_nbytes):
+            if count and time.perf_counter() - started > most_s:
+                break
+            for direction in how:
+                offset = self._offset(direction, block_nbytes)
+                for file in self._files:
                     slot = count % most
                     count += 1
                     if len(waiting) >= most:
                         waiting.pop(0).wait()
                     part = self._buffer[slot * block_nbytes : (slot + 1) * block_nbytes]
-                    waiting.append(self._submit(direction, file, part, at))
+                    waiting.append(self._submit(direction, file, part, offset))
         all_of(waiting).wait()
-        return time.perf_counter() - started
+        for file in self._files:
+            if not file.o_direct:  # what only the page cache has is not moved yet
+                os.fdatasync(file.fd)
+                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return _Moved(count * block_nbytes, time.perf_counter() - started)
+
+    def _offset(self, direction: str, nbytes: int) -> int:
+        """Where the next `nbytes` are read or written."""
+        at = self._next[direction]
+        if at + nbytes > self._nbytes:
+            at = 0
+        self._next[direction] = at + nbytes
+        return at
 
     def _submit(
         self, direction: str, file: SwapFile, part: memoryview, offset_bytes: int

@@ -29,7 +29,10 @@ class ComputeSpeeds:
     # reading them is all of the work, or there is no fast kernel
     forward_flops_per_s: Mapping[str, Positive] = field(default_factory=dict)
     operation_s: Number  # what one call of a kernel costs beside its work
-    # the same of a pass without gradients, and what one costs that uses a group of a store, or
+    # what a byte costs that is written for the first time in memory that the system has just given;
+    # of small storages it is in `compute_bytes_per_s`
+    fresh_s_per_byte: Number = 0.0
+    # `operation_s` of a pass without gradients, and what one costs that uses a group of a store, or
     # multiplies straight from codes; 0: not measured
     forward_operation_s: Number = 0.0
     use_s: Number = 0.0
@@ -78,7 +81,7 @@ class Speeds(ComputeSpeeds, DiskSpeeds):
 
 _COSTS = (
     "operation_s", "forward_operation_s", "use_s", "coded_product_s", "io_lost_s_per_byte",
-    "request_s",
+    "request_s", "fresh_s_per_byte",
 )  # fmt: skip
 
 # Where nothing is measured: only the ratios matter, to say which link is the slowest.
