@@ -18,6 +18,7 @@ from offload.swap.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device_state import Links, MirroredState
 from offload.swap.fences import Fences, OpenReads
 from offload.swap.lanes import Lane
+from offload.swap.link_use import CopyTimes, LinkUse
 from offload.swap.outbox import Outbox
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
@@ -29,6 +30,7 @@ from offload.zero.device_work import DeviceWork
 from offload.zero.store import NextUse
 
 _log = logging.getLogger("offload")
+_TO_DEVICE, _TO_HOST = "host to device", "device to host"
 
 
 class DeviceHomes:
@@ -44,8 +46,11 @@ class DeviceHomes:
         fences = Fences()
         # The update has links of its own: a copy for a group that is needed later, waiting for its
         # turn, must not hold up a copy that the model waits for.
-        self.links = Links(CopyStream(device), CopyStream(device), device, fences)
-        self._update_links = Links(CopyStream(device), CopyStream(device), device, fences)
+        self._times = {way: CopyTimes(device) for way in (_TO_DEVICE, _TO_HOST)}
+        self.links, self._update_links = (
+            Links(self._copies(_TO_DEVICE), self._copies(_TO_HOST), device, fences)
+            for _ in range(2)
+        )
         self._stream = WorkStream(device)
         self.pool = SlotPool(tier, lock)
         self._reads = OpenReads(device)
@@ -57,6 +62,9 @@ class DeviceHomes:
                 "gradients are converted and their norm is taken on the CPU, and each is waited "
                 "for: %s", triton_launch.missing(device),
             )  # fmt: skip
+
+    def _copies(self, way: str) -> CopyStream:
+        return CopyStream(self._device, self._times[way])
 
     # ---------------------------------------------------------------- states
     def mirrored(self, home: State, next_use: NextUse) -> State:
@@ -113,9 +121,15 @@ class DeviceHomes:
         """Bytes over both pairs of links since the start."""
         both = (self.links, self._update_links)
         return {
-            "host to device": sum(links.to_device.moved_nbytes for links in both),
-            "device to host": sum(links.to_host.moved_nbytes for links in both),
+            _TO_DEVICE: sum(links.to_device.moved_nbytes for links in both),
+            _TO_HOST: sum(links.to_host.moved_nbytes for links in both),
         }
+
+    def uses(self) -> dict[str, LinkUse]:
+        """How each direction spent its time, over both pairs; nothing where a copy is a copy."""
+        if not accelerator.is_accelerator(self._device):
+            return {}
+        return {way: times.use() for way, times in self._times.items()}
 
     # ---------------------------------------------------------------- waiting
     def lanes(self) -> list[Lane]:

@@ -31,6 +31,7 @@ from offload.recording import Recording
 from offload.report import Report
 from offload.spread_experts import SpreadExperts
 from offload.swap.lanes import waits_s
+from offload.swap.link_use import LinkUse
 from offload.swap.recorder import Recorder
 from offload.swap.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
@@ -254,6 +255,8 @@ class Engine(TieredModel):
                 config.skips_nonfinite,
                 in_backward=config.optimizer.in_backward is True,
                 passes=config.gradient_accumulation_steps,
+                trial_nbytes=self._homes.spare_nvme_nbytes,
+                free_nbytes=self._homes.free_nvme_nbytes,
             ),
             wire=_wire(config),
         )
@@ -268,7 +271,7 @@ class Engine(TieredModel):
             self._ranks,
             self._tensor_parallel,
         )
-        self._homes.let_wait(runtime.await_progress)
+        self._homes.let_wait(runtime.await_progress, lambda: runtime.trace.uses_left)
         return runtime
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
@@ -356,6 +359,7 @@ class Engine(TieredModel):
             skipped_steps=runtime.stepper.skipped,
             gradient_norm=None if last is None else last.gradient_norm,
             loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
+            trials=replace(runtime.stepper.trials.counts),
             waits=self.waits(),
         )
 
@@ -388,6 +392,11 @@ class Engine(TieredModel):
     def waits(self) -> dict[str, float]:
         """Those of the report."""
         return waits_s([*self._homes.lanes(), *self._open().lanes()])
+
+    def links(self) -> dict[str, LinkUse]:
+        """Those of the report."""
+        self._check_open()
+        return self._homes.link_uses()
 
     def watch(
         self, *, steps: int | None = None, tokens: int | None = None,

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from offload import machine
 from offload.device_homes import DeviceHomes
 from offload.kernels import triton_launch
-from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware
+from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nvme_nbytes
 from offload.swap.activation_window import ActivationWindow
 from offload.swap.activations import ActivationTier
 from offload.swap.backends import open_backend
@@ -27,12 +27,13 @@ from offload.swap.block_store import BlockStore
 from offload.swap.coded_state import CodedState
 from offload.swap.device_state import Links
 from offload.swap.file_state import FileState
-from offload.swap.lanes import Lane
+from offload.swap.lanes import Lane, WaitFor
+from offload.swap.link_use import LinkUse
 from offload.swap.measure import Bandwidth, measure_bandwidth
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream, mark_here
-from offload.swap.swap_file import SwapFile, check_directory
+from offload.swap.swap_file import SwapFile, check_directory, free_space
 from offload.swap.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
@@ -77,6 +78,8 @@ class TieredHomes:
         self._itemsize = dtype.itemsize
         self._memory: dict[Tier, MemoryTier] = {}
         self.store: BlockStore | None = None
+        self._paths: Sequence[str] = ()
+        self.spare_nvme_nbytes = 0  # of the budget, and of what is free there
         self._staging: list[Lease] = []
         # as many threads as PyTorch computes with; they start when there is much to decode
         self._run = ParallelRunner(torch.get_num_threads(), min_share=1)
@@ -118,6 +121,8 @@ class TieredHomes:
             _check_direct(files, nvme)
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
+            self._paths = paths
+            self.spare_nvme_nbytes = min(spare_nvme_nbytes(self.plan), self.free_nvme_nbytes())
             options = _backend_options(nvme, self.plan)
             backend = opened.enter_context(open_backend(nvme.backend, **options))
             store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
@@ -253,8 +258,16 @@ class TieredHomes:
         """The streams and memory of the device that updates and gradients use beside the model."""
         return self._device.work()
 
-    def let_wait(self, for_updates: Callable[[], bool]) -> None:
-        """Let a demand that finds no memory wait for copies under way, and for `for_updates`."""
+    def free_nvme_nbytes(self) -> int:
+        """On all paths together, if each gets as much as the one that has least."""
+        return min(map(free_space, self._paths), default=0) * len(self._paths)
+
+    def let_wait(
+        self, for_updates: Callable[[], bool], uses_left: Callable[[], float] = lambda: math.inf
+    ) -> None:
+        """Let a demand that finds no memory wait for copies under way, and for `for_updates`; an
+        offer for what is used later than `uses_left`, for what the step's end gives back."""
+        self.pool.uses_left = uses_left
         self.pool.await_progress = self._device.await_progress(for_updates)
         self._device.pool.await_progress = self._device.await_progress(for_updates)
 
@@ -311,6 +324,11 @@ class TieredHomes:
             **self._device.moved_nbytes(),
             **(self.activations.bytes_moved() if self.activations is not None else {}),
         }
+
+    def link_uses(self) -> dict[str, LinkUse]:
+        """How each link spent its time since the start: files, all paths together, and copies."""
+        files = {} if self.store is None else {str(WaitFor.FILES): self.store.backend.use()}
+        return {**files, **self._device.uses()}
 
     def bytes_saved(self) -> dict[str, int]:
         """Bytes that did not have to cross a link, because they were still where they are used, or

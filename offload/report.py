@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from offload.swap.link_use import LinkUse
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
+from offload.zero.trials import TrialCounts
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class TierTraffic:
     group's pending update, whatever that waits for) and `ranks` (collectives, and what their
     threads wait for). On a GPU the thread queues work and goes on: its own stream's waits are not
     in here.
+
+    `links` say how each link has spent the time since the beginning (`LinkUse`): `nvme`, all paths
+    together, where there are files, and beside a GPU `host to device` and `device to host`.
     """
 
     tiers: dict[str, TierReport]
@@ -64,9 +69,11 @@ class TierTraffic:
     evictions: int = 0
     placements: dict[str, str] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
+    links: dict[str, LinkUse] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A few lines to read: what tiers hold, what moved, what was waited for."""
+        """A few lines to read: what tiers hold, what moved, what was waited for, how links spent
+        their time."""
         lines = [
             f"{name:<7} {format_bytes(tier.used_nbytes)} held, {format_bytes(tier.peak_nbytes)} at "
             f"most, of {format_bytes(tier.budget_nbytes)}"
@@ -75,9 +82,14 @@ class TierTraffic:
         ]
         moved = [f"{name} {format_bytes(n)}" for name, n in self.bytes_moved.items() if n]
         waited = [f"{name} {seconds:.1f} s" for name, seconds in self.waits.items() if seconds]
+        used = [
+            f"{name} {', '.join(f'{word} {n:.1f} s' for word, n in use.seconds().items())}"
+            for name, use in self.links.items()
+        ]
         return "\n".join([
             *lines, f"moved   {', '.join(moved) or 'nothing'}",
             f"waited  {', '.join(waited) or 'for nothing'}",
+            *([f"links   {'; '.join(used)}"] if used else []),
         ])  # fmt: skip
 
 
@@ -88,15 +100,20 @@ class Report(TierTraffic):
     `steps` were taken, `skipped_steps` not, for infinite or NaN gradients. `gradient_norm` is that
     of the last step, unscaled and before the engine's clipping (a loop that clips by itself hands
     over gradients that are clipped already); `loss_scale` is None unless the precision is fp16.
+    `trials` counts the groups of parameters that were updated during backward as if the step would
+    clip and skip nothing: `kept`, `redone` in the step, or `taken_back` before it, since somebody
+    read or changed what they are made of; and says why there are none now (`why_off`).
     """
 
     steps: int
     skipped_steps: int
     gradient_norm: float | None
     loss_scale: float | None
+    trials: TrialCounts
 
     def __str__(self) -> str:
         """A few lines to read: what tiers hold, what moved, what the steps did."""
         norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
         steps = f"steps   {self.steps}, {self.skipped_steps} skipped{norm}"
-        return f"{super().__str__()}\n{steps}"
+        trials = f"{self.trials}" and f"\ntrials  {self.trials}"
+        return f"{super().__str__()}\n{steps}{trials}"

@@ -233,7 +233,8 @@ class BlockStore:
                     return False
                 self._waiting += 1
                 try:
-                    with self.backend.lane.waiting("room in the tier"):
+                    waiting = self.backend.lane.waiting("room in the tier")
+                    with waiting, self.backend.held_back():
                         self._freed.wait()
                 finally:
                     self._waiting -= 1

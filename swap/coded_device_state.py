@@ -83,7 +83,7 @@ class DeviceCodedState(CodedState):
             self._reads.mark()
         super().note_use()
 
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+    def wrote(self, *, to_edge: bool = False) -> None:
         """Encoded on the CPU: it happens where users write, not in a pass."""
         with self._lock:
             if self._slot is None or not self._has_values:

@@ -172,7 +172,7 @@ class CodedState(SlotState):
         span, start = self.span(piece), piece * self._step
         return stored[start : start + self._codec.stored_nbytes(span.stop - span.start)]
 
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+    def wrote(self, *, to_edge: bool = False) -> None:
         """Stored at once, and rounded to what is stored."""
         with self._lock:
             if self._slot is None or not self._has_values:
@@ -190,7 +190,7 @@ class CodedState(SlotState):
                     self._decode(piece, stored, view)  # what was refused is not there
                 raise
             self._decode(piece, stored, view)
-        self._home.wrote(write_back=write_back)
+        self._home.wrote()
         self._is_blank, self._is_stored = False, True
 
     def note_use(self) -> None:

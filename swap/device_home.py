@@ -125,5 +125,5 @@ class DeviceRecordState(DeviceHomeState):
     def blank(self) -> torch.Tensor:
         return self.host_blank()
 
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+    def wrote(self, *, to_edge: bool = False) -> None:
         self.host_wrote()

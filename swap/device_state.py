@@ -182,7 +182,7 @@ class MirroredState(SlotState):
         if not mirrored:
             self._home.note_use()
 
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+    def wrote(self, *, to_edge: bool = False) -> None:
         with self._lock:
             if self._slot is None or self._lacking:
                 raise StateError(f"{self.name} holds no device memory that could have been written")

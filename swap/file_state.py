@@ -12,6 +12,7 @@ The states are not stored but follow from what is in flight, so they cannot disa
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class FileState(SlotState):
         self._filling = False  # between `blank` and `wrote`: neither dropped nor sent home
         self._being_sent = False  # some thread is in `leave`
         self._failure: Failure | None = None
+        self._old: dict[int, StoredBlock] | None = None  # of pieces written since `keep_old`
 
     # ---------------------------------------------------------------- what the pool asks
     def can_drop(self) -> bool:
@@ -67,8 +69,10 @@ class FileState(SlotState):
 
     @uninterrupted
     def leave(self) -> None:
-        """Start taking every dirty piece home."""
+        """Start taking every dirty piece home; of gradients only while nobody adds to them."""
         with self._lock:
+            if self._class is StateClass.GRADIENTS and self._slot and self._slot.in_use():
+                return
             if self._being_sent:  # by a thread that waits in `_depart`, without the lock
                 self._store.await_room()
                 return
@@ -119,7 +123,9 @@ class FileState(SlotState):
             _wait_all(leaving)
         size = round_up(self.nbytes, PAGE_NBYTES)
         if next_use is None:
-            lease: Lease | None = self._pool.demand(size, self.name, self._class)
+            held_back = nullcontext() if fill is None else self._store.backend.held_back()
+            with held_back:
+                lease: Lease | None = self._pool.demand(size, self.name, self._class)
         else:
             lease = self._pool.offer(size, self.name, self._class, next_use=next_use)
         if lease is None:
@@ -178,7 +184,7 @@ class FileState(SlotState):
         return view
 
     @uninterrupted
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+    def wrote(self, *, to_edge: bool = False) -> None:
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
@@ -191,7 +197,8 @@ class FileState(SlotState):
             changed = range(self.pieces if all_of_it else self._pieces_to_edge)
             self._dirty.update(changed)  # first: a dirty copy is not dropped
             self._filling = False
-            if not write_back:
+            if self._class is StateClass.GRADIENTS:
+                self._pool.may_leave(self)
                 return
             leaving = list(self._departures.values())
         _wait_all(leaving)  # a piece has one write on its way at a time
@@ -232,6 +239,38 @@ class FileState(SlotState):
         with self._lock:
             return self._depart(piece, self._staged_pages(piece, source))
 
+    # ---------------------------------------------------------------- an update on trial
+    def undoable(self) -> FileState:
+        return self
+
+    def keep_old(self) -> None:
+        with self._lock:
+            self._old = {}
+
+    @uninterrupted
+    def drop_old(self) -> None:
+        with self._lock:
+            old, self._old = self._old, None
+            for block in (old or {}).values():
+                self._store.free(block)
+
+    @uninterrupted
+    def go_back(self) -> None:
+        self.settle()
+        with self._lock:
+            old, self._old = self._old or {}, None
+            for piece, block in old.items():
+                written, self._blocks[piece] = self._blocks[piece], block
+                assert written is not None, "it has an old version"
+                self._store.free(written)
+            if old and self._slot is not None:
+                if self.can_drop():
+                    self.drop()
+                else:  # a view that somebody has kept shows what counts
+                    for piece in old:
+                        pages = self._slot_pages(piece)
+                        self._arrivals[piece] = self._read(piece, pages, Priority.NORMAL)
+
     # ---------------------------------------------------------------- both
     @uninterrupted
     def discard(self) -> None:
@@ -252,12 +291,18 @@ class FileState(SlotState):
                 if block is not None:
                     self._store.free(block)
             self._blocks = [None] * self.pieces
+            self.drop_old()
 
     @interrupted_in_waits
     def settle(self) -> None:
-        with self._lock:
-            pending = [*self._arrivals.values(), *self._departures.values()]
-        _wait_all(pending)
+        while True:
+            with self._lock:
+                pending = [*self._arrivals.values(), *self._departures.values()]
+                being_sent = self._being_sent
+            _wait_all(pending)
+            if not being_sent:
+                break
+            self._store.await_room()
         self._raise_failure()
 
     def close(self) -> None:
@@ -305,20 +350,28 @@ class FileState(SlotState):
         if before is not None and self._class is StateClass.GRADIENTS:
             self._blocks[piece] = None  # an old sum is never gone back to
             self._store.free(before)
+        old = self._old
+        replaces = self._blocks[piece] if old is None else None
         while True:
             try:
                 return self._store.write(
-                    pages, owner=self.name, state_class=self._class, replaces=self._blocks[piece],
+                    pages, owner=self.name, state_class=self._class, replaces=replaces,
                     priority=Priority.BACKGROUND,
-                    committed=lambda block: self._commit(piece, block),
+                    committed=lambda block: self._commit(piece, block, old),
                 )  # fmt: skip
             except TierFullError:
                 if not self._store.await_room():
                     raise
 
-    def _commit(self, piece: int, block: StoredBlock) -> None:
-        """The write is complete (lock held)."""
-        self._blocks[piece] = block
+    def _commit(self, piece: int, block: StoredBlock, old: dict[int, StoredBlock] | None) -> None:
+        """The write is complete (lock held). `old` is where the version before goes, if that trial
+        is not decided yet; without one the store has freed it."""
+        before, self._blocks[piece] = self._blocks[piece], block
+        if old is not None and before is not None:
+            if old is self._old and piece not in old:
+                old[piece] = before
+            else:
+                self._store.free(before)
         self._departures.pop(piece, None)
 
     def _note_failure(self, arrived: Transfer[None]) -> None:

@@ -1,15 +1,30 @@
-"""Ranges that `torch.profiler` shows, by name: nothing is done where no profiler looks."""
+"""Ranges that `torch.profiler` shows, by name. Where no profiler looks, a flag is read and no more.
+
+The flag is that of the process: `_profiler_enabled()` answers for the thread that asks, and is
+False on every one while a profiler looks at all of them. By default a profiler sees the thread that
+started it, and backward; those of ours with `profile_all_threads` in its `experimental_config`.
+"""
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+_NOTHING = nullcontext()
+
+
+@functools.cache
+def _torch() -> Any:
+    from torch.autograd import profiler  # memest plans with these modules and without it
+
+    return profiler
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
     """Around a phase, which is shown as `offload: NAME`."""
-    import torch  # memest plans with these modules and without it
-
-    if not torch._C._autograd._profiler_enabled():
-        return nullcontext()
-    return torch.profiler.record_function(f"offload: {name}")
+    profiler = _torch()
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    shown: AbstractContextManager[Any] = profiler.record_function(f"offload: {name}")
+    return shown

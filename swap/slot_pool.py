@@ -6,6 +6,9 @@ waits. The copy used last is evicted first (`tiers/eviction.py`). Of many copies
 keys and values) not all are looked at for each eviction: what one look found to be used last is
 given up by the next ones, too, unless it is used sooner now, and then what was just used up.
 
+Gradients exist nowhere else and are used up soon: they stay while others have room, in at most half
+of the memory. A prefetch that finds none starts taking those home that are needed last.
+
 Values that are made in memory, from codes there, need a slot that is a multiple of the codes. The
 largest such slot is left for the next values: prefetches of codes that took its place would have to
 go again, and be read again.
@@ -14,6 +17,7 @@ go again, and be read again.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,6 +84,9 @@ class SlotPool:
         self._furthest: list[CachedPiece] = []  # left of the last look; the one used last is last
         self._least_use = 0.0  # each of them was used no sooner than this
         self._used_up: dict[int, CachedPiece] = {}  # until their next turn; the last one is last
+        self._may_leave: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
+        self._held_nbytes = self._staying_nbytes = 0  # of all copies, and of those
+        self._sent: CachedPiece | None = None  # the last one that was sent home for that
         self._before_look = 0  # so many of those may go before the next look
         self._values: CachedPiece | None = None  # the largest slot of values that are made here
         self.makes_values = False  # the last ones that were used were made
@@ -87,18 +94,44 @@ class SlotPool:
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
+        self.uses_left: Callable[[], float] = lambda: math.inf  # until the step's end; set as above
         self.evictions = 0
         self.traffic = Traffic()
 
     def register(self, piece: CachedPiece) -> None:
         """`piece` holds a copy now (under the lock)."""
-        self._held[id(piece)] = piece
+        if id(piece) not in self._held:
+            self._held[id(piece)] = piece
+            self._held_nbytes += piece.held_nbytes
 
     def unregister(self, piece: CachedPiece) -> None:
+        """`piece` is about to give its copy up (under the lock)."""
         del self._held[id(piece)]
+        self._held_nbytes -= piece.held_nbytes
         if self._values is piece:
             self._values = None
         self._used_up.pop(id(piece), None)
+        self._stays_no_more(piece, piece.held_nbytes)
+
+    def may_leave(self, piece: CachedPiece) -> None:
+        """`piece` is dirty, and stays so until its room is needed, or until half of the memory for
+        copies is such: what is fetched ahead must find others to replace (under the lock)."""
+        if id(piece) not in self._may_leave:
+            self._may_leave[id(piece)] = piece
+            self._staying_nbytes += piece.held_nbytes
+        room = self.tier.arena.free_nbytes + self._held_nbytes
+        if self._staying_nbytes <= room // 2:
+            return
+        for each in sorted(self._may_leave.values(), key=lambda each: -each.next_use()):
+            each.leave()
+            if each.can_drop() or each.transit() is not None:
+                self._stays_no_more(each, each.held_nbytes)
+                if self._staying_nbytes <= room // 2:
+                    return
+
+    def _stays_no_more(self, piece: CachedPiece, nbytes: int) -> None:
+        if self._may_leave.pop(id(piece), None) is not None:
+            self._staying_nbytes -= nbytes
 
     def use_up(self, piece: CachedPiece) -> None:
         """`piece` comes in turn with others, all of which are used before it is again (under the
@@ -165,9 +198,35 @@ class SlotPool:
         with self.lock:
             self._is_ahead = next_use >= 0
             try:
-                return self._try(nbytes, owner, state_class, before=next_use)
+                lease = self._try(nbytes, owner, state_class, before=next_use)
+                while lease is None and self._send_away(state_class, next_use):
+                    lease = self._try(nbytes, owner, state_class, before=next_use)
+                return lease
             finally:
                 self._is_ahead = False
+
+    def _send_away(self, state_class: StateClass, before: float) -> bool:
+        """For what the model computes with: start taking home what may leave and is needed last,
+        after `before`. Whether it has arrived already, and gave up its room. (For a record that
+        would save a read and cost a write.)"""
+        if not self._may_leave or state_class is StateClass.OPTIMIZER:
+            return False
+        if before >= self.uses_left():  # the step may make its room before
+            return False
+        if self._sent is not None and self._sent.transit() is not None:
+            return False  # its room is waited for
+        for piece in sorted(self._may_leave.values(), key=lambda piece: -piece.next_use()):
+            if piece.next_use() <= before:
+                return False
+            piece.leave()
+            if piece.can_drop():
+                piece.drop()
+                self.evictions += 1
+                return True
+            if piece.transit() is not None:
+                self._sent = piece
+                return False
+        return False
 
     def _try(
         self, nbytes: int, owner: str, state_class: StateClass, before: float | None

@@ -38,11 +38,12 @@ class SlotState(State):
 
     def drop(self) -> None:
         """Give the slot back; StateError if none is held."""
-        slot, self._slot = self._slot, None
+        slot = self._slot
         if slot is None:
             raise StateError(f"{self.name} holds no memory to drop")
         self._forget_arrival()
         self._pool.unregister(self)
+        self._slot = None
         slot.free()
 
     @abc.abstractmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,30 @@ class HostPiece:
         for transfer in self.transfers:
             transfer.wait()
         return self.view
+
+
+class Undoable(Protocol):
+    """A state whose versions from before an update on trial can count again."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def pieces(self) -> int: ...
+
+    def keep_old(self) -> None:
+        """From here on pieces that are written keep their old version, too, in as many bytes again
+        of the home's tier, until `drop_old` or `go_back`."""
+        ...
+
+    def drop_old(self) -> None:
+        """What was written counts, also what is still on its way."""
+        ...
+
+    def go_back(self) -> None:
+        """What was there at `keep_old` counts again. Waits for what is on its way; for callers
+        that have no view of what was written."""
+        ...
 
 
 class State(abc.ABC):
@@ -103,11 +128,10 @@ class State(abc.ABC):
         """
 
     @abc.abstractmethod
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+    def wrote(self, *, to_edge: bool = False) -> None:
         """The compute side changed the buffer, and still has a view of it: start taking it home.
-
-        Without `write_back` it goes home only if its memory is needed for something else: the
-        caller discards the buffer soon. `to_edge`: nothing was changed behind the edge.
+        Gradients, which are used up soon, go to a file only where their memory is needed for
+        something else. `to_edge`: nothing was changed behind the edge.
         """
 
     def codes(self) -> tuple[Codec, torch.Tensor] | None:
@@ -163,6 +187,11 @@ class State(abc.ABC):
     @abc.abstractmethod
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         """Take the piece home from `source`, which must not change until the transfer is done."""
+
+    # an update on trial -------------------------------------------------------------------
+    def undoable(self) -> Undoable | None:
+        """Itself, where its old version can be kept."""
+        return None
 
     # update side, on the device -----------------------------------------------------------
     def device_piece(self, piece: int) -> torch.Tensor | None:
@@ -220,7 +249,7 @@ class MemoryState(State):
     def blank(self) -> torch.Tensor:
         return self.tensor()
 
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+    def wrote(self, *, to_edge: bool = False) -> None:
         """Home already."""
 
     def residency(self) -> Residency:

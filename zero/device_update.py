@@ -18,6 +18,7 @@ import torch
 
 from offload.kernels import triton_optimizer
 from offload.kernels.floats import Float
+from offload.swap.ranges import profiled
 from offload.swap.streams import CopyMark, mark_here
 from offload.swap.transfer import Transfer
 from offload.tiers.units import round_up
@@ -54,7 +55,8 @@ class DeviceUpdate:
         ]  # fmt: skip
         fetched = self._fetch(missing)
         fetched.before_compute()
-        self._run(chunk)
+        with profiled(f"update of {chunk.update.group.name}"):
+            self._run(chunk)
         stepped = mark_here(self._work.stream.device)
         for part in chunk.parts:
             if part.on_device is not None:

@@ -271,7 +271,7 @@ class GatheredState(SharedState):
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
+    def wrote(self, *, to_edge: bool = False) -> None:
         """The caller changed the whole copy: store this rank's part of it."""
         lease, _ = self._copy()
         if self.is_coded:
@@ -397,8 +397,8 @@ class ReplicatedState(SharedState):
     def blank(self) -> torch.Tensor:
         return self.home.blank()
 
-    def wrote(self, *, write_back: bool = True, to_edge: bool = False) -> None:
-        self.home.wrote(write_back=write_back, to_edge=to_edge)
+    def wrote(self, *, to_edge: bool = False) -> None:
+        self.home.wrote(to_edge=to_edge)
 
     def host_tensor(self) -> torch.Tensor:
         self._await_arrival()

@@ -18,6 +18,7 @@ import torch
 
 from offload.kernels.floats import Float, Runner
 from offload.swap.outbox import Outbox
+from offload.swap.ranges import profiled
 from offload.swap.state import State
 from offload.swap.transfer import Transfer
 from offload.zero.bits import DTYPE_OF, FLOAT_OF
@@ -40,20 +41,17 @@ class GradientAccumulator:
 
     def __init__(
         self, name: str, specs: Sequence[ParamSpec], own: Float, accumulate: Float,
-        make: Accumulators,
-        run: Runner, used_after: int | None = None, partials: DevicePartials | None = None,
+        make: Accumulators, run: Runner, partials: DevicePartials | None = None,
         outbox: Outbox | None = None, share: float = 1.0,
     ) -> None:  # fmt: skip
         """`specs` are the parameters, or parts of them, at their offsets in the accumulator.
-        `used_after`: an update uses the gradients up right after that many passes. `partials`
-        and `outbox` are there where gradients come on a device that runs kernels of ours. `share`:
-        what gradients are multiplied with."""
+        `partials` and `outbox` are there where gradients come on a device that runs kernels of
+        ours. `share`: what gradients are multiplied with."""
         self.name = name
         self._share = share
         self._specs = list(specs)
         self._own = own
         self._make = make
-        self._used_after = used_after
         self._spent = False
         self.format = accumulate
         self.state: State = make(accumulate.nbytes)
@@ -99,10 +97,11 @@ class GradientAccumulator:
             self._promote()
         if self._factors.item(index) != 1.0:
             self._apply_factor(index)
-        if before:
-            self._path.add(index, self._opened(), source)
-        else:
-            self._path.copy(index, self._opened(), source)
+        with profiled(f"reduce {self.name}"):
+            if before:
+                self._path.add(index, self._opened(), source)
+            else:
+                self._path.copy(index, self._opened(), source)
         self._having[before] -= 1
         self._having[before + 1] += 1
         self.passes[index] = before + 1
@@ -120,9 +119,9 @@ class GradientAccumulator:
         """The accumulator."""
         if self._open is None:
             self.landed.wait()
-            if self.has_any:
-                self.state.settle()  # the last pass may still be on its way home
             buffer = self.state.tensor() if self.has_any else self.state.blank()
+            if self.has_any:  # the last pass may be on its way home; with a view of it, it stays
+                self.state.settle()
             self._open = buffer.view(DTYPE_OF[self.format])
         return self._open
 
@@ -174,19 +173,15 @@ class GradientAccumulator:
         """Let the accumulator go home until the next gradient comes; False if it is not open."""
         if self._open is None:
             return False
-        state, buffer, used_up = self.state, self._open, self._last_pass
+        state, buffer = self.state, self._open
         self._open = None
 
         def go_home(_: torch.Tensor = buffer) -> None:  # until then the view keeps it in memory
-            state.wrote(write_back=not used_up)
+            state.wrote()
 
         del buffer
         self.landed = self._path.when_there(go_home, f"the gradients of {self.name}")
         return True
-
-    @property
-    def _last_pass(self) -> bool:
-        return self._used_after is not None and bool((self.passes >= self._used_after).all())
 
     def square(self, index: int) -> float:
         """The sum of squares of what was accumulated for a parameter."""

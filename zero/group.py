@@ -154,6 +154,8 @@ class ParamGroup:
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
+        # undoes a pending update that no step has made yet (zero/trials.py)
+        self.on_trial: Callable[[], None] | None = None
         # makes `pending` an update by the steps that were missed, if there are any
         self._catch_up: Callable[[ParamGroup], None] | None = None
         self._classes = [classes_of(type(param)) for param in self.params]
@@ -200,6 +202,8 @@ class ParamGroup:
     def wait_for_update(self) -> None:
         """Block until a pending update of this group is visible, and that by the steps that it
         missed. Every reader of weights or optimizer states comes here."""
+        if self.on_trial is not None:
+            self.on_trial()
         self.begin_missed()
         if self.pending is not None:
             self.pending.wait()

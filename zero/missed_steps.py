@@ -64,6 +64,11 @@ class MissedSteps:
         log = self._log_of.get(state.group.index)
         return {} if log is None else log.take(state, graded)
 
+    def lacks(self, state: OptimizerState) -> bool:
+        """Whether a group has missed any step."""
+        log = self._log_of.get(state.group.index)
+        return log is not None and log.lacks(state)
+
     def overdue(self) -> list[ParamGroup]:
         """Groups that should not miss more: they have missed many, or parts of them are updated by
         other ranks, which do not know when this one needs them."""
@@ -149,6 +154,9 @@ class _Log:
                 ]  # fmt: skip
         self._forget_made()
         return found
+
+    def lacks(self, state: OptimizerState) -> bool:
+        return state.group.index in self._lacks
 
     def overdue(self) -> Iterator[ParamGroup]:
         is_shared = any(state.group.layout.ranks > 1 for state in self.states[:1])

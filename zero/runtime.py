@@ -6,6 +6,7 @@ asks the update queue whether a group has to be updated first. `State` does all 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -172,7 +173,11 @@ class Runtime:
         def next_update() -> float:
             return self._next_update(index)
 
-        gradients = self._gradients(index, group.name, part, next_update, group.ep_size)
+        def next_read() -> float:
+            done = index in self.stepper.trials and not self.updates.is_pending(index)
+            return math.inf if done else next_update()
+
+        gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
         formats = [self._homes.record_format(index, chunk) for chunk in range(len(chunks))]
         records = [
@@ -193,19 +198,18 @@ class Runtime:
         return kept
 
     def _gradients(
-        self, index: int, name: str, part: Part, next_update: NextUse, ep_size: int
+        self, index: int, name: str, part: Part, next_read: NextUse, ep_size: int
     ) -> Gradients:
-        options, rules = self.options, self.options.step_rules
+        options = self.options
         several = index in self._shared
         accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
         specs = [each.spec for each in part.trained()]
         own = GradientAccumulator(
             name, specs, self.own, accumulate,
             lambda itemsize: self._homes.gradients(
-                index, name, len(part.trainable), itemsize, next_update
+                index, name, len(part.trainable), itemsize, next_read
             ),
-            self._run_blocks, rules.passes if rules.in_backward else None, self._partials,
-            self._outbox,
+            self._run_blocks, self._partials, self._outbox,
             # of an expert the sum over `ep_size` ranks' tokens comes here, and no average
             1.0 / ep_size,
         )  # fmt: skip
@@ -219,7 +223,7 @@ class Runtime:
             return GradientAccumulator(
                 name, [spec for spec in layout.params if spec.trainable], self.own, accumulate,
                 lambda itemsize: self._homes.gradients(
-                    index, f"{name}, not reduced,", layout.numel_trainable, itemsize, next_update
+                    index, f"{name}, not reduced,", layout.numel_trainable, itemsize, next_read
                 ),
                 self._run_blocks,
             )  # fmt: skip
@@ -463,6 +467,7 @@ class Runtime:
     def settle(self) -> None:
         """Make every update by steps that were missed, wait for all that are pending and every byte
         on its way; raises what went wrong."""
+        self.stepper.trials.take_back_all()
         self.stepper.catch_up_all()
         self.updates.settle()
         for state in self.optimizer_states:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +43,7 @@ from offload.zero.optimizer_state import OptimizerState
 from offload.zero.packed import ExpertTable
 from offload.zero.reduction import NoReductions, Reductions
 from offload.zero.tensor_parallel import TensorParallel
+from offload.zero.trials import Terms, Trials
 from offload.zero.update import UpdateQueue, merge
 
 _log = logging.getLogger("offload")
@@ -63,6 +64,9 @@ class StepRules:
     # run exactly that many backward passes per step, and take every step it has begun.
     in_backward: bool = False
     passes: int = 1
+    # Of the nvme tier, for the old versions of groups that are updated on trial
+    trial_nbytes: int = 0
+    free_nbytes: Callable[[], int] = lambda: 0  # on the disks, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,8 @@ class Stepper:
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
         alone = not self._reductions.has_others
         self._missed = MissedSteps(states, tables, alone=alone)
+        trial_nbytes = rules.trial_nbytes if alone and tensor_parallel is None else 0
+        self.trials = Trials(states, trial_nbytes, updates.withdraw, rules.free_nbytes)
 
     @property
     def has_unstepped_gradients(self) -> bool:
@@ -146,19 +152,23 @@ class Stepper:
                 f"one: optimizer.in_backward counts on {self._rules.passes} backward pass(es) per "
                 "step; set gradient_accumulation_steps to their number, or in_backward: false"
             )
+        self.trials.take_back([state.group.index])
 
     def arrived(self, state: OptimizerState, index: int, *, more: bool = False) -> None:
         """A gradient of parameter `index` is in its accumulator. `more`: it is a part, and the
         rest comes in the same backward pass."""
         self._unstepped = True
         self.norms.invalidate()
-        if more or not self._rules.in_backward or state.group.index in self._summed_over_blocks:
+        if more or state.group.index in self._summed_over_blocks:
             return
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
-        if (arrived >= self._rules.passes).all():
-            begin = partial(self._update_ahead, state)
-            self._reductions.when_issued(state.group.index, begin)
+        if self._rules.in_backward:
+            if (arrived >= self._rules.passes).all():
+                begin = partial(self._update_ahead, state)
+                self._reductions.when_issued(state.group.index, begin)
+        elif self.trials.on and (arrived == self.trials.passes).all():
+            self._try(state)
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
         """A parameter got all of its gradient of one backward pass."""
@@ -184,9 +194,25 @@ class Stepper:
         state.gradients.close()
         with self._lock:
             self._ahead.add(state.group.index)
-        self._submit([state], self._hyper_ahead, 1.0)
+        self._submit([state], self._hyper_ahead, 1.0, first=True)
         if state.group.state.in_place:
             state.group.withhold()  # half an update must not be read
+
+    def _try(self, state: OptimizerState) -> None:
+        """Begin the update of one group before its step, if it can be undone."""
+        if not self.trials.takes(state) or self._missed.lacks(state) or self.hyper_source is None:
+            return
+        if self._hyper_ahead is None:
+            self._hyper_ahead = self.hyper_source()
+        terms = self._terms(state, self._hyper_ahead, 1.0 / self._loss_scale_of_gradients)
+        if None in terms.hypers or len(terms.having) < len(state.steps):
+            return
+        state.gradients.close()
+        update = self._group_update(state, terms, {}, {})
+        self.trials.begin(state, terms)
+        with self._lock:
+            self._read_by_update.add(state.group.index)
+        self._updates.submit([update], first=True)
 
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.
@@ -208,12 +234,18 @@ class Stepper:
         skip = not finite and self._rules.skip_nonfinite
         if self._loss_scale is not None:
             self._loss_scale.update(overflow=not finite)
+        passes, clip = self.passes_since_step, 1.0
+        redone = self.trials.counts.redone
         if skip:
             self.skipped += 1
+            self.trials.redo_all()
         else:
             self.taken += 1
             clip = clip_coefficient(total, self._rules.clip_grad_norm)
             self._submit_rest(hyper_of, clip / scale)
+        changed = skip or clip != 1.0
+        others = not changed and self.trials.counts.redone > redone
+        self.trials.decide_next(passes, changed=changed, numbers_changed=others)
         self._say_nonfinite(finite, skip)
         self._trace.end_cycle()
         self._end_ahead()
@@ -237,7 +269,6 @@ class Stepper:
 
     def _end_ahead(self) -> None:
         """The groups updated ahead of this step are done; their gradients are used up."""
-        self._hyper_ahead = None
         with self._lock:
             ahead = sorted(self._ahead)
             self._ahead.clear()
@@ -254,6 +285,7 @@ class Stepper:
         StateError if updates have begun ahead of a step that was never taken.
         """
         self._refuse_to_drop(self._ahead)
+        self.trials.take_back_all()
         self._unstepped = False
         self.norms.invalidate()
         self._reductions.discard()
@@ -262,6 +294,7 @@ class Stepper:
         self._forget_passes()
 
     def _forget_passes(self) -> None:
+        self._hyper_ahead = None
         self._idle_passes = 0
         for passes in (*self._passes, *self._arrived):
             passes[:] = 0
@@ -269,6 +302,7 @@ class Stepper:
     def drop(self, state: OptimizerState, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters of a group, as `zero_grad` does."""
         self._refuse_to_drop(self._ahead & {state.group.index})
+        self.trials.take_back([state.group.index])
         self.norms.invalidate()
         self._reductions.finish()
         self._reductions.clear(state.group.index, indices)
@@ -294,6 +328,7 @@ class Stepper:
     def forget(self) -> None:
         """Forget all gradients and the updates begun ahead of a step: a load is about to replace
         the weights that they changed. For settled states."""
+        self.trials.take_back_all()
         self._unstepped = False
         self._reductions.discard()
         self.norms.invalidate()
@@ -350,6 +385,7 @@ class Stepper:
         """A group has one update at a time, and zero_grad counts from when it was called."""
         with self._lock:
             reading = sorted(self._read_by_update - self._ahead)
+        reading = [index for index in reading if index not in self.trials]
         for index in reading:
             self._states[index].group.wait_for_update()
 
@@ -369,7 +405,8 @@ class Stepper:
         first = self._reductions.forward_order or self._trace.first_uses()
         order = {index: rank for rank, index in enumerate(first)}
         having = [state for state in self._states if state.gradients.has_any]
-        rest = [state for state in having if state.group.index not in self._ahead]
+        done = self._ahead | set(self._keep_trials(hyper_of, grad_scale))
+        rest = [state for state in having if state.group.index not in done]
         rest.sort(key=lambda state: order.get(state.group.index, len(order)))
         with_gradients = {state.group.index for state in having}
         self._missed.begin_step(hyper_of)
@@ -380,33 +417,56 @@ class Stepper:
             group.fall_behind(self._catch_up_one)
         self.catch_up(self._missed.overdue())
 
+    def _keep_trials(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
+        """Groups whose update on trial is that of this step."""
+        for index in self.trials:
+            state = self._states[index]
+            terms = self._terms(state, hyper_of, grad_scale)
+            if self.trials.keeps(index, terms):
+                state.steps[list(terms.having)] += 1
+                state.group.invalidate()
+                yield index
+
     def _submit(
-        self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float
-    ) -> None:
+        self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float, *,
+        first: bool = False,
+    ) -> None:  # fmt: skip
         scalars: _ScalarsOf = {}
-        updates = [self._group_update(s, hyper_of, grad_scale, scalars) for s in states]
+        updates = []
+        for state in states:
+            terms = self._terms(state, hyper_of, grad_scale)
+            missed = self._missed.take(state, terms.having)
+            state.group.caught_up()
+            updates.append(self._group_update(state, terms, missed, scalars))
+            state.steps[list(terms.having)] += 1
+            state.group.invalidate()
         with self._lock:
             self._read_by_update.update(state.group.index for state in states)
         here = [update for update in updates if update.state.parts]
-        self._updates.submit(here)
+        self._updates.submit(here, first=first)
         for update in updates:  # other ranks have all of the group that is updated
             if not update.state.parts:
                 update.state.gradients.landed.then(partial(_end, update))
 
-    def _group_update(
-        self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float, scalars: _ScalarsOf
-    ) -> GroupUpdate:
-        group, gradients = state.group, state.gradients
-        segments = []
-        hypers = [hyper_of(param) for param in group.params]
+    def _terms(self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float) -> Terms:
+        gradients = state.gradients
+        hypers = [hyper_of(param) for param in state.group.params]
         having = [i for i in np.flatnonzero(gradients.passes).tolist() if hypers[i] is not None]
-        missed = self._missed.take(state, having)
-        group.caught_up()
-        state.steps[having] += 1
-        for index, step in zip(having, state.steps[having].tolist(), strict=True):
-            hyper, part = hypers[index], state.parts.get(index)
+        scales = [grad_scale * gradients.factor(index) for index in having]
+        return Terms(tuple(having), tuple(hypers[index] for index in having), tuple(scales))
+
+    def _group_update(
+        self, state: OptimizerState, terms: Terms, missed: ZeroUpdates, scalars: _ScalarsOf
+    ) -> GroupUpdate:
+        """The next update of a group. Changes nothing."""
+        group, segments = state.group, []
+        missed = dict(missed)
+        steps = state.steps[list(terms.having)].tolist()
+        for index, hyper, scale, before_ in zip(
+            terms.having, terms.hypers, terms.scales, steps, strict=True
+        ):
+            part, step = state.parts.get(index), before_ + 1
             assert hyper is not None, "in a param group"
-            scale = grad_scale * gradients.factor(index)
             key = (id(hyper), step, scale)
             if key not in scalars:
                 scalars[key] = hyper, hyper.scalars(step, scale)
@@ -415,7 +475,6 @@ class Stepper:
                 spec = part.spec
                 segments.append(Segment(spec.offset, spec.stop, scalars[key][1], step, before))
         segments += _without_gradients(state, missed)
-        group.invalidate()
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
 

@@ -82,8 +82,9 @@ class UpdateQueue:
         self._worker = Worker("offload-update", self._work, self._fail)
 
     # ---------------------------------------------------------------- for the model's thread
-    def submit(self, updates: Sequence[GroupUpdate]) -> None:
+    def submit(self, updates: Sequence[GroupUpdate], *, first: bool = False) -> None:
         """Queue updates in order of next use; each one's `ready` fires when it can be read.
+        `first`: before all that are waiting, as what backward came to last is used first.
 
         Work already queued on the model's stream may still read the weights and write the
         gradients.
@@ -101,6 +102,8 @@ class UpdateQueue:
                 update.group.pending = update.ready
                 self._unfinished[update.group.index] = update
                 self._waiting[update.group.index] = update
+                if first:
+                    self._waiting.move_to_end(update.group.index, last=False)
         self._worker.wake()
         for update in updates:
             if not update.can_begin:
@@ -114,6 +117,22 @@ class UpdateQueue:
 
     def is_pending(self, index: int) -> bool:
         return index in self._unfinished
+
+    def withdraw(self, index: int) -> None:
+        """Let a group's update not begin, or wait for its end if it has begun. Raises why the
+        thread has died, if it has."""
+        with self._lock:
+            self._raise_failure()
+            update = self._waiting.pop(index, None)
+            if update is not None:
+                del self._unfinished[index]
+        if update is None:
+            update = self._unfinished.get(index)
+        else:
+            update.done()
+            update.ready.complete(None)
+        if update is not None:
+            update.ready.wait()
 
     def settle(self) -> None:
         """Wait until nothing is pending and every byte is home; raises what went wrong."""
@@ -339,6 +358,7 @@ class UpdateQueue:
         with self._lock:
             updates = list(self._unfinished.values())
             self._unfinished.clear()
+            self._waiting.clear()
         for update in updates:
             if not update.ready.done():
                 update.ready.fail(error)

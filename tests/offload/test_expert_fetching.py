@@ -150,7 +150,7 @@ def _compare(loop: Callable[..., None], how: dict[str, bool], tmp_path: Path) ->
 
 
 def test_no_routing_disturbs_the_trace_and_backward_finds_what_forward_used(tmp_path: Path) -> None:
-    keys = config(tmp_path, NVME, budget={"host": "6MiB", "nvme": "128MiB"})
+    keys = config(tmp_path, NVME, budget={"host": "8MiB", "nvme": "128MiB"})
     keys["optimizer"] = {"lr": 3e-3, "chunk": 16384}
     with offload.initialize(seeded(RoutedLM), keys) as engine:
         data = batches(6)

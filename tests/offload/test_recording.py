@@ -15,6 +15,7 @@ from offload.errors import StateError
 from offload.recording import Recording, rows_of
 from offload.swap import recorder
 from offload.swap.lanes import Lane, WaitFor
+from offload.swap.ranges import profiled
 from offload.swap.recorder import MODEL, Event, Recorder
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine
@@ -187,4 +188,33 @@ def test_the_profiler_shows_phases_by_name(make: MakeEngine) -> None:
         with Lane(WaitFor.UPDATE).waiting("a group"):
             pass
     names = {event.key for event in profile.key_averages()}
-    assert {"offload: gather blocks.0", "offload: wait for update"} <= names
+    assert {
+        "offload: gather blocks.0", "offload: reduce blocks.0", "offload: wait for update",
+    } <= names  # fmt: skip
+
+
+def test_a_profiler_of_all_threads_shows_updates_and_files(make: MakeEngine) -> None:
+    engine = make(seeded(lambda: TinyLM(blocks=12)), NVME, budget=SMALL)
+    train(engine, 1)  # the threads are there before anybody looks
+    engine.settle()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
+    ) as profile:
+        train(engine, 1)
+        engine.settle()
+    threads: dict[str, set[int]] = {}
+    for event in profile.events():
+        phase = event.name.partition(" blocks.")[0].removeprefix("offload: ")
+        threads.setdefault(phase, set()).add(event.thread)
+    model = threads["gather"] | threads["reduce"]
+    updates = threads["update of"]
+    files = threads["nvme read of"] | threads["nvme write of"]
+    assert not model & updates
+    assert not files & (model | updates)
+
+
+def test_nothing_is_made_where_no_profiler_looks() -> None:
+    assert profiled("a") is profiled("b")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert profiled("a") is not profiled("b")

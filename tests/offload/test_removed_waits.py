@@ -6,6 +6,7 @@ holds, because another one keeps it, too:
 
     MirroredState.can_drop, .transit          a slot that is given up leaves its arrival as a fence
     GradientAccumulator._promote (landed)     the path waits for the last copy before it widens
+    GradientAccumulator._opened (landed)      ... before it adds, and no sum goes home meanwhile
     ActivationReturns._copy_piece             a storage is held until it has left, or the model's
         (piece.copied.before_compute)         stream waits for that
     UpdateQueue._finish (weight_writes)       every state keeps its readers from what is on its way;
@@ -226,10 +227,8 @@ REMOVED = [
             "self._sent().wait()", "a gradient is added while the first one leaves"),
     Removed("a sum is widened when it has come", LeavingPath, "widen",
             "self._sent().wait()", "two passes, one in part"),
-    Removed("a sum has gone home before the next gradient", GradientAccumulator, "_opened",
-            "self.landed.wait()", "a gradient is added while the sum goes home"),
     Removed("a sum is at home before the next gradient", GradientAccumulator, "_opened",
-            "self.state.settle()", "two passes on nvme, one in part"),
+            "self.state.settle()", "a gradient is added while the sum goes home"),
     Removed("a sum has landed before it is dropped", GradientAccumulator, "_arrive",
             "self.landed.wait()", "gradients are cleared while they go home"),
     Removed("a part of a sum has come before it is dropped", GradientAccumulator, "_arrive",

@@ -169,8 +169,8 @@ def test_states_take_their_shards_and_no_more(
             assert nbytes <= planned <= nbytes + len(each.layouts) * pages(1)
             if where == "host":
                 assert home[name] == planned
-            elif name == "gradients":  # a shard that is all padding is never written
-                assert home[name] <= planned
+            elif name == "gradients":  # those that find room in memory are never written
+                assert home.get(name, 0) <= planned
             else:  # new versions beside the old ones
                 assert home[name] >= planned
 

@@ -99,8 +99,10 @@ class CheckedBench(Bench):
         )  # fmt: skip
         return tier, store
 
-    def in_file(self, nbytes: int, store: BlockStore, pool: SlotPool) -> FileState:
-        kind = StateClass.GRADIENTS
+    def in_file(
+        self, nbytes: int, store: BlockStore, pool: SlotPool,
+        kind: StateClass = StateClass.GRADIENTS,
+    ) -> FileState:  # fmt: skip
         return FileState("in a file", nbytes, nbytes, kind, store, pool, lambda: 1.0)
 
     def gradients(self, numel: int, count: int, store: BlockStore) -> GradientAccumulator:
@@ -114,7 +116,7 @@ class CheckedBench(Bench):
             return self.in_file(count * numel * itemsize, store, pool)
 
         return GradientAccumulator(
-            "group", specs, Float.FP32, Float.FP32, make, serial, None, partials, outbox
+            "group", specs, Float.FP32, Float.FP32, make, serial, partials, outbox
         )
 
 
@@ -366,7 +368,7 @@ def a_pack_is_filled_on_two_streams(bench: CheckedBench, folder: Path) -> None:
 def memory_is_short_while_some_is_filled(bench: CheckedBench, folder: Path) -> None:
     store = bench.store(folder, threading.RLock())
     pool = SlotPool(bench.host, store._lock)
-    state = bench.in_file(PAGE_NBYTES, store, pool)
+    state = bench.in_file(PAGE_NBYTES, store, pool, StateClass.PARAMETERS)
     view = state.blank()
     bench.links.to_host.copy(view, bench.at_home(1)._lease.tensor)
     with pytest.raises(TierFullError):
@@ -380,6 +382,7 @@ def a_chunk_is_stepped_that_arrives_from_a_file(bench: CheckedBench, folder: Pat
     state = bench.in_file(PAGE_NBYTES, store, SlotPool(bench.host, store._lock))
     state.blank().fill_(1)
     state.wrote()
+    state.leave()
     state.settle()
     state.drop()
     staged, found = ChunkBytes(state, 0), ChunkBytes(state, 0)
@@ -409,6 +412,8 @@ def a_gradient_is_added_while_the_sum_goes_home(bench: CheckedBench, folder: Pat
     bench.world.late_s = 0.05
     for _ in range(2):
         gradients.add(0, made(bench))
+        gradients.landed.wait()
+        gradients.state.leave()
     gradients.clear()
     store.close()
 

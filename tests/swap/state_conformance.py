@@ -156,12 +156,12 @@ class StateConformance:
         self.synchronize()
         return view.clone()
 
-    def compute(self, state: State, values: torch.Tensor, **how: bool) -> None:
+    def compute(self, state: State, values: torch.Tensor) -> None:
         """The compute side writes `values`."""
         view = state.tensor()
         self.synchronize()
         view.copy_(values)
-        state.wrote(**how)
+        state.wrote()
         del view  # not before: a copy without views may be dropped
 
     def piece_of(self, state: State, piece: int) -> torch.Tensor:
@@ -240,12 +240,12 @@ class StateConformance:
         assert torch.equal(self.computed_with(state), content(3, state.nbytes))
         state.close()
 
-    def test_what_is_used_up_soon_is_there_though_it_need_not_go_home(
+    def test_what_was_written_is_there_after_others_took_its_memory(
         self, filled: Callable[[int], State]
     ) -> None:
         state = filled(1)
         expected = content(2, state.nbytes)
-        self.compute(state, expected, write_back=False)
+        self.compute(state, expected)
         assert torch.equal(self.computed_with(state), expected)
         others = [filled(seed) for seed in range(3, 3 + 2 * SLOTS)]
         for other in others:

@@ -72,6 +72,19 @@ def make_bench(tmp_path, backend, file_pages=64, slots=4) -> Iterator[Bench]:
         file.close()
 
 
+def writes_held(tmp_path) -> Iterator[tuple[Bench, threading.Event]]:
+    """Writes wait while the event is not set."""
+    held = threading.Event()
+
+    def pwritev(fd, buffers, offset):
+        assert held.wait(10)
+        return os.pwritev(fd, buffers, offset)
+
+    held.set()
+    for bench in make_bench(tmp_path, ThreadsBackend(pwritev=pwritev)):
+        yield bench, held
+
+
 def test_a_write_that_nobody_kept_in_memory_is_refused(bench):
     """Between the last view of it and `wrote`, another thread may have dropped it."""
     state = bench.filled("s", 1)
@@ -100,6 +113,24 @@ def test_a_view_keeps_a_slot_and_a_full_pool_says_so(bench):
     with pytest.raises(TierFullError, match="host tier full: third needs"):
         bench.filled("third", 3, 2 * PAGE)
     assert [int(view[0]) for view in views] == [0, 1]
+
+
+def test_a_read_that_waits_for_memory_is_work_that_waits_and_a_blank_is_not(bench):
+    states = [bench.filled(str(number), number) for number in range(5)]
+    views = [state.tensor() for state in states[1:]]
+    seen = []
+
+    def await_progress() -> bool:
+        before = bench.store.backend.use().stalled_s
+        time.sleep(1e-3)
+        seen.append(bench.store.backend.use().stalled_s > before)
+        views.pop()
+        return True
+
+    bench.pool.await_progress = await_progress
+    views.append(states[0].tensor())
+    bench.state("new").blank()
+    assert seen == [True, False]
 
 
 def test_the_copy_needed_last_gives_way(bench):
@@ -255,11 +286,71 @@ def test_only_what_somebody_may_go_back_to_has_two_versions(bench, kind, version
     for value in (1, 2):
         state.blank().fill_(value)
         state.wrote()
+        state.leave()
         state.settle()
     assert bench.ledger.accounts[Tier.NVME].peak_nbytes == versions * PAGE
     state.drop()
     assert state.tensor().unique().tolist() == [2]
     bench.ledger.check_integrity()
+
+
+def used_extents(bench):
+    return bench.store.statistics().live_blocks
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["staged", "in memory"])
+def test_what_is_written_on_trial_counts_or_does_not(bench, held):
+    state = bench.filled("a", 1, 2 * PAGE)
+    other = HostMemory(PAGE).tensor(0, PAGE).fill_(2)
+    for keep in (False, True):
+        state.keep_old()
+        if held:
+            state.tensor()
+            state.host_piece(0).view.fill_(2)
+            state.wrote_piece(0)
+        else:
+            state.drop()
+            state.write_piece(0, other)
+        (state.drop_old if keep else state.go_back)()
+        state.settle()
+        assert state.tensor().tolist() == [2 if keep else 1] * PAGE + [1] * PAGE
+        assert used_extents(bench) == 2
+        state.tensor()
+    state.drop()
+    state.keep_old()
+    state.write_piece(1, other)
+    state.close()
+    assert used_extents(bench) == 0
+
+
+def test_a_write_of_one_trial_that_ends_in_the_next_one_is_not_gone_back_behind(tmp_path):
+    for bench, held in writes_held(tmp_path):
+        state = bench.filled("a", 1)
+        state.drop()
+        one, two = (HostMemory(PAGE).tensor(0, PAGE).fill_(value) for value in (2, 3))
+        state.keep_old()
+        held.clear()
+        state.write_piece(0, one)
+        state.drop_old()
+        state.keep_old()
+        held.set()
+        state.settle()
+        state.write_piece(0, two)
+        state.go_back()
+        assert state.tensor().unique().tolist() == [2]
+        assert used_extents(bench) == 1
+
+
+def test_a_view_that_was_kept_shows_the_old_version_again(bench):
+    state = bench.filled("a", 1)
+    view = state.tensor()
+    state.keep_old()
+    state.host_piece(0).view.fill_(2)
+    state.wrote_piece(0)
+    assert view[0] == 2
+    state.go_back()
+    state.settle()
+    assert view[0] == 1
 
 
 def test_discard_gives_back_memory_and_extents(bench):
@@ -303,14 +394,7 @@ def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):
 def test_a_read_waits_for_the_staged_write_of_a_newer_version(tmp_path, threaded):
     """Right after a step on nvme its chunks are still on their way home from staging memory: what
     the file holds under their name until then is the version before."""
-    held = threading.Event()
-
-    def pwritev(fd, buffers, offset):
-        assert held.wait(10)
-        return os.pwritev(fd, buffers, offset)
-
-    held.set()
-    for bench in make_bench(tmp_path, ThreadsBackend(pwritev=pwritev)):
+    for bench, held in writes_held(tmp_path):
         state = bench.filled("record", 1)
         state.drop()
         held.clear()
@@ -390,3 +474,23 @@ def test_a_file_tier_that_nothing_will_free_says_that_it_is_full(tmp_path):
 def test_pieces_that_would_share_a_page_are_refused(bench):
     with pytest.raises(ValueError, match="share pages"):
         bench.state("halves", 2 * PAGE, PAGE // 2)
+
+
+def test_an_offer_ends_where_a_gradient_has_left_beside_many_copies_that_are_needed_sooner(
+    tmp_path,
+):
+    """Of so many copies the one used last is looked for rarely."""
+    making = make_bench(tmp_path, ThreadsBackend(), file_pages=256, slots=71)
+    bench = next(making)
+    late = bench.filled("late", 3)
+    late.drop()
+    others = [bench.filled(f"other {n}", 1) for n in range(70)]
+    total = bench.state("sum", kind=StateClass.GRADIENTS)
+    bench.next_use |= {state.name: n % 40 for n, state in enumerate(others)} | {"sum": 100.0}
+    total.blank().fill_(7)
+    total.wrote()
+    assert not late.bring(next_use=50.0)  # the sum leaves for it
+    total.settle()
+    assert late.bring(next_use=50.0)
+    assert [each.tensor().unique().tolist() for each in (late, total)] == [[3], [7]]
+    assert next(making, None) is None  # its files are closed

@@ -32,14 +32,15 @@ from offload.tiers.tier import Tier
 _REPLACED = (StateClass.PARAMETERS, StateClass.OPTIMIZER)  # while the old version is still valid
 
 
-def nvme_most(plan: Plan, saved_nbytes: int) -> Mapping[StateClass, int]:
+def nvme_most(plan: Plan, saved_nbytes: int, old_nbytes: int = 0) -> Mapping[StateClass, int]:
     """Bytes by class, versions on their way as STAGING; `saved_nbytes` are of activations, as far
-    as they go there. Within the budget: what finds no room waits."""
+    as they go there, `old_nbytes` of versions from before updates on trial. Within the budget: what
+    finds no room waits."""
     homes = plan.expected[Tier.NVME]
     most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
     replaced = sum(most[state_class] for state_class in _REPLACED) if plan.trains else 0
     left = max(0, plan.budgets[Tier.NVME] - sum(most.values()))
-    most[StateClass.STAGING] = min(replaced, _sources_nbytes(plan), left)
+    most[StateClass.STAGING] = min(replaced, _sources_nbytes(plan) + old_nbytes, left)
     most[StateClass.ACTIVATIONS] = min(saved_nbytes, left - most[StateClass.STAGING])
     return most
 

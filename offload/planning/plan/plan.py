@@ -23,6 +23,7 @@ from offload.planning.plan.sizes import (
     tiers_of,
 )
 from offload.planning.plan.tuning import Measure
+from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -30,9 +31,12 @@ from offload.zero.records import RecordFormat
 from offload.zero.sharding import ALONE, Sharding
 
 if TYPE_CHECKING:
+    from offload.config import OffloadConfig
     from offload.planning.plan.device_plan import DevicePlan
     from offload.planning.plan.kv_plan import KVPlan
     from offload.planning.plan.shared_plan import SharedPlan
+
+_SPARE_SHARE = 0.9  # of what nvme has beyond the plan: extents of many sizes leave gaps
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,32 @@ def spare_host_nbytes(plan: Plan) -> int:
     nvme = plan.expected[Tier.NVME]
     copies = nvme.get(StateClass.PARAMETERS, 0) + nvme.get(StateClass.GRADIENTS, 0)
     return plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST) - copies
+
+
+def spare_nvme_nbytes(plan: Plan) -> int:
+    """What is left of the nvme budget for old versions of groups that are updated on trial."""
+    saved = 0 if plan.activations is None else plan.activations.disk_nbytes
+    left = plan.budgets[Tier.NVME] - needed_nbytes(plan, Tier.NVME) - saved
+    return max(0, int(left * _SPARE_SHARE))
+
+
+def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, int]:
+    """Groups that a step which neither clips nor skips updates during its backward
+    (zero/trials.py), and the bytes of their old versions."""
+    alone = plan.sharding.world_size == 1 and plan.shared is None
+    if plan.gpu or not alone or config.optimizer.in_backward is True:
+        return {}
+    tried, spare = {}, spare_nvme_nbytes(plan)
+    for index in range(len(plan.groups) - 1, -1, -1):  # as backward comes to them
+        group, tiers = plan.groups[index], {plan.parameters[index], *plan.records[index]}
+        if tiers != {Tier.NVME} or group.decoded:
+            continue
+        pages = PAGE_NBYTES * (1 + 2 * len(group.records))
+        nbytes = group.parameters + sum(group.records) + pages
+        if group.layout.numel_trainable and nbytes <= spare:
+            tried[index] = nbytes
+            spare -= nbytes
+    return tried
 
 
 def nvme_slack(plan: Plan) -> int:

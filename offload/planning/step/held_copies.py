@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from dataclasses import dataclass
 
 from offload.swap.trace import Trace
@@ -37,6 +38,10 @@ class _Copy:
     stamp: int = 0  # of its latest entry in the heap
 
 
+# Minus the next use, minus the bytes, the name, the copy's stamp
+_Entry = tuple[float, int, str, int, Copyable]
+
+
 class HeldCopies:
     """Copies in `nbytes` of memory.
 
@@ -45,13 +50,16 @@ class HeldCopies:
     """
 
     def __init__(self, nbytes: int, trace: Trace) -> None:
-        self._arena = Arena(max(0, nbytes))
+        self._nbytes = max(0, nbytes)
+        self._arena = Arena(self._nbytes)
         self._trace = trace
         self._held: dict[Copyable, _Copy] = {}
         self._locked: set[Copyable] = set()
-        self._pinned: set[Copyable] = set()  # dirty: nowhere else yet
+        self._dirty: dict[Copyable, None] = {}  # nowhere else yet, in a fixed order
+        self._used_up: dict[Copyable, None] = {}  # read again only if a step is redone
+        self.sent: list[Copyable] = []  # dirty ones that went home for others, until it is taken
         self._stamps = itertools.count(1)
-        self._heap: list[tuple[float, int, str, int, Copyable]] = []
+        self._heap: list[_Entry] = []
         self._used = dict.fromkeys(StateClass, 0)
         self.most = dict(self._used)  # bytes by class, when all together were most
         self._most_nbytes = 0
@@ -77,9 +85,29 @@ class HeldCopies:
             if piece in self._held:
                 self._enter(piece)
 
-    def pin(self, piece: Copyable) -> None:
-        """Do not give the copy up until it is dropped."""
-        self._pinned.add(piece)
+    def write(self, piece: Copyable) -> None:
+        """The copy is new: it stays, and goes home if its room is needed, or if more than half of
+        the memory has such copies."""
+        self._dirty[piece] = None
+        staying = sum(each.nbytes for each in self._dirty)
+        for each in sorted(self._dirty, key=self._next_use, reverse=True):
+            if staying <= self._nbytes // 2:
+                return
+            if each is piece:  # it is written just now
+                continue
+            del self._dirty[each]
+            self.sent.append(each)
+            staying -= each.nbytes
+
+    def use_up(self, piece: Copyable) -> None:
+        """Nobody is expected to read the copy before it is dropped."""
+        self._used_up[piece] = None
+        if piece in self._held:
+            self._enter(piece)
+
+    def drop_used_up(self) -> None:
+        for piece in list(self._used_up):
+            self.drop(piece)
 
     def demand(self, piece: Copyable) -> bool:
         """Make the copy, whatever has to go for it. Where all that is left is locked, the plan does
@@ -93,7 +121,8 @@ class HeldCopies:
 
     def drop(self, piece: Copyable) -> None:
         """Give the copy up, if there is one."""
-        self._pinned.discard(piece)
+        self._dirty.pop(piece, None)
+        self._used_up.pop(piece, None)
         copy = self._held.pop(piece, None)
         if copy is not None:
             self._arena.free(copy.offset)
@@ -104,7 +133,7 @@ class HeldCopies:
             return True
         offset = self._arena.allocate(piece.nbytes)
         if offset is None:
-            offset = self._make_room(piece.nbytes, before)
+            offset = self._make_room(piece, before)
         if offset is None:
             return False
         self._held[piece] = _Copy(offset)
@@ -118,9 +147,31 @@ class HeldCopies:
             self._most_nbytes = self._arena.used_nbytes
             self.most = dict(self._used)
 
-    def _make_room(self, nbytes: int, before: float | None) -> int | None:
-        """Give up copies, the one needed last first, until `nbytes` fit; None where they do not."""
-        kept = []
+    def _make_room(self, new: Copyable, before: float | None) -> int | None:
+        """Give up copies, the one needed last first, then send dirty ones home, until it fits; None
+        where it does not."""
+        offset, kept, dirty = self._give_up(new.nbytes, before)
+        steps_end = self._trace.cursor + self._trace.uses_left
+        if before is None or (new.state_class is not StateClass.OPTIMIZER and before < steps_end):
+            for entry in dirty:
+                if offset is not None or (before is not None and -entry[0] <= before):
+                    break
+                piece = entry[-1]
+                self.sent.append(piece)
+                self.drop(piece)
+                self.evictions += 1
+                offset = self._arena.allocate(new.nbytes)
+        for entry in (*kept, *dirty):
+            if entry[-1] in self._held:
+                heapq.heappush(self._heap, entry)
+        return offset
+
+    def _give_up(
+        self, nbytes: int, before: float | None
+    ) -> tuple[int | None, list[_Entry], list[_Entry]]:
+        """Of clean copies; also those that were locked, and dirty ones, each needed last first."""
+        kept: list[_Entry] = []
+        dirty: list[_Entry] = []
         offset = None
         while self._heap and offset is None:
             entry = heapq.heappop(self._heap)
@@ -128,8 +179,8 @@ class HeldCopies:
             copy = self._held.get(piece)
             if copy is None or copy.stamp != stamp:
                 continue
-            if piece in self._locked or piece in self._pinned:
-                kept.append(entry)
+            if piece in self._locked or piece in self._dirty:
+                (kept if piece in self._locked else dirty).append(entry)
                 continue
             if before is not None and -next_use <= before:
                 kept.append(entry)
@@ -137,9 +188,7 @@ class HeldCopies:
             self.drop(piece)
             self.evictions += 1
             offset = self._arena.allocate(nbytes)
-        for entry in kept:
-            heapq.heappush(self._heap, entry)
-        return offset
+        return offset, kept, dirty
 
     def _enter(self, piece: Copyable) -> None:
         copy = self._held[piece]
@@ -151,6 +200,8 @@ class HeldCopies:
         """In uses from the start of this step. As the runtime has it, an update that is pending
         counts as one of the next step's."""
         trace = self._trace
+        if piece in self._used_up:
+            return math.inf
         if piece.state_class in (StateClass.PARAMETERS, StateClass.KV):
             use = trace.cursor + piece.passes * trace.next_use(piece.group)
             return use + MADE_HERE if piece.is_decoded else use

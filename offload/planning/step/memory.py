@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from offload.planning.activations.heap_holes import heap_holes_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.plan.nvme_most import nvme_most
-from offload.planning.plan.plan import Plan, needed_nbytes
+from offload.planning.plan.plan import Plan, needed_nbytes, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds, stored_nbytes
 from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.traffic import find_copies
@@ -343,7 +343,9 @@ class PlannedMemory:
     def _on_nvme(self) -> ByClass:
         """Of the ledger, at most."""
         by_class = _no_bytes()
-        for state_class, nbytes in nvme_most(self._planned, self._activations_on_disk).items():
+        old = sum(tried_groups(self._planned, self._config).values())
+        most = nvme_most(self._planned, self._activations_on_disk, old)
+        for state_class, nbytes in most.items():
             by_class[MemoryClass(str(state_class))] += nbytes
         by_class[MemoryClass.CACHE] += self._kv_in(Tier.NVME)
         return by_class

@@ -11,7 +11,7 @@ again in backward. Where nothing is trained there is no backward: a step is a pa
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,8 +47,13 @@ class StepProgram:
     uses: tuple[int, ...]
 
 
-def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> StepProgram:
-    """The program of a step of `passes` backward passes.
+def write_program(
+    config: OffloadConfig, model: ModelShape, passes: int, tried: Collection[int] = (), *,
+    begins: bool = False,
+) -> StepProgram:  # fmt: skip
+    """The program of a step of `passes` backward passes. Groups in `tried` are updated during
+    backward, as far as their gradients are complete there; with `begins` none were in the step
+    before, so that its updates are made in this one's forward.
 
     Updates behind the next forward are made just before their group is needed, as where they take
     longer than the forward.
@@ -56,11 +61,11 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
     forward = _forward_uses(model)
     backward = _backward_uses(model) if model.numel_trainable else {}
     ends = _gradient_ends(model)
-    ahead = config.optimizer.in_backward is True
     late = late_groups(config, model)
     used = dict.fromkeys(forward)
     trained = {index for index in used if model.groups[index].layout.numel_trainable}
-    behind = sorted(trained if not ahead else trained & late, key=_rank(forward, len(trained)))
+    ahead = (trained if config.optimizer.in_backward is True else trained & set(tried)) - late
+    behind = sorted(trained if begins else trained - ahead, key=_rank(forward, len(trained)))
     uses: list[int] = []
     actions: list[Action] = []
     for number in range(passes):
@@ -74,7 +79,7 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
             _note(uses, group)
         actions += [Action(Verb.UPDATE, group, len(uses), number) for group in pending]
         done: set[int] = set()
-        waiting: list[int] = []  # updates that follow when the next gradients have come
+        waiting: list[int] = []  # updates with in_backward, while the next gradients come
         for unit in range(len(model.units) - 1, -1, -1):
             for group in backward.get(unit, ()):
                 actions.append(Action(Verb.BACKWARD, group, len(uses), number))
@@ -83,10 +88,11 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> Step
                 if group in trained and group not in done:
                     done.add(group)
                     actions.append(Action(Verb.GRADIENT, group, len(uses), number))
-                    updates = [Action(Verb.UPDATE, g, len(uses), number) for g in waiting]
-                    actions += updates
-                    behind_it = ahead and number == passes - 1 and group not in late
-                    waiting = [group] if behind_it else []
+                    begins_now = [group] if group in ahead and number == passes - 1 else []
+                    made, waiting = waiting, begins_now
+                    if group in tried:
+                        made, waiting = begins_now, []
+                    actions += [Action(Verb.UPDATE, g, len(uses), number) for g in made]
         actions += [Action(Verb.UPDATE, group, len(uses), number) for group in waiting]
     return StepProgram(tuple(actions), tuple(uses))
 

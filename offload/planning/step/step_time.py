@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.estimate import LinkTime, Span, StepEstimate
-from offload.planning.plan.plan import Plan
+from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.step.collective_sequence import Collective, collective_sequence
 from offload.planning.step.moves import Move
 from offload.planning.step.program import Action, Verb, pieces_of, working_groups
@@ -133,6 +133,7 @@ class _Pipeline:
         self._plan, self._config, self._speeds = plan, config, speeds
         self._experts = experts = traffic.experts
         self._traffic, self._workload = traffic, workload
+        self._tried = tried_groups(plan, config)
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         self._there: dict[int, float] = defaultdict(float)  # parameters of a group, by group
         self._whole: dict[int, float] = defaultdict(float)  # the same with the other ranks' shards
@@ -309,7 +310,7 @@ class _Pipeline:
     def _update(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         asked_s = max(self._begun_s, self._gradient_home[group])
-        if self._config.optimizer.in_backward is True:
+        if self._config.optimizer.in_backward is True or group in self._tried:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
         share = self._speeds.update_disk_share
         ready_s = self._read(asked_s, moved.read, share)

@@ -26,15 +26,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.kv_plan import KV_PAGE_NBYTES, KVHeld
-from offload.planning.plan.plan import Plan, spare_host_nbytes
+from offload.planning.plan.plan import Plan, spare_host_nbytes, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, RecordKind, own_numel, pages, record_kinds
 from offload.planning.step.activation_traffic import add_activations
 from offload.planning.step.held_copies import Copyable, HeldCopies
 from offload.planning.step.moves import Bytes, Fetch, Move
-from offload.planning.step.program import Action, Verb, pieces_of, working_groups, write_program
+from offload.planning.step.program import (
+    Action,
+    StepProgram,
+    Verb,
+    pieces_of,
+    working_groups,
+    write_program,
+)
 from offload.planning.step.stand_ins import StandIns, stand_ins
 from offload.swap.trace import Trace
 from offload.tiers.ledger import StateClass
@@ -75,7 +83,8 @@ def step_traffic(
         plan, config, experts, workload.passes, room, None if facts is None else facts.kv,
         _straight_groups(plan, config, experts.model, workload),
     )  # fmt: skip
-    actions = write_program(config, experts.model, workload.passes).actions
+    tried = tried_groups(plan, config)
+    actions = write_program(config, experts.model, workload.passes, tried).actions
     moves = _all_passes(run.moves, actions)
     if facts is not None:
         add_activations(plan, experts.model, facts, moves)
@@ -136,9 +145,9 @@ class StepRun:
         passes = min(passes, _MOST_PASSES)
         self._plan = plan
         self._experts = experts
-        self._program = write_program(config, experts.model, passes)
+        self._tried = tried_groups(plan, config)
+        self._program = write_program(config, experts.model, passes, self._tried)
         self._itemsize = ITEMSIZE[config.precision]
-        self._ahead = config.optimizer.in_backward is True
         self._trace = Trace()
         self.host = HeldCopies(room_nbytes, self._trace)
         device = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
@@ -160,7 +169,7 @@ class StepRun:
             for index in (experts.alike if plan.gpu else ())
         }
         self._load()
-        self.moves = self._settled()
+        self.moves = self._settled(config)
 
     def _name_states(self) -> None:
         """States by group, called as the runtime calls them."""
@@ -198,13 +207,17 @@ class StepRun:
             ]  # fmt: skip
             self._kinds[index] = list(record_kinds(group, tiers, plan.chunk_numel))
 
-    def _settled(self) -> list[Move]:
-        moves, before = self._run(), -1
+    def _settled(self, config: OffloadConfig) -> list[Move]:
+        if self._tried:  # a first step tries none
+            model = self._experts.model
+            self._run(write_program(config, model, self._passes))
+            self._run(write_program(config, model, self._passes, self._tried, begins=True))
+        moves, before = self._run(self._program), -1
         for _ in range(_MOST_STEPS):
             moved = sum(m.nbytes.read + m.nbytes.to_device for m in moves)
             if abs(moved - before) <= _ALIKE * moved:
                 break
-            before, moves = moved, self._run()
+            before, moves = moved, self._run(self._program)
         return moves
 
     @property
@@ -224,20 +237,28 @@ class StepRun:
             for record in self._records[index]:
                 self.host.demand(record)
 
-    def _run(self) -> list[Move]:
+    def _run(self, program: StepProgram) -> list[Move]:
         """One step; the first one learns what is used when."""
         self._working = None
         self.host.begin_step()
         self._device.begin_step()
-        updated = {a.group for a in self._program.actions if a.verb is Verb.UPDATE}
-        self._pending = set() if self._ahead else updated & self._has_gradients
-        moves = [self._move(action) for action in self._program.actions]
+        forward = takewhile(lambda action: action.verb is not Verb.GRADIENT, program.actions)
+        behind = {action.group for action in forward if action.verb is Verb.UPDATE}
+        self._pending = behind & self._has_gradients
+        moves = [self._move(action) for action in program.actions]
+        self.host.drop_used_up()
         self._trace.end_cycle()
         return moves
 
     def _move(self, action: Action) -> Move:
         self._fetches = []
-        return Move(action, self._do(action), tuple(self._fetches))
+        moved = self._do(action)
+        for gradients in self.host.sent:
+            group = gradients.group
+            chunks = len(self._plan.groups[group].records) * self._experts.updated[group]
+            moved.to_nvme(gradients.nbytes, chunks)
+        self.host.sent.clear()
+        return Move(action, moved, tuple(self._fetches))
 
     def _do(self, action: Action) -> Bytes:
         if action.verb is Verb.UPDATE:
@@ -375,11 +396,12 @@ class StepRun:
         self.host.demand(gradients)
         if action.number > 0 and not held:
             moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
-        last = action.number == self._passes - 1
-        if self._ahead and last and gradients in self.host:
-            self.host.pin(gradients)
+        if gradients in self.host:
+            self.host.write(gradients)
         else:
-            moved.to_nvme(used * sizes.gradients, used * len(sizes.records))
+            moved.to_nvme(gradients.nbytes, self._experts.updated[group] * len(sizes.records))
+        if plan.prefetch and self._trace.learnt:
+            self._fetch_ahead(action, moved)  # before the unit lets go of its parameters
         return moved
 
     # ---------------------------------------------------------------- updates
@@ -388,7 +410,9 @@ class StepRun:
         group, plan = action.group, self._plan
         if group not in self._has_gradients:
             return moved  # behind the step before the first one
-        busy = {group} if self._working is None or self._ahead else {group, self._working}
+        busy = {group}
+        if self._working is not None and group in self._pending:
+            busy.add(self._working)
         self.host.work_on(self._gradients[group], *(self._weights[other] for other in busy))
         by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is Tier.NVME:
@@ -397,7 +421,10 @@ class StepRun:
             self._record(record, moved)
         for kind in self._kinds[group]:  # of states that are locked: records do not displace them
             self._update_kind(group, kind, moved)
-        self.host.drop(self._gradients[group])
+        if group in self._pending or group not in self._tried:
+            self.host.drop(self._gradients[group])
+        else:  # they stay for a step that has to be redone
+            self.host.use_up(self._gradients[group])
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)

@@ -130,6 +130,7 @@ def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -
     here = ("/dev/nvidiactl", os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpu = [os.path.exists(here[0]), here[1]] if chosen == "auto" else None
     return {
+        "format": 2,  # of the answer
         "torch": metadata.version("torch"),
         "device": [chosen, gpu],
         "precision": config.precision,

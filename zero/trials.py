@@ -1,0 +1,193 @@
+"""Updates on trial: begun during backward as if the step would change no gradient.
+
+Clipping and skipping need the norm of all gradients, which is known when backward is over. Mostly
+it changes nothing: the coefficient is 1. So a group whose gradients are complete is updated at
+once, its old versions are kept, and the step decides:
+
+    backward k        step k                         forward k+1
+    ├──────────────────┤│├─────────────────────────────┤
+         ├ 2 ┤├ 1 ┤├ 0 ┤ as on trial: old versions are dropped
+                       │ else: back to them ├ 0 ┤├ 1 ┤├ 2 ┤
+
+The bits are those of the deferred update in any case. Whoever wants to see a group before the step,
+or gives it another gradient, finds it as it was: `ParamGroup.wait_for_update` goes back first.
+(Speculation with validation behind it is described for updates in CPU memory in SuperOffload,
+arXiv:2509.21271.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from offload.swap.shield import uninterrupted
+from offload.swap.state import Undoable
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import round_up
+from offload.zero.group import GroupState
+from offload.zero.hyper import Hyper
+from offload.zero.optimizer_state import OptimizerState
+
+_LONGEST_PAUSE = 64  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What an update was made with: of the parameters that have a gradient, in their order."""
+
+    having: tuple[int, ...]
+    hypers: tuple[Hyper | None, ...]
+    scales: tuple[float, ...]  # what gradients were multiplied with
+
+
+@dataclass(slots=True)
+class TrialCounts:
+    """What became of groups that were updated on trial."""
+
+    kept: int = 0
+    redone: int = 0  # the step clipped, skipped, or had other numbers
+    taken_back: int = 0  # somebody needed the group as it was before
+    why_off: str = "a first step comes before"  # empty where they are on
+
+    def __str__(self) -> str:
+        """One line; empty where there were none."""
+        if not (self.kept or self.redone or self.taken_back):
+            return ""
+        off = f"; off: {self.why_off}" if self.why_off else ""
+        return (
+            f"{self.kept:,} updates made in backward counted, {self.redone:,} were redone, "
+            f"{self.taken_back:,} taken back{off}"
+        )
+
+
+class Trials:
+    """The groups on trial, and whether there are to be any. For the thread of the model."""
+
+    def __init__(
+        self, states: Sequence[OptimizerState], spare_nbytes: int,
+        withdraw: Callable[[int], None], free_nbytes: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """`spare_nbytes` of the nvme tier are free for old versions, as far as `free_nbytes` of the
+        disks are. `withdraw` ends a group's update, or lets it not begin."""
+        self._states = states
+        self._spare = spare_nbytes
+        self._withdraw = withdraw
+        self._free = free_nbytes
+        self._terms: dict[int, Terms] = {}
+        self._nbytes = [_nbytes(state) for state in states]
+        self.counts = TrialCounts()
+        self._is_possible = any(n is not None and n <= spare_nbytes for n in self._nbytes)
+        if not self._is_possible:
+            self.counts.why_off = (
+                "no group has its parameters and records on nvme and room for old versions there, "
+                "in a process that trains alone"
+            )
+        self.passes = 1  # backward passes that the last step had
+        self.on = False  # in this step
+        self._pause = self._last_pause = 0
+        self._disturbed = False
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._terms
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._terms))
+
+    def takes(self, state: OptimizerState) -> bool:
+        """Whether the group can be updated now and be as it was again."""
+        group, nbytes = state.group, self._nbytes[state.group.index]
+        return (
+            nbytes is not None and nbytes <= self._spare
+            and not group.is_entered and group.residing is GroupState.RELEASED
+            and nbytes <= self._free()  # checkpoints, and others, write there, too
+        )  # fmt: skip
+
+    def begin(self, state: OptimizerState, terms: Terms) -> None:
+        """Its update with these terms is about to be submitted."""
+        index = state.group.index
+        nbytes = self._nbytes[index]
+        assert nbytes is not None, "taken"
+        self._spare -= nbytes
+        self._terms[index] = terms
+        for each in _undoable(state):
+            each.keep_old()
+        state.group.on_trial = lambda: self.take_back([index])
+
+    def keeps(self, index: int, terms: Terms) -> bool:
+        """The step is made with these terms: True if that is what the trial was made with, whose
+        outcome counts then. Else the group is as it was before."""
+        if self._terms[index] != terms:
+            self._end(index, keep=False)
+            self.counts.redone += 1
+            return False
+        self._end(index, keep=True)
+        self.counts.kept += 1
+        return True
+
+    def redo_all(self) -> None:
+        """The step is skipped."""
+        for index in list(self._terms):
+            self._end(index, keep=False)
+            self.counts.redone += 1
+
+    def take_back(self, indices: Iterable[int]) -> None:
+        """Let groups be as they were: somebody needs that before the step."""
+        for index in indices:
+            if index in self._terms:
+                self._end(index, keep=False)
+                self.counts.taken_back += 1
+                self._disturbed = True
+
+    def take_back_all(self) -> None:
+        self.take_back(list(self._terms))
+
+    @uninterrupted  # half of it would leave an update that is made twice
+    def _end(self, index: int, *, keep: bool) -> None:
+        state, nbytes = self._states[index], self._nbytes[index]
+        assert nbytes is not None, "it was on trial"
+        with ExitStack() as ended:  # all of it, also where something fails
+            for each in _undoable(state):
+                ended.callback(each.drop_old if keep else each.go_back)
+            if not keep:
+                self._withdraw(index)
+                state.group.pending = None
+            state.group.on_trial = None
+            del self._terms[index]
+            self._spare += nbytes
+
+    def decide_next(self, passes: int, *, changed: bool, numbers_changed: bool) -> None:
+        """A step was made, after so many passes; `changed`: it clipped or skipped. The rule: the
+        next one has trials if this one changed nothing, but for some steps after one in which
+        groups were needed as they were, or got other numbers."""
+        if not self._is_possible:
+            return
+        if self._disturbed or numbers_changed:
+            self._last_pause = min(2 * self._last_pause + 1, _LONGEST_PAUSE)
+            self._pause = self._last_pause + 1
+        elif self.on and not changed:
+            self._last_pause = 0
+        self._disturbed = False
+        self._pause = max(0, self._pause - 1)
+        self.passes = passes
+        self.on = not changed and not self._pause and passes > 0
+        if changed:
+            self.counts.why_off = "the last step clipped its gradients, or was skipped"
+        elif self._pause:
+            self.counts.why_off = "parameters or numbers were needed or changed before the step"
+        else:
+            self.counts.why_off = ""
+
+
+def _undoable(state: OptimizerState) -> list[Undoable]:
+    """What an update writes, as far as it can be undone."""
+    written = (each.undoable() for each in (state.group.state, *state.records))
+    return [each for each in written if each is not None]
+
+
+def _nbytes(state: OptimizerState) -> int | None:
+    """Of old versions beside the new ones; None where some cannot be kept."""
+    kept = _undoable(state)
+    if len(kept) < 1 + len(state.records):
+        return None
+    return sum(round_up(each.nbytes, PAGE_NBYTES) + each.pieces * PAGE_NBYTES for each in kept)
