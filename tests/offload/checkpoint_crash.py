@@ -2,7 +2,8 @@
 
 Each line of input is a `Request`; for each one a child is forked (imports and kernels are paid for
 once), which loads the checkpoint, if there is to be one, and saves the following steps. Lines of
-output: `pid N`, `loaded STEP`, `saved STEP`, `calls N` (after a whole save), `ended STATUS`.
+output: `pid N`, `loaded STEP`, `saved STEP BITS`, `ended STATUS`, and after a save whose calls were
+counted `calls N` and `tried N`, how many updates were on trial; a child's first step tries none.
 """
 
 from __future__ import annotations
@@ -14,16 +15,29 @@ import signal
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import offload
 from offload.checkpoint import folder
-from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
+from offload.swap.block_store import BlockStore
+from offload.swap.file_state import FileState
+from offload.zero.trials import Trials
+from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
 _CALLS = ["mkdir", "pwrite", "fsync", "rename", "unlink", "rmdir"]
+# what happens to an update on trial, in whichever thread
+_EVENTS: list[tuple[type, str]] = [
+    (Trials, "begin"), (Trials, "keeps"), (Trials, "take_back"), (Trials, "_end"),
+    (FileState, "keep_old"), (FileState, "_commit"), (FileState, "drop_old"),
+    (FileState, "go_back"), (BlockStore, "write"), (BlockStore, "read"), (BlockStore, "free"),
+]  # fmt: skip
+KEYS: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1e9}
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Request:
     fresh: bool = False  # there is nothing to load yet
     exchange: bool = True  # False: as on a system without RENAME_EXCHANGE
     stop_at: int | None = None  # the call during the first save at which to be killed; -1: count
+    trials: bool = False  # `stop_at` counts events of the second step's trials, and its save's
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -54,8 +69,9 @@ def _warm_up() -> None:
     """Import and compile everything. No thread is left over that a fork could lose."""
     with tempfile.TemporaryDirectory() as name:
         swap = Path(name)
-        engine = offload.initialize(seeded(TinyLM), config(swap, NVME, precision="bf16"))
-        losses_of(engine, batches(1))
+        engine = offload.initialize(seeded(TinyLM), config(swap, NVME, **KEYS))
+        for _ in range(2):
+            step_of(engine)
         engine.save_checkpoint(swap / "saved")
         engine.load_checkpoint(swap / "saved")
         engine.close()
@@ -75,23 +91,46 @@ def _child(request: Request) -> None:
 def _save_for_ever(request: Request) -> None:
     if not request.exchange:
         folder._exchange = lambda a, b: False
-    keys = config(Path(request.swap), NVME, precision="bf16")
+    keys = config(Path(request.swap), NVME, **KEYS)
     with offload.initialize(seeded(TinyLM), keys) as engine:
         if not request.fresh:
             engine.load_checkpoint(request.path)
         print("loaded", engine.report().steps, flush=True)
-        calls = _watch_calls(request.stop_at) if request.stop_at is not None else iter(())
-        for tokens in batches(1000, seed=engine.report().steps):
-            losses_of(engine, [tokens])
+        calls: Iterator[int] = iter(())
+        for taken in itertools.count():
+            if request.stop_at is not None and taken == int(request.trials):
+                calls = _watch_calls(request.stop_at, trials=request.trials)
+            step_of(engine)
             engine.save_checkpoint(request.path)
-            print("saved", engine.report().steps, flush=True)
-            if request.stop_at is not None:
+            print("saved", engine.report().steps, bits_of(Path(request.path)), flush=True)
+            if request.stop_at is not None and taken == int(request.trials):
                 print("calls", next(calls), flush=True)
+                trials = engine.report().trials
+                print("tried", trials.kept + trials.redone, flush=True)
                 return
 
 
-def _watch_calls(stop_at: int) -> Iterator[int]:
-    """Count the system calls of a save from now on; killed before call `stop_at`."""
+def step_of(engine: offload.Engine) -> None:
+    """The next step. Every other one clips, and not as its updates were tried: they are undone."""
+    number = engine.report().steps
+    engine.backward(engine.module.loss(batches(1, seed=number)[0]))  # type: ignore[operator]
+    if number % 2:
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 0.05)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def bits_of(checkpoint: Path) -> int:
+    """Of all states that are saved there."""
+    found = 0
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        found = zlib.crc32(path.read_bytes(), found)
+    return found
+
+
+def _watch_calls(stop_at: int, *, trials: bool) -> Iterator[int]:
+    """Count the system calls of a save from now on, with `trials` their events, too; killed before
+    call `stop_at`."""
     counter = itertools.count()
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +144,8 @@ def _watch_calls(stop_at: int) -> Iterator[int]:
     for name in _CALLS:
         setattr(os, name, watched(getattr(os, name)))
     folder._exchange = watched(folder._exchange)
+    for kind, name in _EVENTS if trials else ():
+        setattr(kind, name, watched(getattr(kind, name)))
     return counter
 
 

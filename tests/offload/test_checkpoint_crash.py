@@ -23,7 +23,7 @@ from offload.checkpoint import folder as folders
 from offload.checkpoint import locks, saving
 from offload.checkpoint.ownership import marked
 from offload.errors import CheckpointError, NoSpaceError, PathError
-from tests.offload.checkpoint_crash import Request
+from tests.offload.checkpoint_crash import KEYS, Request, bits_of, step_of
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
 
 REPOSITORY = Path(__file__).parents[2]
@@ -35,9 +35,11 @@ class Victim:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.pid = 0
+        self.bits: dict[int, int] = {}  # of the steps that were saved since `start`
 
     def start(self, request: Request) -> int:
         """Run a child; the step that it found in the checkpoint."""
+        self.bits = {}
         assert self._process.stdin is not None
         self._process.stdin.write(request.to_json() + "\n")
         self._process.stdin.flush()
@@ -52,6 +54,10 @@ class Victim:
         words = self._process.stdout.readline().split(maxsplit=1)
         assert words, "the process ended"
         assert words[0] != "failed", words
+        if words[0] == "saved":
+            step, bits = words.pop().split()
+            self.bits[int(step)] = int(bits)
+            words.append(step)
         return words
 
     def end(self) -> dict[str, int]:
@@ -85,7 +91,7 @@ def test_killed_at_any_moment_a_save_leaves_a_checkpoint_that_loads(
         assert found in (step, step + 1), "neither the old nor the new one"
         step = found
         if number == 0:
-            assert victim.read() == ["saved", "1\n"]
+            assert victim.read() == ["saved", "1"]
             step = 1
         time.sleep(draw.uniform(0, 0.06))
         os.kill(victim.pid, signal.SIGKILL)
@@ -122,6 +128,34 @@ def test_killed_before_each_system_call_of_the_end_of_a_save(
     assert victim.start(final) in (step, step + 1)
     victim.end()
     assert os.listdir(path.parent) == ["saved"]
+
+
+def test_killed_between_an_update_on_trial_and_its_step_a_run_goes_on_to_the_same_bits(
+    victim: Victim, tmp_path: Path, long: bool
+) -> None:
+    """Each child saves twice at most. What its second step tried counts or is undone, and it is
+    killed at one of the events of that, of the files or of the save."""
+    path, draw = tmp_path / "checkpoints" / "saved", random.Random(0)
+    victim.start(Request(str(path), str(tmp_path), fresh=True, trials=True, stop_at=-1))
+    ended, step, killed = victim.end(), 2, 0
+    assert ended["tried"] > 0
+    for _ in range(60 if long else 5):
+        stop_at = draw.randrange(ended["calls"])
+        found = victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=stop_at))
+        assert found in (step, step + 1), "neither the old nor the new one"
+        status = victim.end()
+        killed += status["ended"] == signal.SIGKILL
+        step = status.get("saved", found)
+    assert killed > 2
+    victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=-1))
+    assert victim.end()["tried"] > 0
+    assert os.listdir(tmp_path) == ["checkpoints"], "swap files go with their process"
+    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST, **KEYS)) as engine:
+        for _ in range(max(victim.bits)):  # uninterrupted, and nothing is tried
+            step_of(engine)
+        engine.save_checkpoint(tmp_path / "uninterrupted")
+        assert not engine.report().trials.kept
+    assert bits_of(tmp_path / "uninterrupted") == victim.bits[max(victim.bits)]
 
 
 # ------------------------------------------------------------------------- leftovers
