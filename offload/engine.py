@@ -255,7 +255,7 @@ class Engine(TieredModel):
                 config.skips_nonfinite,
                 in_backward=config.optimizer.in_backward is True,
                 passes=config.gradient_accumulation_steps,
-                trial_nbytes=self._homes.spare_nvme_nbytes,
+                trial_nbytes=self._homes.spare,
                 free_nbytes=self._homes.free_nvme_nbytes,
             ),
             wire=_wire(config),

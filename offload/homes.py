@@ -19,7 +19,7 @@ import torch
 from offload import machine
 from offload.device_homes import DeviceHomes
 from offload.kernels import triton_launch
-from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nvme_nbytes
+from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nbytes
 from offload.swap.activation_window import ActivationWindow
 from offload.swap.activations import ActivationTier
 from offload.swap.backends import open_backend
@@ -42,6 +42,7 @@ from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.tiers.old_bytes import OldBytes
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.bits import FLOAT_OF
@@ -79,7 +80,7 @@ class TieredHomes:
         self._memory: dict[Tier, MemoryTier] = {}
         self.store: BlockStore | None = None
         self._paths: Sequence[str] = ()
-        self.spare_nvme_nbytes = 0  # of the budget, and of what is free there
+        self.spare = OldBytes()  # of the budgets, and of what is free on the disks
         self._staging: list[Lease] = []
         # as many threads as PyTorch computes with; they start when there is much to decode
         self._run = ParallelRunner(torch.get_num_threads(), min_share=1)
@@ -122,7 +123,8 @@ class TieredHomes:
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
             self._paths = paths
-            self.spare_nvme_nbytes = min(spare_nvme_nbytes(self.plan), self.free_nvme_nbytes())
+            spare = spare_nbytes(self.plan)
+            self.spare = replace(spare, files=min(spare.files, self.free_nvme_nbytes()))
             options = _backend_options(nvme, self.plan)
             backend = opened.enter_context(open_backend(nvme.backend, **options))
             store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
@@ -247,12 +249,13 @@ class TieredHomes:
                 name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use,
                 edge_nbytes, stride_nbytes,
             )  # fmt: skip
-        if tier is Tier.HOST:
-            lease = self.pool.demand(nbytes, name, state_class)  # copies make room
-        else:
+        if tier is not Tier.HOST:
             with self.lock:
                 lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
-        return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
+            return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
+        lease = self.pool.demand(nbytes, name, state_class)  # copies make room
+        spare = None if stride_nbytes else self.pool  # else other ranks' parts are in it, too
+        return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes, spare)
 
     def device_work(self) -> DeviceWork:
         """The streams and memory of the device that updates and gradients use beside the model."""

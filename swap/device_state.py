@@ -11,13 +11,14 @@ from offload.swap.fences import Fences, OpenReads
 from offload.swap.io_backend import Priority
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
-from offload.swap.state import HostPiece, State
+from offload.swap.state import HostPiece, State, Undoable
 from offload.swap.streams import CopyMark, CopyStream, keeping
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
+from offload.tiers.old_bytes import OldBytes
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
@@ -240,6 +241,39 @@ class MirroredState(SlotState):
                 self._updated.discard(piece)
             else:
                 self._lacking.add(piece)
+
+    # ---------------------------------------------------------------- an update on trial
+    def undoable(self) -> MirroredState | None:
+        return None if self._home.undoable() is None else self
+
+    @property
+    def _undoable_home(self) -> Undoable:
+        home = self._home.undoable()
+        assert home is not None, "asked before"
+        return home
+
+    @property
+    def old_nbytes(self) -> OldBytes:
+        return self._undoable_home.old_nbytes
+
+    def has_views(self) -> bool:
+        with self._lock:
+            here = self._slot is not None and self._slot.in_use()
+        return here or self._undoable_home.has_views()
+
+    def keep_old(self) -> bool:
+        return self._undoable_home.keep_old()
+
+    def drop_old(self) -> None:
+        self._undoable_home.drop_old()
+
+    def go_back(self) -> None:
+        self._home_read.wait()
+        try:
+            self._undoable_home.go_back()
+        finally:
+            with self._lock:  # what was fetched meanwhile is of the new version
+                self._lacking = set(range(self.pieces))
 
     # ---------------------------------------------------------------- update on the device
     def device_piece(self, piece: int) -> torch.Tensor | None:

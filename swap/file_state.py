@@ -28,6 +28,7 @@ from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
+from offload.tiers.old_bytes import OldBytes
 from offload.tiers.residency import Residency
 from offload.tiers.units import round_up
 
@@ -243,9 +244,18 @@ class FileState(SlotState):
     def undoable(self) -> FileState:
         return self
 
-    def keep_old(self) -> None:
+    @property
+    def old_nbytes(self) -> OldBytes:
+        return OldBytes(files=round_up(self.nbytes, PAGE_NBYTES) + self.pieces * PAGE_NBYTES)
+
+    def has_views(self) -> bool:
+        with self._lock:
+            return self._slot is not None and self._slot.in_use()
+
+    def keep_old(self) -> bool:
         with self._lock:
             self._old = {}
+        return True
 
     @uninterrupted
     def drop_old(self) -> None:

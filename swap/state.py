@@ -9,6 +9,7 @@ asks `bring`, `tensor`, `host_piece` and never where.
 from __future__ import annotations
 
 import abc
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +17,13 @@ import torch
 
 from offload.swap.codec import Codec
 from offload.swap.io_backend import Priority
+from offload.swap.shield import uninterrupted
+from offload.swap.slot_pool import SlotPool
 from offload.swap.streams import CopyMark
 from offload.swap.transfer import Transfer
+from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
+from offload.tiers.old_bytes import OldBytes
 from offload.tiers.residency import Residency
 
 
@@ -41,14 +46,17 @@ class Undoable(Protocol):
     """A state whose versions from before an update on trial can count again."""
 
     @property
-    def nbytes(self) -> int: ...
+    def old_nbytes(self) -> OldBytes:
+        """Of the old version of all pieces."""
+        ...
 
-    @property
-    def pieces(self) -> int: ...
+    def has_views(self) -> bool:
+        """Whether somebody has a view of a copy in memory, and would see what is written."""
+        ...
 
-    def keep_old(self) -> None:
-        """From here on pieces that are written keep their old version, too, in as many bytes again
-        of the home's tier, until `drop_old` or `go_back`."""
+    def keep_old(self) -> bool:
+        """From here on pieces that are written keep their old version, too, in the home's tier,
+        until `drop_old` or `go_back`. False where there is no memory for it."""
         ...
 
     def drop_old(self) -> None:
@@ -234,10 +242,16 @@ class MemoryState(State):
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease | None,
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+        spare: SlotPool | None = None,
     ) -> None:  # fmt: skip
-        """`lease` is None where there are no bytes."""
+        """`lease` is None where there are no bytes. `spare` has the memory for old versions."""
         super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
         self._lease = lease
+        self._spare = spare
+        self._old: Lease | None = None
+        self._replaced: set[int] = set()  # pieces whose old version is there
+        # A step may count an update that has not begun: no piece is kept any more from then on.
+        self._old_lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8) if lease is None else lease.tensor
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
@@ -256,7 +270,12 @@ class MemoryState(State):
         return Residency.CLEAN
 
     def host_piece(self, piece: int) -> HostPiece | None:
-        return HostPiece(self._memory[self.span(piece)])
+        span = self.span(piece)
+        with self._old_lock:
+            if self._old is not None and piece not in self._replaced:
+                self._old.tensor[span].copy_(self._memory[span])  # about to be written
+                self._replaced.add(piece)
+        return HostPiece(self._memory[span])
 
     def wrote_piece(self, piece: int) -> None:
         """Home already."""
@@ -271,6 +290,41 @@ class MemoryState(State):
         self._memory[span].copy_(source[: span.stop - span.start])
         return Transfer.completed(None)
 
+    # ---------------------------------------------------------------- an update on trial
+    def undoable(self) -> MemoryState | None:
+        return None if self._spare is None else self
+
+    def has_views(self) -> bool:
+        return self._lease is not None and self._lease.in_use()
+
+    @property
+    def old_nbytes(self) -> OldBytes:
+        return OldBytes(memory=self.nbytes)
+
+    def keep_old(self) -> bool:
+        pool = self._spare
+        assert pool is not None, "asked before"
+        self._old = pool.offer(
+            self.nbytes, f"{self.name} before the step", StateClass.STAGING,
+            next_use=pool.uses_left(),
+        )  # fmt: skip
+        return self._old is not None
+
+    def drop_old(self) -> None:
+        with self._old_lock:
+            self._replaced.clear()
+            old, self._old = self._old, None
+        if old is not None and self._spare is not None:
+            with self._spare.lock:
+                old.free()
+
+    @uninterrupted
+    def go_back(self) -> None:
+        if self._old is not None:
+            for span in map(self.span, self._replaced):
+                self._memory[span].copy_(self._old.tensor[span])
+        self.drop_old()
+
     def discard(self) -> None:
         """A permanent home keeps its memory; its content simply no longer counts."""
 
@@ -278,5 +332,6 @@ class MemoryState(State):
         """Nothing is ever on its way."""
 
     def close(self) -> None:
+        self.drop_old()
         if self._lease is not None:
             self._lease.free()

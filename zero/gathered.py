@@ -18,7 +18,7 @@ from offload.swap.fences import Fences
 from offload.swap.io_backend import Priority
 from offload.swap.ordered import OrderedWork
 from offload.swap.slot_pool import SlotPool
-from offload.swap.state import HostPiece, State
+from offload.swap.state import HostPiece, State, Undoable
 from offload.swap.streams import CopyMark, mark_here
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError, UnsupportedError
@@ -72,6 +72,9 @@ class SharedState(State, RankCopies):
 
     def used_device_piece(self, piece: int, until: CopyMark) -> None:
         self.home.used_device_piece(piece + self._first, until)
+
+    def undoable(self) -> Undoable | None:
+        return self.home.undoable()
 
     # ---------------------------------------------------------------- both
     def note_use(self) -> None:

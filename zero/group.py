@@ -199,15 +199,29 @@ class ParamGroup:
                 self.pending.wait()
             self._catch_up(self)
 
+    def has_kept_views(self) -> bool:
+        """Whether anybody else has a view of the values where an update would write to them."""
+        if self.residing is GroupState.GATHERED:
+            return _uses(self.state.tensor().view(self.dtype)) > self._uses
+        written = self.state.undoable()
+        return written is not None and written.has_views()
+
+    def decided_update(self) -> Transfer[None] | None:
+        """What readers have to wait for, once an update that no step has made is undone."""
+        if self.on_trial is not None:
+            self.on_trial()
+        return self.pending
+
     def wait_for_update(self) -> None:
         """Block until a pending update of this group is visible, and that by the steps that it
         missed. Every reader of weights or optimizer states comes here."""
-        if self.on_trial is not None:
-            self.on_trial()
+        self.decided_update()
         self.begin_missed()
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+        pending = self.pending
+        if pending is not None:
+            pending.wait()
+            if self.pending is pending:  # else another thread has made a step meanwhile
+                self.pending = None
 
     def flat(self) -> torch.Tensor:
         """The whole buffer, 1D, valid: waits for a pending update and for its arrival."""

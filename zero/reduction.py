@@ -141,6 +141,8 @@ class ReducedGradients:
 
     def forget_cleared(self, cleared: np.ndarray) -> None:
         """As `drop`, for reduced gradients that users cleared on some rank."""
+        if cleared.any():
+            self._await_update()  # one on trial here has read them
         self.landed.wait()
         indices = np.flatnonzero(cleared).tolist()
         self.own.drop([self._numbers[index] for index in indices if index in self._numbers])

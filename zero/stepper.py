@@ -22,7 +22,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -33,6 +33,7 @@ from offload.swap.shield import uninterrupted
 from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import StateError
+from offload.tiers.old_bytes import OldBytes
 from offload.zero.chunks import GroupUpdate, Segment
 from offload.zero.group import ParamGroup
 from offload.zero.hyper import Hyper, HyperOf
@@ -64,8 +65,8 @@ class StepRules:
     # run exactly that many backward passes per step, and take every step it has begun.
     in_backward: bool = False
     passes: int = 1
-    # Of the nvme tier, for the old versions of groups that are updated on trial
-    trial_nbytes: int = 0
+    # for the old versions of groups that are updated on trial
+    trial_nbytes: OldBytes = field(default_factory=OldBytes)
     free_nbytes: Callable[[], int] = lambda: 0  # on the disks, now
 
 
@@ -120,8 +121,7 @@ class Stepper:
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
         alone = not self._reductions.has_others
         self._missed = MissedSteps(states, tables, alone=alone)
-        trial_nbytes = rules.trial_nbytes if alone and tensor_parallel is None else 0
-        self.trials = Trials(states, trial_nbytes, updates.withdraw, rules.free_nbytes)
+        self.trials = Trials(states, rules.trial_nbytes, updates.withdraw, rules.free_nbytes)
 
     @property
     def has_unstepped_gradients(self) -> bool:
@@ -168,7 +168,7 @@ class Stepper:
                 begin = partial(self._update_ahead, state)
                 self._reductions.when_issued(state.group.index, begin)
         elif self.trials.on and (arrived == self.trials.passes).all():
-            self._try(state)
+            self._reductions.when_issued(state.group.index, partial(self._try, state))
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
         """A parameter got all of its gradient of one backward pass."""
@@ -200,19 +200,27 @@ class Stepper:
 
     def _try(self, state: OptimizerState) -> None:
         """Begin the update of one group before its step, if it can be undone."""
-        if not self.trials.takes(state) or self._missed.lacks(state) or self.hyper_source is None:
+        with self.trials.lock:  # who takes it back finds its update submitted
+            self._try_now(state)
+
+    def _try_now(self, state: OptimizerState) -> None:
+        if not state.parts or not self.trials.takes(state) or self._missed.lacks(state):
             return
+        assert self.hyper_source is not None, "set with the optimizer, before any backward"
         if self._hyper_ahead is None:
             self._hyper_ahead = self.hyper_source()
         terms = self._terms(state, self._hyper_ahead, 1.0 / self._loss_scale_of_gradients)
         if None in terms.hypers or len(terms.having) < len(state.steps):
             return
         state.gradients.close()
+        if not self.trials.begin(state, terms):
+            return
         update = self._group_update(state, terms, {}, {})
-        self.trials.begin(state, terms)
         with self._lock:
             self._read_by_update.add(state.group.index)
         self._updates.submit([update], first=True)
+        if state.group.state.in_place:
+            state.group.withhold()  # half an update must not be read
 
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.
@@ -234,7 +242,8 @@ class Stepper:
         skip = not finite and self._rules.skip_nonfinite
         if self._loss_scale is not None:
             self._loss_scale.update(overflow=not finite)
-        passes, clip = self.passes_since_step, 1.0
+        passes = max((int(each.max()) for each in self._arrived if each.size), default=0)
+        clip = 1.0
         redone = self.trials.counts.redone
         if skip:
             self.skipped += 1

@@ -153,7 +153,10 @@ class WeightStore:
         if ranks is None or layout.is_stored:  # experts that no other rank has, or see above
             return make(layout.numel, layout.edge, None), RankCopies()
         return ranks.parameters(
-            make, layout, lambda: self.groups[index].is_entered, lambda: self.groups[index].pending
+            make,
+            layout,
+            lambda: self.groups[index].is_entered,
+            lambda: self.groups[index].decided_update(),
         )
 
     def part_of(self, group: ParamGroup) -> Part:

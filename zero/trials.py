@@ -17,14 +17,14 @@ arXiv:2509.21271.)
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from offload.swap.shield import uninterrupted
 from offload.swap.state import Undoable
-from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.units import round_up
+from offload.tiers.old_bytes import OldBytes
 from offload.zero.group import GroupState
 from offload.zero.hyper import Hyper
 from offload.zero.optimizer_state import OptimizerState
@@ -62,26 +62,29 @@ class TrialCounts:
 
 
 class Trials:
-    """The groups on trial, and whether there are to be any. For the thread of the model."""
+    """The groups on trial, and whether there are to be any. For the thread of the model; any thread
+    that reads a group takes it back."""
 
     def __init__(
-        self, states: Sequence[OptimizerState], spare_nbytes: int,
+        self, states: Sequence[OptimizerState], spare: OldBytes,
         withdraw: Callable[[int], None], free_nbytes: Callable[[], int],
     ) -> None:  # fmt: skip
-        """`spare_nbytes` of the nvme tier are free for old versions, as far as `free_nbytes` of the
-        disks are. `withdraw` ends a group's update, or lets it not begin."""
+        """`spare` is free for old versions, as far as `free_nbytes` of the disks are. `withdraw`
+        ends a group's update, or lets it not begin."""
         self._states = states
-        self._spare = spare_nbytes
+        self._spare = spare
         self._withdraw = withdraw
         self._free = free_nbytes
         self._terms: dict[int, Terms] = {}
-        self._nbytes = [_nbytes(state) for state in states]
+        # held while a trial begins, until its update is submitted, and while it ends
+        self.lock = threading.RLock()
+        self._nbytes = [_old_nbytes(state) for state in states]
         self.counts = TrialCounts()
-        self._is_possible = any(n is not None and n <= spare_nbytes for n in self._nbytes)
+        self._is_possible = any(n is not None and spare.holds(n) for n in self._nbytes)
         if not self._is_possible:
             self.counts.why_off = (
-                "no group has its parameters and records on nvme and room for old versions there, "
-                "in a process that trains alone"
+                "no group has all optimizer states on nvme, parameters there or in host "
+                "memory, and room for old versions"
             )
         self.passes = 1  # backward passes that the last step had
         self.on = False  # in this step
@@ -95,66 +98,84 @@ class Trials:
         return iter(list(self._terms))
 
     def takes(self, state: OptimizerState) -> bool:
-        """Whether the group can be updated now and be as it was again."""
+        """Whether the group can be updated now and be as it was again, if there is memory."""
         group, nbytes = state.group, self._nbytes[state.group.index]
         return (
-            nbytes is not None and nbytes <= self._spare
-            and not group.is_entered and group.residing is GroupState.RELEASED
-            and nbytes <= self._free()  # checkpoints, and others, write there, too
+            self.on and nbytes is not None and self._spare.holds(nbytes) and not group.is_entered
+            and (group.residing is GroupState.RELEASED or group.state.in_place)
+            # a view that somebody has kept, or another thread reads, shows no trial
+            and not group.has_kept_views()
+            and not any(each.has_views() for each in _undoable(state)[1:])
+            and nbytes.files <= self._free()  # checkpoints, and others, write there, too
         )  # fmt: skip
 
-    def begin(self, state: OptimizerState, terms: Terms) -> None:
-        """Its update with these terms is about to be submitted."""
+    def begin(self, state: OptimizerState, terms: Terms) -> bool:
+        """Its update with these terms is about to be submitted (lock held). False if there is no
+        memory for its old version."""
         index = state.group.index
         nbytes = self._nbytes[index]
         assert nbytes is not None, "taken"
-        self._spare -= nbytes
+        with ExitStack() as kept:
+            for each in _undoable(state):
+                if not each.keep_old():
+                    return False
+                kept.callback(each.drop_old)
+            kept.pop_all()
+        self._spare = self._spare - nbytes
         self._terms[index] = terms
-        for each in _undoable(state):
-            each.keep_old()
         state.group.on_trial = lambda: self.take_back([index])
+        return True
 
     def keeps(self, index: int, terms: Terms) -> bool:
         """The step is made with these terms: True if that is what the trial was made with, whose
         outcome counts then. Else the group is as it was before."""
-        if self._terms[index] != terms:
-            self._end(index, keep=False)
-            self.counts.redone += 1
-            return False
-        self._end(index, keep=True)
-        self.counts.kept += 1
-        return True
+        with self.lock:
+            if index not in self._terms:  # another thread has just taken it back
+                return False
+            if self._terms[index] != terms:
+                self._end(index, keep=False)
+                self.counts.redone += 1
+                return False
+            self._end(index, keep=True)
+            self.counts.kept += 1
+            return True
 
     def redo_all(self) -> None:
         """The step is skipped."""
-        for index in list(self._terms):
-            self._end(index, keep=False)
-            self.counts.redone += 1
+        with self.lock:
+            for index in list(self._terms):
+                self._end(index, keep=False)
+                self.counts.redone += 1
 
     def take_back(self, indices: Iterable[int]) -> None:
         """Let groups be as they were: somebody needs that before the step."""
-        for index in indices:
-            if index in self._terms:
-                self._end(index, keep=False)
-                self.counts.taken_back += 1
-                self._disturbed = True
+        with self.lock:
+            for index in indices:
+                if index in self._terms:
+                    self._end(index, keep=False)
+                    self.counts.taken_back += 1
+                    self._disturbed = True
 
     def take_back_all(self) -> None:
-        self.take_back(list(self._terms))
+        self.take_back(range(len(self._states)))
 
     @uninterrupted  # half of it would leave an update that is made twice
     def _end(self, index: int, *, keep: bool) -> None:
-        state, nbytes = self._states[index], self._nbytes[index]
-        assert nbytes is not None, "it was on trial"
+        state = self._states[index]
         with ExitStack() as ended:  # all of it, also where something fails
+            ended.callback(self._forget, index)  # last: until then others wait for the lock
             for each in _undoable(state):
                 ended.callback(each.drop_old if keep else each.go_back)
             if not keep:
                 self._withdraw(index)
                 state.group.pending = None
-            state.group.on_trial = None
-            del self._terms[index]
-            self._spare += nbytes
+
+    def _forget(self, index: int) -> None:
+        nbytes = self._nbytes[index]
+        assert nbytes is not None, "it was on trial"
+        del self._terms[index]
+        self._spare = self._spare + nbytes
+        self._states[index].group.on_trial = None
 
     def decide_next(self, passes: int, *, changed: bool, numbers_changed: bool) -> None:
         """A step was made, after so many passes; `changed`: it clipped or skipped. The rule: the
@@ -185,9 +206,12 @@ def _undoable(state: OptimizerState) -> list[Undoable]:
     return [each for each in written if each is not None]
 
 
-def _nbytes(state: OptimizerState) -> int | None:
-    """Of old versions beside the new ones; None where some cannot be kept."""
-    kept = _undoable(state)
-    if len(kept) < 1 + len(state.records):
+def _old_nbytes(state: OptimizerState) -> OldBytes | None:
+    """Of all its old versions; None where some cannot be kept. Nor are they where a record is in
+    memory: its old version would take the place of copies that save reads."""
+    weights, records = state.group.state.undoable(), [r.undoable() for r in state.records]
+    if weights is None or any(each is None or each.old_nbytes.memory for each in records):
         return None
-    return sum(round_up(each.nbytes, PAGE_NBYTES) + each.pieces * PAGE_NBYTES for each in kept)
+    if not records and weights.old_nbytes.memory:
+        return None  # nothing moves
+    return sum((each.old_nbytes for each in _undoable(state)), OldBytes())

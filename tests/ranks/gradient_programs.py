@@ -48,6 +48,7 @@ class Variant:
     stage: int
     placement: dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
+    tries: bool = False  # updates on trial after every pass, as if no other one came
 
 
 Program = list[Pass | Use]
@@ -59,6 +60,7 @@ class Outcome:
     numbers: list[float]
     states: dict[str, Tensor]
     error: str = ""
+    kept: int = 0  # updates on trial that a step has made its own
 
 
 def draw(seed: int, ranks: int, *, apart: bool) -> Program:
@@ -187,6 +189,9 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
 
         def one_pass(action: Pass) -> None:
             tokens = action.tokens[dist.get_rank()]
+            if variant.tries:
+                stepper = engine.runtime.stepper
+                stepper.trials.on, stepper.trials.passes = True, stepper.passes_since_step + 1
             with engine.no_sync() if action.local else nullcontext():
                 if tokens is None:
                     engine.idle()
@@ -195,7 +200,8 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
 
         try:
             numbers = run(program, engine.module, engine.optimizer, one_pass)
-            return Outcome(numbers, states_of(engine))
+            kept = engine.report().trials.kept
+            return Outcome(numbers, states_of(engine), kept=kept)
         except offload.OffloadError as error:
             return Outcome([], {}, f"{type(error).__name__}: {error}")
 

@@ -23,8 +23,15 @@ from tests.ranks.gradient_programs import (
 from tests.ranks.processes import run_ranks
 
 BF16 = {"precision": "bf16"}
-VARIANTS = [Variant(1, HOST), Variant(2, NVME), Variant(3, NVME)]
-BF16_VARIANTS = [Variant(1, NVME, BF16), Variant(3, HOST, BF16)]
+RECORDS = {**HOST, "optimizer": "nvme"}
+VARIANTS = [
+    Variant(1, HOST), Variant(2, NVME), Variant(3, NVME), Variant(1, NVME, tries=True),
+    Variant(3, RECORDS, tries=True), Variant(3, NVME, tries=True),
+]  # fmt: skip
+BF16_VARIANTS = [
+    Variant(1, NVME, BF16), Variant(3, HOST, BF16), Variant(2, NVME, BF16, tries=True),
+    Variant(3, RECORDS, BF16, tries=True), Variant(3, NVME, BF16, tries=True),
+]  # fmt: skip
 
 
 def taking(*branches: int | None) -> Pass:
@@ -83,9 +90,12 @@ def test_ranks_forget_what_they_never_saw(tmp_path: Path, long: bool) -> None:
 
 
 def test_drawn_loops_train_as_one_process_does(tmp_path: Path, long: bool) -> None:
-    programs = [draw(seed, 3, apart=bool(seed % 2)) for seed in range(40 if long else 2)]
-    for program, by_rank in outcomes_of(programs, 3, VARIANTS if long else VARIANTS[1:], tmp_path):
+    programs = [draw(seed, 3, apart=bool(seed % 2)) for seed in range(20 if long else 2)]
+    kept = 0
+    for program, by_rank in outcomes_of(programs, 3, VARIANTS if long else VARIANTS[2:], tmp_path):
         check(program, by_rank)
+        kept += sum(outcome.kept for outcomes in by_rank for outcome in outcomes)
+    assert kept
 
 
 def test_drawn_loops_in_16_bits_are_the_same_everywhere(tmp_path: Path, long: bool) -> None:
@@ -98,6 +108,8 @@ def outcomes_of(
     programs: list[Program], ranks: int, variants: list[Variant], folder: Path
 ) -> Iterator[tuple[Program, list[list[Outcome]]]]:
     """Each program, and by rank what became of it in every variant."""
-    found = run_ranks(ranks, folder, on_ranks, programs, variants, str(folder), timeout_s=600.0)
-    for number, program in enumerate(programs):
-        yield program, [outcomes[number] for outcomes in found]
+    for first in range(0, len(programs), 10):  # each of their tensors takes a file descriptor
+        some = programs[first : first + 10]
+        found = run_ranks(ranks, folder, on_ranks, some, variants, str(folder), timeout_s=600.0)
+        for number, program in enumerate(some):
+            yield program, [outcomes[number] for outcomes in found]

@@ -25,6 +25,7 @@ from offload.planning.plan.sizes import (
 from offload.planning.plan.tuning import Measure
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
+from offload.tiers.old_bytes import OldBytes
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.records import RecordFormat
@@ -206,29 +207,34 @@ def spare_host_nbytes(plan: Plan) -> int:
     return plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST) - copies
 
 
-def spare_nvme_nbytes(plan: Plan) -> int:
-    """What is left of the nvme budget for old versions of groups that are updated on trial."""
+def spare_nbytes(plan: Plan) -> OldBytes:
+    """What is left of the budgets for old versions of groups that are updated on trial."""
     saved = 0 if plan.activations is None else plan.activations.disk_nbytes
     left = plan.budgets[Tier.NVME] - needed_nbytes(plan, Tier.NVME) - saved
-    return max(0, int(left * _SPARE_SHARE))
+    memory = plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST)
+    return OldBytes(max(0, int(left * _SPARE_SHARE)), max(0, memory))
 
 
-def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, int]:
+def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
     """Groups that a step which neither clips nor skips updates during its backward
     (zero/trials.py), and the bytes of their old versions."""
-    alone = plan.sharding.world_size == 1 and plan.shared is None
-    if plan.gpu or not alone or config.optimizer.in_backward is True:
+    if config.optimizer.in_backward is True:
         return {}
-    tried, spare = {}, spare_nvme_nbytes(plan)
+    whole = plan.sharding.world_size > 1 and not plan.sharding.parameters
+    tried, left = {}, spare_nbytes(plan)
     for index in range(len(plan.groups) - 1, -1, -1):  # as backward comes to them
-        group, tiers = plan.groups[index], {plan.parameters[index], *plan.records[index]}
-        if tiers != {Tier.NVME} or group.decoded:
+        group, home = plan.groups[index], plan.parameters[index]
+        moves = {*plan.records[index]} == {Tier.NVME} or (home is Tier.NVME and not group.records)
+        on_host = home is Tier.HOST and not whole
+        if not moves or not (home is Tier.NVME or on_host) or group.decoded:
             continue
-        pages = PAGE_NBYTES * (1 + 2 * len(group.records))
-        nbytes = group.parameters + sum(group.records) + pages
-        if group.layout.numel_trainable and nbytes <= spare:
-            tried[index] = nbytes
-            spare -= nbytes
+        pages = 2 * PAGE_NBYTES * len(group.records)
+        old = OldBytes(sum(group.records) + pages, group.parameters)
+        if home is Tier.NVME:
+            old = OldBytes(old.files + group.parameters + PAGE_NBYTES)
+        if group.layout.numel_trainable and left.holds(old):
+            tried[index] = old
+            left = left - old
     return tried
 
 

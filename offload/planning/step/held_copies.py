@@ -57,6 +57,7 @@ class HeldCopies:
         self._locked: set[Copyable] = set()
         self._dirty: dict[Copyable, None] = {}  # nowhere else yet, in a fixed order
         self._used_up: dict[Copyable, None] = {}  # read again only if a step is redone
+        self._old: dict[int, int] = {}  # offsets and bytes of what that would go back to
         self.sent: list[Copyable] = []  # dirty ones that went home for others, until it is taken
         self._stamps = itertools.count(1)
         self._heap: list[_Entry] = []
@@ -90,8 +91,9 @@ class HeldCopies:
         the memory has such copies."""
         self._dirty[piece] = None
         staying = sum(each.nbytes for each in self._dirty)
+        room = self._nbytes - sum(self._old.values())
         for each in sorted(self._dirty, key=self._next_use, reverse=True):
-            if staying <= self._nbytes // 2:
+            if staying <= room // 2:
                 return
             if each is piece:  # it is written just now
                 continue
@@ -105,9 +107,25 @@ class HeldCopies:
         if piece in self._held:
             self._enter(piece)
 
+    def keep_old(self, nbytes: int) -> None:
+        """Of what has its home in this memory and was just updated, until the step's end."""
+        if not nbytes:
+            return
+        offset = self._arena.allocate(nbytes)
+        if offset is None:
+            end = self._trace.cursor + self._trace.uses_left
+            offset = self._make_room(Copyable("", -1, nbytes, StateClass.STAGING), end)
+        if offset is not None:
+            self._old[offset] = nbytes
+            self._count(StateClass.STAGING, nbytes)
+
     def drop_used_up(self) -> None:
         for piece in list(self._used_up):
             self.drop(piece)
+        for offset, nbytes in self._old.items():
+            self._arena.free(offset)
+            self._used[StateClass.STAGING] -= nbytes
+        self._old.clear()
 
     def demand(self, piece: Copyable) -> bool:
         """Make the copy, whatever has to go for it. Where all that is left is locked, the plan does
@@ -138,11 +156,11 @@ class HeldCopies:
             return False
         self._held[piece] = _Copy(offset)
         self._enter(piece)
-        self._count(piece)
+        self._count(piece.state_class, piece.nbytes)
         return True
 
-    def _count(self, piece: Copyable) -> None:
-        self._used[piece.state_class] += piece.nbytes
+    def _count(self, state_class: StateClass, nbytes: int) -> None:
+        self._used[state_class] += nbytes
         if self._arena.used_nbytes > self._most_nbytes:
             self._most_nbytes = self._arena.used_nbytes
             self.most = dict(self._used)

@@ -343,7 +343,8 @@ class PlannedMemory:
     def _on_nvme(self) -> ByClass:
         """Of the ledger, at most."""
         by_class = _no_bytes()
-        old = sum(tried_groups(self._planned, self._config).values())
+        tried = tried_groups(self._planned, self._config)
+        old = sum(each.files for each in tried.values())
         most = nvme_most(self._planned, self._activations_on_disk, old)
         for state_class, nbytes in most.items():
             by_class[MemoryClass(str(state_class))] += nbytes

@@ -425,6 +425,7 @@ class StepRun:
             self.host.drop(self._gradients[group])
         else:  # they stay for a step that has to be redone
             self.host.use_up(self._gradients[group])
+            self.host.keep_old(self._tried[group].memory)
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)
