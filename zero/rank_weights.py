@@ -231,6 +231,7 @@ class RankWeights:
     def close(self) -> None:
         self._gatherer.close()
         self.ranks.watch.close()
+        self.ranks.give_up(self.collectives)
 
 
 AnyRankWeights = OneRankWeights | RankWeights
