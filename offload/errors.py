@@ -14,6 +14,7 @@ from offload.tiers.errors import (
     RankError,
     StateError,
     StorageError,
+    StuckError,
     TierFullError,
     UnsupportedError,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "RankError",
     "StateError",
     "StorageError",
+    "StuckError",
     "TierFullError",
     "UnsupportedError",
 ]

@@ -364,8 +364,10 @@ class TieredHomes:
             last_first.callback(self._run.close)
 
 
-def _backend_options(nvme: NvmeConfig, plan: Plan) -> dict[str, int]:
-    options = {} if nvme.threads == "auto" else {"workers": nvme.threads}
+def _backend_options(nvme: NvmeConfig, plan: Plan) -> dict[str, float]:
+    options: dict[str, float] = {"timeout_s": nvme.timeout_s}
+    if nvme.threads != "auto":
+        options["workers"] = nvme.threads
     if not plan.trains and any(group.table for group in plan.groups):
         # experts that a router chose wait for the calls of what is being read ahead
         options["io_block_nbytes"] = _BESIDE_EXPERTS_NBYTES

@@ -26,7 +26,7 @@ from offload.swap.activation_window import ActivationWindow, Slot
 from offload.swap.block_store import BlockStore
 from offload.swap.io_backend import Priority
 from offload.swap.streams import CopyMark
-from offload.swap.transfer import Failure, Transfer
+from offload.swap.transfer import Failure, Transfer, is_stuck
 from offload.tiers.errors import NoSpaceError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
@@ -200,7 +200,8 @@ class Backlog:
             del self._moving[piece]
             piece.arrival = None
             if ended.failure is not None and piece.slot is not None:  # absent, as it was
-                self.lend(piece.slot, piece.copied)
+                if not is_stuck(ended):
+                    self.lend(piece.slot, piece.copied)
                 piece.slot = None
             self._settled(piece)
 

@@ -269,7 +269,8 @@ class BlockStore:
             self.backend.close()
         finally:
             for file in self.files:
-                file.close()
+                if not self.backend.is_lost(file.fd):  # else a later file would get its number
+                    file.close()
 
     def __enter__(self) -> Self:
         return self

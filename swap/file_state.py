@@ -23,7 +23,7 @@ from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
 from offload.swap.state import HostPiece
-from offload.swap.transfer import Failure, Transfer
+from offload.swap.transfer import Failure, Transfer, is_stuck
 from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
@@ -67,6 +67,9 @@ class FileState(SlotState):
 
     def _forget_arrival(self) -> None:
         self._arrivals.clear()
+
+    def _may_still_be_filled(self) -> bool:
+        return any(is_stuck(arrival) for arrival in self._arrivals.values())
 
     @uninterrupted
     def leave(self) -> None:

@@ -12,18 +12,19 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from offload.swap.io_request import IOPiece, IORequest, Operation, Priority
+from offload.swap.io_watch import TIMEOUT_S, IOWatch, stuck_error
 from offload.swap.lanes import Lane, WaitFor
 from offload.swap.link_use import LinkMeter, LinkUse
 from offload.swap.shield import uninterrupted
-from offload.swap.transfer import STALL_S, Transfer, UnobservedErrors
-from offload.tiers.errors import OffloadError, StateError, StorageError
+from offload.swap.transfer import STALL_S, Failure, Transfer, UnobservedErrors
+from offload.tiers.errors import ChecksumError, OffloadError, StateError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes
 
@@ -57,13 +58,16 @@ class IOBackend(ABC):
     The implementer owes: every started request ends in exactly one `_finish`, in every case (short
     transfers completed, EINTR and EAGAIN retried within bounds, a dead worker); requests are begun
     in the order of `(priority, sequence)`; `before` has returned before the first byte is written,
-    `after` is called once all bytes are there; no piece of a request moves after its `_finish`;
-    `_stop` ends and joins all threads.
+    `after` is called once all bytes are there; no piece of a request moves after its `_finish`,
+    but one that was given up; `_stop` ends and joins all threads, but those in such a call.
     """
 
     name = "abstract"
 
-    def __init__(self, *, io_block_nbytes: int = IO_BLOCK_NBYTES) -> None:
+    def __init__(
+        self, *, io_block_nbytes: int = IO_BLOCK_NBYTES, timeout_s: float = TIMEOUT_S
+    ) -> None:  # fmt: skip
+        """A path on which calls are under way and none has ended for `timeout_s` is given up."""
         if io_block_nbytes <= 0 or io_block_nbytes % PAGE_NBYTES:
             raise ValueError(f"io_block_nbytes {io_block_nbytes} is no multiple of {PAGE_NBYTES}")
         self.io_block_nbytes = io_block_nbytes
@@ -73,9 +77,13 @@ class IOBackend(ABC):
         self._statistics = IOStatistics()
         self._meter = LinkMeter()
         self._closed = False
+        self._in_flight: dict[IORequest, None] = {}  # the oldest first
+        self._given_up: dict[str, Failure] = {}  # by path
+        self._lost: set[IOPiece] = set()  # calls that were given up and have not returned
         self.lane = Lane(WaitFor.FILES)
         self._unobserved = UnobservedErrors()
         self._pid = os.getpid()
+        self.watch = IOWatch(timeout_s, self._books, self._give_up)
 
     # ---- for callers
 
@@ -151,7 +159,7 @@ class IOBackend(ABC):
     @uninterrupted
     def close(self) -> None:
         """Finish what is in flight, end the threads, then raise the first error that was not
-        waited for. Calling it again does nothing."""
+        waited for. Calling it again does nothing. What does not end is given up, see `__init__`."""
         with self._idle:
             if self._closed:
                 return
@@ -159,6 +167,7 @@ class IOBackend(ABC):
             if os.getpid() == self._pid:  # a forked child has the counts but not the threads
                 self._wait_idle(None)
         if os.getpid() == self._pid:
+            self.watch.close()
             self._stop()
         self._unobserved.raise_first()
 
@@ -180,6 +189,11 @@ class IOBackend(ABC):
     @abstractmethod
     def _stop(self) -> None:
         """End and join all threads. Nothing is in flight."""
+
+    @abstractmethod
+    def _let_go(self, pieces: Collection[IOPiece]) -> None:
+        """Calls that move these pieces may never return: serve what else comes without the threads
+        that are in them, and keep the pieces until they do."""
 
     def _begin(self, request: IORequest) -> None:
         """The first piece of `request` is about to move."""
@@ -206,17 +220,35 @@ class IOBackend(ABC):
             error = wrapped
         request.error = error
 
-    def _moves(self, piece: IOPiece) -> None:
-        """A call is about to move the piece, or what is left of it."""
+    def _moves(self, piece: IOPiece) -> bool:
+        """A call is about to move the piece, or what is left of it. False where it must not: the
+        request has failed meanwhile."""
         with self._books:
+            if piece.request.finished:
+                return False
             piece.moving = True
             self._meter.note(moving=1)
+            self.watch.began(piece)
+            return True
 
     def _rests(self, piece: IOPiece) -> None:
         """The call has ended, and another one is needed, later."""
         with self._books:
+            self._returned(piece)
+
+    def _goes_on(self, piece: IOPiece) -> bool:
+        """The call has ended, and another one moves the rest now. False where it must not."""
+        with self._books:
+            self.watch.moved(piece)
+            return not piece.given_up
+
+    def _returned(self, piece: IOPiece) -> None:
+        """A call has ended (lock held)."""
+        if piece.moving:
             piece.moving = False
             self._meter.note(moving=-1)
+            self.watch.ended(piece)
+        self._lost.discard(piece)
 
     def _piece_ended(self, piece: IOPiece) -> None:
         """Book a piece that is moved, failed or skipped; the last one finishes the request."""
@@ -227,12 +259,13 @@ class IOBackend(ABC):
         """As `_piece_ended`, but for the end of the request: whether it is to be ended now."""
         request = piece.request
         with self._books:
-            moved, piece.moving, piece.ended = piece.moving, False, True
+            self._returned(piece)
+            piece.ended = True
             self._statistics.continued_transfers += piece.continued
             request.pieces_left -= 1
             last = not (request.pieces_left or request.finished)
             request.finished = request.finished or last
-            self._meter.note(asked=-last, moving=-moved)
+            self._meter.note(asked=-last)
         return last
 
     def _finish(self, request: IORequest) -> None:
@@ -251,10 +284,14 @@ class IOBackend(ABC):
             if request.error is None and request.after is not None:
                 value = request.after()
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            if isinstance(error, ChecksumError) and self._read_again(request, error):
+                return
             self._note_error(request, error)
         transfer = request.transfer
         try:
-            if request.error is None:
+            if request.failure is not None:
+                transfer.spread(request.failure)
+            elif request.error is None:
                 transfer.complete(value)
             else:
                 transfer.fail(request.error)
@@ -270,6 +307,55 @@ class IOBackend(ABC):
             self._count_off(request)
 
     # ---- inside
+
+    def _read_again(self, request: IORequest, error: ChecksumError) -> bool:
+        """Once, what was read wrong: the fault may have been on its way, and not in what is stored.
+        False if it was the second time."""
+        with self._books:
+            is_given_up = request.path in self._given_up
+            if request.operation is not Operation.READ or request.read_again or is_given_up:
+                return False
+            request.read_again, request.finished = True, False
+            request.pieces_left = 1
+            self._statistics.continued_transfers += 1
+            self._meter.note(asked=1)
+        _log.warning("reading once more: %s", error)
+        try:
+            self._start(request)
+        except BaseException as refused:  # noqa: BLE001  it is raised where it is waited for
+            self._note_error(request, refused)
+            self._finish(request)
+        return True
+
+    def _give_up(self, path: str) -> None:
+        """Fail all requests on a path whose calls do not return, and all that will come."""
+        with self._books:
+            moving = self.watch.take(path)
+            if not moving:  # they have just returned
+                return
+            requests = [request for request in self._in_flight if request.path == path]
+            calling = {piece.request for piece in moving}
+            waiting = len(requests) - len(calling)
+            error = stuck_error(moving, waiting, self.watch.timeout_s, self.name)
+            failure = self._given_up[path] = Failure(error)
+            for piece in moving:
+                piece.given_up, piece.moving = True, False
+            self._lost.update(moving)
+            self._meter.note(moving=-len(moving))
+            ending = [request for request in requests if not request.finished]
+            for request in ending:
+                request.finished, request.error, request.failure = True, error, failure
+            self._meter.note(asked=-len(ending))
+        _log.error("%s", error)
+        self._let_go(moving)
+        for request in ending:
+            self._end(request)
+
+    @uninterrupted
+    def is_lost(self, fd: int) -> bool:
+        """Whether a call on it was given up and has not returned: it must stay open."""
+        with self._books:
+            return any(piece.request.fd == fd for piece in self._lost)
 
     def _wait_idle(self, timeout_s: float | None) -> bool:
         """Whether nothing is in flight any more. Without a timeout, says so when it stalls."""
@@ -303,6 +389,9 @@ class IOBackend(ABC):
         )  # fmt: skip
         transfer.what = request
         self._count_on(request)
+        if request.failure is not None:
+            self._finish(request)
+            return transfer
         try:
             self._start(request)
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
@@ -313,6 +402,10 @@ class IOBackend(ABC):
     def _count_on(self, request: IORequest) -> None:
         with self._books:
             self._check_open(request)
+            self._in_flight[request] = None
+            request.failure = self._given_up.get(request.path)
+            if request.failure is not None:
+                request.error = request.failure.error
             statistics, nbytes = self._statistics, request.buffer.nbytes
             self._meter.note(asked=1)
             statistics.in_flight_requests += 1
@@ -323,6 +416,7 @@ class IOBackend(ABC):
     def _count_off(self, request: IORequest) -> None:
         with self._books:
             statistics, nbytes = self._statistics, request.buffer.nbytes
+            self._in_flight.pop(request, None)
             moved_nbytes = nbytes if request.error is None else 0
             statistics.failed_requests += request.error is not None
             if request.operation is Operation.READ:

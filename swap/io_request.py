@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import enum
 import errno
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offload.swap.transfer import Transfer
+from offload.swap.transfer import Failure, Transfer
 from offload.tiers.errors import NoSpaceError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 MAX_CALL_NBYTES = 0x7FFFF000  # Linux moves no more than this in one call
 MAX_RETRIES = 8  # without progress; the pauses add up to a quarter of a second
@@ -63,12 +66,19 @@ class IORequest:
     finished: bool = False
     owner: str = ""  # of the bytes, for recordings
     began_s: float = 0.0  # by the clock of recordings, if there is one
+    failure: Failure | None = None  # of the path, which others have, too
+    read_again: bool = False  # the bytes of its first reading were wrong
 
     def __str__(self) -> str:
         return (
             f"{self.operation.value} of {format_bytes(self.buffer.nbytes)} at offset "
             f"{self.offset_bytes} of {self.path}"
         )
+
+    @property
+    def described(self) -> str:
+        """With the owner of the bytes."""
+        return f"{self} ({self.owner})" if self.owner else str(self)
 
     def failed(self, what: str, error: OSError | None = None) -> StorageError:
         """The typed error for this request; raise it `from` the original one."""
@@ -96,6 +106,8 @@ class IOPiece:
     begun: bool = False  # `before` has run and the request is cut
     moving: bool = False  # a call is under way
     ended: bool = False
+    given_up: bool = False  # its call has not returned for too long
+    read_again: bool = False  # its first reading failed
 
     @property
     def finished(self) -> bool:
@@ -139,7 +151,8 @@ class IOPiece:
 
     def pause_before_retry(self, error: OSError) -> float:
         """Seconds to wait before the same call is made again. Raises the typed error, from
-        `error`, when that is no use: retries are few and only for EAGAIN and EINTR."""
+        `error`, when that is no use: retries are few and only for EAGAIN and EINTR. A device that
+        could not read is asked once more, as its next try may succeed."""
         if error.errno == errno.EINTR and self.interrupts < MAX_INTERRUPTS:
             self.interrupts += 1
             return 0.0
@@ -147,5 +160,11 @@ class IOPiece:
             self.retries += 1
             self.continued += 1
             return float(_FIRST_PAUSE_S * 2 ** (self.retries - 1))
+        reading = self.request.operation is Operation.READ
+        if error.errno == errno.EIO and reading and not self.read_again:
+            self.read_again = True
+            self.continued += 1
+            _log.warning("reading once more, after EIO: %s", self.request.described)
+            return 0.0
         name = errno.errorcode.get(error.errno or 0, "error")
         raise self.request.failed(f"{name}, {error.strerror or error}", error) from error

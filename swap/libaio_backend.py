@@ -13,12 +13,14 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
 from offload.swap.io_backend import IO_BLOCK_NBYTES, IOBackend
 from offload.swap.io_request import IOPiece, IORequest, Operation
+from offload.swap.io_watch import TIMEOUT_S
 from offload.tiers.errors import StorageError, UnsupportedError
 
 _log = logging.getLogger(__name__)
@@ -51,9 +53,11 @@ class LibaioBackend(IOBackend):
 
     name = "libaio"
 
-    def __init__(self, *, depth: int = DEPTH, io_block_nbytes: int = IO_BLOCK_NBYTES) -> None:
+    def __init__(
+        self, *, depth: int = DEPTH, io_block_nbytes: int = IO_BLOCK_NBYTES,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
         """Raises UnsupportedError if the package, the library or kernel contexts are missing."""
-        super().__init__(io_block_nbytes=io_block_nbytes)
         if depth < 1:
             raise ValueError(f"depth is {depth}; at least 1 is needed")
         self.depth = depth
@@ -63,19 +67,22 @@ class LibaioBackend(IOBackend):
             Operation.WRITE: self._libaio.AIOBLOCK_MODE_WRITE,
         }
         self._context = self._open_context()
+        super().__init__(io_block_nbytes=io_block_nbytes, timeout_s=timeout_s)
         self._changed = threading.Condition()  # guards everything below
         self._queue: list[_Entry] = []
         self._flying: dict[Any, _Entry] = {}  # by AIOBlock: in the kernel, which owns the buffer
+        self._left: dict[Any, _Entry] = {}  # the same, given up
+        self._submitting: IOPiece | None = None  # the submitting thread is in a call for it
         self._stopping = False
         self._dead = False  # a thread of ours has died: nothing can be started
-        self._threads = [
-            threading.Thread(
-                target=self._run, args=(step,), name=f"offload-aio-{label}", daemon=True
-            )
-            for label, step in (("submit", self._submit_next), ("reap", self._reap))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._submitter = self._start_thread("submit", self._submit_next)
+        self._reaper = self._start_thread("reap", self._reap)
+
+    def _start_thread(self, label: str, step: Callable[[], bool]) -> threading.Thread:
+        name = f"offload-aio-{label}"
+        thread = threading.Thread(target=self._run, args=(step,), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _open_context(self) -> Any:
         try:
@@ -99,13 +106,28 @@ class LibaioBackend(IOBackend):
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        for thread in self._threads:
+        for thread in (self._submitter, self._reaper):
             thread.join()
-        self._context.close()
+        if not self._left:
+            self._context.close()
+            return
+        # To destroy a context waits for what the kernel has. It stays, also when modules end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._context))
+
+    def _let_go(self, pieces: Collection[IOPiece]) -> None:
+        with self._changed:
+            gone = {block: entry for block, entry in self._flying.items() if entry[3] in pieces}
+            for block in gone:
+                del self._flying[block]
+            self._left |= gone
+            if self._submitting in pieces:  # it ends where it returns, if ever
+                self._submitting = None
+                self._submitter = self._start_thread("submit", self._submit_next)
+            self._changed.notify_all()
 
     # ---- both threads
 
-    def _run(self, step: Any) -> None:
+    def _run(self, step: Callable[[], bool]) -> None:
         """Repeat `step` until it says False. A step that raises is a bug of ours: no thread must
         wait for it for ever."""
         try:
@@ -138,11 +160,10 @@ class LibaioBackend(IOBackend):
         *order, piece = entry
         request = piece.request
         try:
-            if order[2] == 0 and not piece.begun:
+            if order[2] == 0 and not piece.begun and request.error is None:
                 piece = self._open(piece)
-            if request.error is None:
-                self._hand_over((order[0], order[1], order[2], piece))
-                return True
+            if request.error is None and self._moves(piece):
+                return self._hand_over((order[0], order[1], order[2], piece))
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(request, error)
         self._piece_ended(piece)
@@ -167,23 +188,34 @@ class LibaioBackend(IOBackend):
                 heapq.heappush(self._queue, entry)
         return first
 
-    def _hand_over(self, entry: _Entry) -> None:
-        """Submit what is left of a piece; retries when the kernel has no room for it just now."""
+    def _hand_over(self, entry: _Entry) -> bool:
+        """Submit what is left of a piece; retries when the kernel has no room for it just now.
+        False where that took so long that another thread submits what comes next."""
         piece = entry[3]
         block = self._libaio.AIOBlock(
             self._modes[piece.request.operation], piece.request.fd,
             [_writable(piece.remaining())], piece.offset_bytes,
         )  # fmt: skip
-        self._moves(piece)
         with self._changed:
             self._flying[block] = entry  # first: it may be reaped before submit returns
+            self._submitting = piece
             self._changed.notify_all()
+        refused: BaseException | None = None
         try:
             self._submit_block(block, piece)
-        except BaseException:
-            with self._changed:
-                del self._flying[block]
-            raise
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            refused = error
+        with self._changed:
+            replaced = self._submitting is not piece
+            if not replaced:
+                self._submitting = None
+            if refused is not None:
+                self._flying.pop(block, None)
+                self._left.pop(block, None)
+        if refused is not None:
+            self._note_error(piece.request, refused)
+            self._piece_ended(piece)
+        return not replaced
 
     def _submit_block(self, block: Any, piece: IOPiece) -> None:
         while True:
@@ -205,7 +237,10 @@ class LibaioBackend(IOBackend):
                 self._changed.wait()
         events = self._events()
         with self._changed:  # room for others at once, before any checksum is computed here
-            landed = [(self._flying.pop(block), result) for block, result, _ in events]
+            landed = [
+                (self._flying.pop(block, None) or self._left.pop(block), result)
+                for block, result, _ in events
+            ]
             self._changed.notify_all()
         ended = [piece for entry, result in landed if (piece := self._book(entry, result))]
         # all are off the link before any checksum is computed here
@@ -234,7 +269,7 @@ class LibaioBackend(IOBackend):
                 piece.advance(result)
         except StorageError as error:
             self._note_error(piece.request, error)
-        if piece.finished or piece.request.error is not None:
+        if piece.finished or piece.request.error is not None:  # or it was given up
             return piece
         self._rests(piece)
         with self._changed:

@@ -41,10 +41,16 @@ class SlotState(State):
         slot = self._slot
         if slot is None:
             raise StateError(f"{self.name} holds no memory to drop")
+        is_lost = self._may_still_be_filled()
         self._forget_arrival()
         self._pool.unregister(self)
         self._slot = None
-        slot.free()
+        if not is_lost:
+            slot.free()
+
+    def _may_still_be_filled(self) -> bool:
+        """Whether a read into the slot was given up: it may yet return, whoever has that memory."""
+        return False
 
     @abc.abstractmethod
     def _forget_arrival(self) -> None:

@@ -7,15 +7,17 @@ Linux, and works with buffered files as well.
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from offload.swap.io_backend import IO_BLOCK_NBYTES, IOBackend, Priority
 from offload.swap.io_request import IOPiece, IORequest, Operation
+from offload.swap.io_watch import TIMEOUT_S
 from offload.swap.ranges import profiled
 from offload.tiers.errors import StorageError
 from offload.tiers.extent import PAGE_NBYTES
@@ -44,23 +46,29 @@ class ThreadsBackend(IOBackend):
 
     def __init__(
         self, *, workers: int = 6, io_block_nbytes: int = IO_BLOCK_NBYTES,
-        preadv: VectorCall = os.preadv, pwritev: VectorCall = os.pwritev,
+        timeout_s: float = TIMEOUT_S, preadv: VectorCall = os.preadv,
+        pwritev: VectorCall = os.pwritev,
     ) -> None:  # fmt: skip
-        super().__init__(io_block_nbytes=io_block_nbytes)
         if workers < 1:
             raise ValueError(f"workers is {workers}; at least 1 is needed")
+        super().__init__(io_block_nbytes=io_block_nbytes, timeout_s=timeout_s)
         self._calls = {Operation.READ: preadv, Operation.WRITE: pwritev}
         self._lock = threading.Lock()  # guards the queue and `_alive`
         self._queue: list[tuple[int, int, int, IOPiece]] = []
         # True for each piece that is queued, for whichever worker comes first; False ends a worker
         self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._workers = self._alive = workers
-        self._threads = [
-            threading.Thread(target=self._work, name=f"offload-io-{index}", daemon=True)
-            for index in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._names = itertools.count()
+        self._movers: dict[IOPiece, threading.Thread] = {}  # who is in a call
+        self._threads: list[threading.Thread] = []
+        for _ in range(workers):
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        name = f"offload-io-{next(self._names)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _start(self, request: IORequest) -> None:
         urgent = request.priority is Priority.URGENT and request.before is None
@@ -88,20 +96,31 @@ class ThreadsBackend(IOBackend):
             if thread.ident != threading.get_ident():
                 thread.join()
 
+    def _let_go(self, pieces: Collection[IOPiece]) -> None:
+        """Others take the place of the threads that are in these calls, which end once they
+        return."""
+        with self._lock:
+            lost = {self._movers.pop(piece) for piece in pieces}
+            self._threads = [thread for thread in self._threads if thread not in lost]
+            for _ in lost:
+                self._start_thread()
+
     # ---- in the workers
 
     def _work(self) -> None:
         taken: tuple[int, IOPiece] | None = None
+        replaced = False
         try:
-            while (taken := self._take()) is not None:
-                self._serve(*taken)
+            while not replaced and (taken := self._take()) is not None:
+                replaced = self._serve(*taken)
         except BaseException as error:  # noqa: BLE001  a bug of ours: logged, and waiters told
             _log.exception("an I/O thread of the %s backend has died", self.name)
             if taken is not None and not taken[1].ended:
                 self._note_error(taken[1].request, error)
                 self._piece_ended(taken[1])
         finally:
-            self._leave()
+            if not replaced:
+                self._leave()
 
     def _take(self) -> tuple[int, IOPiece] | None:
         """The next piece and its index in its request; None to end. Blocks while there is none."""
@@ -111,18 +130,23 @@ class ThreadsBackend(IOBackend):
             _, _, index, piece = heapq.heappop(self._queue)
         return index, piece
 
-    def _serve(self, index: int, piece: IOPiece) -> None:
-        """Move one piece. Any error is the request's, never the thread's."""
+    def _serve(self, index: int, piece: IOPiece) -> bool:
+        """Move one piece. Any error is the request's, never the thread's. Whether it took so long
+        that another thread has this one's place."""
         try:
-            if index == 0:
+            if index == 0 and piece.request.error is None:
                 piece = self._open(piece)
-            if piece.request.error is None:
-                self._moves(piece)
+            self._movers[piece] = threading.current_thread()
+            if piece.request.error is None and self._moves(piece):
                 with profiled(f"nvme {piece.request.operation} of {piece.request.owner}"):
                     self._move(piece)
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(piece.request, error)
         self._piece_ended(piece)
+        if piece.given_up:  # `_let_go` looks this thread up, perhaps only now
+            return True
+        self._movers.pop(piece, None)
+        return False
 
     def _open(self, whole: IOPiece) -> IOPiece:
         """Run `before`, cut the request, queue all pieces but the first and return that."""
@@ -150,6 +174,8 @@ class ThreadsBackend(IOBackend):
                 time.sleep(piece.pause_before_retry(error))
             else:
                 piece.advance(count)
+            if not piece.finished and not self._goes_on(piece):
+                return  # its file may be closed, and its memory be another's
 
     def _leave(self) -> None:
         """The last thread to go fails what is queued: no caller waits for a thread that is gone."""

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar, cast
 
 from offload.swap.lanes import Lane
 from offload.swap.shield import begin_wait, end_wait
-from offload.tiers.errors import StateError, StorageError
+from offload.tiers.errors import StateError, StorageError, StuckError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -237,7 +237,8 @@ def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[li
         if not failures:
             result.complete([cast(T, source._value) for source in sources])
             return
-        first, *others = failures
+        first = failures[0]
+        others = [failure for failure in failures if failure is not first]
         first.also = (*first.also, *others)
         for other in others:
             first.error.add_note(f"and also: {other.error}")
@@ -246,6 +247,12 @@ def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[li
     for source in sources:
         source.then(one_ended)
     return result
+
+
+def is_stuck(transfer: Transfer[U]) -> bool:
+    """Whether it was given up: the memory it moves bytes into may change at any time from now on,
+    and is not to be used for anything else."""
+    return transfer.failure is not None and isinstance(transfer.failure.error, StuckError)
 
 
 class UnobservedErrors:

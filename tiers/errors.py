@@ -7,6 +7,7 @@
     │   └── TierFullError       ... found out while running
     ├── StorageError            a read or write that failed: path, offset, bytes, errno
     │   ├── NoSpaceError        ... because the device is full
+    │   ├── StuckError          ... because the device does not answer
     │   └── ChecksumError       ... because what was read is not what was written
     ├── CheckpointError         a checkpoint that is missing, torn or of another model
     ├── UnsupportedError        a combination that does not work (yet)
@@ -81,6 +82,18 @@ class StorageError(OffloadError):
 
 class NoSpaceError(StorageError):
     """The file system has no room left (ENOSPC, EDQUOT)."""
+
+
+class StuckError(StorageError):
+    """Nothing has ended on a path for a long time. `seconds`: how long the call has taken that is
+    named; it may return yet, and its memory is not used again."""
+
+    def __init__(
+        self, message: str, *, path: str = "", offset_bytes: int = 0, nbytes: int = 0,
+        seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.seconds = seconds
+        super().__init__(message, path=path, offset_bytes=offset_bytes, nbytes=nbytes)
 
 
 class ChecksumError(StorageError):

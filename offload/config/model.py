@@ -115,6 +115,15 @@ class NvmeConfig(Section):
         "false: never; auto: where the file system has it.",
         examples=[True],
     )
+    timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=1e6,
+        description="How long a folder's disk may be asked to read and write without ending any of "
+        "it; then a StuckError names what is stuck. A disk that is only slow ends something.",
+        examples=[120.0],
+        json_schema_extra=about(unit="seconds"),
+    )
 
     @model_validator(mode="after")
     def _check_threads(self) -> Self:

@@ -452,7 +452,7 @@ def test_retries_are_bounded(disk_file: SwapFile, noise: Noise) -> None:
 
 
 def test_eio_names_path_offset_operation_and_size(disk_file: SwapFile, pages: Pages) -> None:
-    with ThreadsBackend(preadv=raising([errno.EIO], os.preadv)) as backend:
+    with ThreadsBackend(preadv=raising([errno.EIO] * 2, os.preadv)) as backend:
         transfer = backend.submit_read(disk_file.fd, pages(8192), 4096, path=disk_file.path)
         with pytest.raises(StorageError, match=r"read of 8\.0 KiB at offset 4096.*EIO") as caught:
             transfer.wait(TIMEOUT_S)
@@ -460,6 +460,25 @@ def test_eio_names_path_offset_operation_and_size(disk_file: SwapFile, pages: Pa
     assert (error.path, error.offset_bytes, error.nbytes) == (disk_file.path, 4096, 8192)
     assert error.errno == errno.EIO
     assert isinstance(error.__cause__, OSError)
+
+
+def test_a_read_that_the_device_refused_once_is_tried_again_and_said(
+    disk_file: SwapFile, noise: Noise, pages: Pages, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent, received = noise(1 << 20), pages(1 << 20)
+    with ThreadsBackend(preadv=raising([errno.EIO], os.preadv)) as backend:
+        backend.submit_write(disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
+        backend.submit_read(disk_file.fd, received, 0, path="p", owner="layer.3").wait(TIMEOUT_S)
+    assert received == sent
+    assert "reading once more, after EIO: read of 1.0 MiB at offset 0 of p (layer.3)" in caplog.text
+
+
+def test_a_write_that_the_device_refused_is_an_error_at_once(
+    disk_file: SwapFile, noise: Noise
+) -> None:
+    with ThreadsBackend(pwritev=raising([errno.EIO], os.pwritev)) as backend:
+        with pytest.raises(StorageError, match="EIO"):
+            backend.submit_write(disk_file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
 
 
 def test_a_full_device_is_a_no_space_error(pages: Pages) -> None:

@@ -177,7 +177,33 @@ def test_a_corrupted_block_is_found_and_names_path_offset_bytes_and_owner(
     error = caught.value
     assert (error.path, error.offset_bytes) == (file.path, block.extent.offset_bytes)
     assert error.nbytes == MIB
-    assert bench.store.statistics().checksum_failures == 1
+    assert bench.store.statistics().checksum_failures == 2  # it was read twice
+
+
+@pytest.mark.parametrize("nbytes", [PAGE_NBYTES, 3 * MIB])
+def test_a_block_whose_bits_flip_on_the_way_is_read_once_more(
+    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages,
+    caplog: pytest.LogCaptureFixture, nbytes: int,
+) -> None:  # fmt: skip
+    flips = [1]
+
+    def faulty(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        count = os.preadv(fd, buffers, offset)
+        if flips:
+            buffers[0][7] ^= flips.pop()
+        return count
+
+    backend = ThreadsBackend(preadv=faulty, io_block_nbytes=MIB)
+    bench, sent, received = make_bench(tmp_path, backend=backend), noise(nbytes), pages(nbytes)
+    block = put(bench, sent)
+    for priority in Priority:
+        flips[:] = [1]
+        bench.store.read(block, received, priority=priority).wait(TIMEOUT_S)
+        assert received == sent
+    assert "reading once more: layer.3" in caplog.text
+    bench.store.drain()
+    statistics = bench.store.statistics()
+    assert (statistics.checksum_failures, statistics.io.in_flight_requests) == (3, 0)
 
 
 def test_without_checksums_none_are_computed(
@@ -381,11 +407,16 @@ def run_with_fault(directory: Path, backend: str, calls: str, fault: str) -> lis
 READS, WRITES = "?preadv,?preadv2", "?pwritev,?pwritev2"
 
 
-@pytest.mark.parametrize("calls", [READS, WRITES])
-def test_eio_from_the_kernel_is_a_typed_error_and_the_next_request_works(
-    tmp_path: Path, calls: str
-) -> None:
-    outcomes = run_with_fault(tmp_path, "threads", calls, "error=EIO:when=12+6")
+def test_eio_from_the_kernel_is_a_typed_error_and_the_next_request_works(tmp_path: Path) -> None:
+    outcomes = run_with_fault(tmp_path, "threads", WRITES, "error=EIO:when=12+6")
+    assert "StorageError 5" in outcomes
+    assert "same" in outcomes
+
+
+def test_a_read_to_which_the_kernel_says_eio_is_made_once_more(tmp_path: Path) -> None:
+    outcomes = run_with_fault(tmp_path, "threads", READS, "error=EIO:when=12+6")
+    assert set(outcomes) == {"same"}
+    outcomes = run_with_fault(tmp_path, "threads", READS, "error=EIO:when=12..13")
     assert "StorageError 5" in outcomes
     assert "same" in outcomes
 

@@ -1,0 +1,139 @@
+"""A device that does not answer: it is named, and given up, instead of waited for without an end.
+
+The kernel has no way to take a call back. So its waiters get an error, the call keeps its thread,
+its memory and its descriptor until it returns, if ever, and nothing else uses that path any more:
+
+    moving    ├──── call of some second ────┤ ├─────────── call ─────────── ...
+    looks        │      │      │      │      │      │  0  │  1  │  2  │ ... │ given up
+                                        something ended ┘
+
+Time is counted in looks, and none passes while this process is stopped or a computer sleeps: calls
+that have ended meanwhile are booked before the next look.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from offload.swap.io_request import IOPiece
+from offload.tiers.errors import StuckError
+from offload.tiers.units import format_bytes
+
+_log = logging.getLogger(__name__)
+
+TIMEOUT_S = 30.0
+LOOKS = 20  # in a row at which nothing had ended on a path, before it is given up
+_WARN_AT = LOOKS // 3
+
+
+@dataclass(slots=True)
+class _Path:
+    """The calls under way on one path."""
+
+    moving: dict[IOPiece, float] = field(default_factory=dict)  # and since when, the oldest first
+    ended: int = 0
+    seen: int = 0  # of `ended`, at the last look
+    looks: int = 0  # since then
+
+
+class IOWatch:
+    """Looks at the calls of one backend, whose lock guards it."""
+
+    def __init__(
+        self, timeout_s: float, books: threading.RLock, give_up: Callable[[str], None]
+    ) -> None:  # fmt: skip
+        """`give_up(path)` is called without the lock when none of the calls on a path, of which
+        there are some, has ended for `timeout_s`."""
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s is {timeout_s}; it has to be positive")
+        self.timeout_s = timeout_s
+        self._books = books
+        self._give_up = give_up
+        self._paths: dict[str, _Path] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="offload-io-watch", daemon=True)
+        self._thread.start()
+
+    # ---- with the lock held
+
+    def began(self, piece: IOPiece) -> None:
+        """A call is about to move the piece."""
+        path = self._paths.setdefault(piece.request.path, _Path())
+        if not path.moving:
+            path.looks = 0
+        path.moving[piece] = time.monotonic()
+
+    def ended(self, piece: IOPiece) -> None:
+        """It has returned; of one that was given up nothing is known any more."""
+        path = self._paths[piece.request.path]
+        if path.moving.pop(piece, None) is not None:
+            path.ended += 1
+
+    def moved(self, piece: IOPiece) -> None:
+        """It has moved a part, and another call moves the rest."""
+        self._paths[piece.request.path].ended += 1
+
+    def take(self, name: str) -> dict[IOPiece, float]:
+        """The calls under way on a path, and since when (monotonic); they are watched no more."""
+        path = self._paths[name]
+        moving, path.moving = path.moving, {}
+        return moving
+
+    # ---- the thread
+
+    def look(self) -> None:
+        """Find out which paths have stood still since the last look, and tell."""
+        slow: list[str] = []
+        stuck: list[str] = []
+        with self._books:
+            for name, path in self._paths.items():
+                if not path.moving or path.ended != path.seen:
+                    path.seen, path.looks = path.ended, 0
+                    continue
+                path.looks += 1
+                if path.looks == _WARN_AT:
+                    slow.append(self._said(path))
+                if path.looks >= LOOKS:
+                    stuck.append(name)
+        for said in slow:
+            _log.warning("%s; an error after %.3g s (nvme.timeout_s)", said, self.timeout_s)
+        for name in stuck:
+            self._give_up(name)
+
+    def _said(self, path: _Path) -> str:
+        piece, since_s = next(iter(path.moving.items()))
+        seconds = time.monotonic() - since_s
+        others = f" and {len(path.moving) - 1} more calls" if len(path.moving) > 1 else ""
+        return f"{piece.request.described}{others}: not ended for {seconds:.3g} s; see `dmesg`"
+
+    def _run(self) -> None:
+        while not self._closing.wait(self.timeout_s / LOOKS):
+            self.look()
+
+    def close(self) -> None:
+        self._closing.set()
+        if threading.get_ident() != self._thread.ident:
+            self._thread.join()
+
+
+def stuck_error(
+    moving: dict[IOPiece, float], waiting: int, timeout_s: float, backend: str
+) -> StuckError:
+    """The error of calls that were given up, and of `waiting` requests behind them."""
+    piece, since_s = next(iter(moving.items()))
+    request, seconds = piece.request, time.monotonic() - since_s
+    nbytes = sum(each.nbytes for each in moving)
+    return StuckError(
+        f"{request.described} has not ended for {seconds:.3g} s, and nothing else there has for "
+        f"{timeout_s:.3g} s ({len(moving)} calls of {format_bytes(nbytes)} in the {backend} "
+        f"backend, {waiting} requests waiting behind them): the device or its server does not "
+        "answer, see `dmesg`; this path is not used any more: go on from the last checkpoint with "
+        "a new engine, once the device answers or with another folder in nvme.paths; where it is "
+        "only slow, raise nvme.timeout_s",
+        path=request.path, offset_bytes=request.offset_bytes, nbytes=request.buffer.nbytes,
+        seconds=seconds,
+    )  # fmt: skip
