@@ -238,7 +238,7 @@ class LibaioBackend(IOBackend):
         events = self._events()
         with self._changed:  # room for others at once, before any checksum is computed here
             landed = [
-                (self._flying.pop(block, None) or self._left.pop(block), result)
+                ((self._flying if block in self._flying else self._left).pop(block), result)
                 for block, result, _ in events
             ]
             self._changed.notify_all()

@@ -477,8 +477,9 @@ def test_a_write_that_the_device_refused_is_an_error_at_once(
     disk_file: SwapFile, noise: Noise
 ) -> None:
     with ThreadsBackend(pwritev=raising([errno.EIO], os.pwritev)) as backend:
+        write = backend.submit_write(disk_file.fd, noise(1 << 20), 0, path="p")
         with pytest.raises(StorageError, match="EIO"):
-            backend.submit_write(disk_file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
+            write.wait(TIMEOUT_S)
 
 
 def test_a_full_device_is_a_no_space_error(pages: Pages) -> None:

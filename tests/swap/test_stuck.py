@@ -1,0 +1,352 @@
+"""A device that does not answer. Time is what the test says it is: it looks itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.swap.backends import open_backend
+from offload.swap.io_backend import IOBackend
+from offload.swap.io_watch import LOOKS
+from offload.swap.swap_file import SwapFile
+from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.transfer import Transfer, all_of
+from offload.tiers.errors import StorageError, StuckError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.ledger import StateClass
+from tests.aio import needs_libaio
+
+Noise = Callable[[int], memoryview]
+Pages = Callable[..., memoryview]
+TIMEOUT_S = 30.0
+NEVER_S = 1e6  # the backend's own thread does not look
+
+
+class Device:
+    """Calls at `held` offsets do not return until `release`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.calls: list[int] = []
+        self.entered = threading.Semaphore(0)
+        self._go_on = threading.Event()
+        self._lock = threading.Condition()
+        self._inside = 0
+        self._later: list[Callable[[], Any]] = []
+
+    def call(self, offset: int, real: Callable[[bool], Any]) -> Any:
+        """`real`, and whether it was held, which blocks."""
+        self.calls.append(offset)
+        if offset not in self.held:
+            return real(False)
+        with self._lock:
+            self._inside += 1
+        self.entered.release()
+        assert self._go_on.wait(TIMEOUT_S)
+        try:
+            return real(True)
+        finally:
+            with self._lock:
+                self._inside -= 1
+                self._lock.notify_all()
+
+    def keeps(self, offset: int, call: Callable[[], Any]) -> bool:
+        """Does not block: `release` makes the call."""
+        self.calls.append(offset)
+        if offset in self.held:
+            self._later.append(call)
+            self.entered.release()
+        return offset in self.held
+
+    def await_entered(self) -> None:
+        assert self.entered.acquire(timeout=TIMEOUT_S)
+
+    def release(self) -> None:
+        """All return, and have when this does."""
+        self._go_on.set()
+        for call in self._later:
+            call()
+        self._later.clear()
+        with self._lock:
+            assert self._lock.wait_for(lambda: not self._inside, TIMEOUT_S)
+
+
+def threads(device: Device, **options: Any) -> IOBackend:
+    """Stuck in preadv or pwritev."""
+
+    def on(call: Callable[..., int]) -> Callable[..., int]:
+        def held(fd: int, buffers: Any, offset: int) -> int:
+            def real(late: bool) -> int:  # a late one moves a part alone
+                return call(fd, [buffers[0][:PAGE_NBYTES]] if late else buffers, offset)
+
+            return int(device.call(offset, real))
+
+        return held
+
+    return ThreadsBackend(
+        workers=options.pop("depth", 6), timeout_s=NEVER_S, preadv=on(os.preadv),
+        pwritev=on(os.pwritev), **options,
+    )  # fmt: skip
+
+
+def libaio(device: Device, **options: Any) -> IOBackend:
+    """In the kernel's queue, from which it does not come back."""
+    backend: Any = open_backend("libaio", timeout_s=NEVER_S, **options)
+    real = backend._context.submit
+
+    def submit(blocks: list[Any]) -> Any:
+        return 1 if device.keeps(blocks[0].offset, lambda: real(blocks)) else real(blocks)
+
+    backend._context.submit = submit
+    return backend  # type: ignore[no-any-return]
+
+
+def submission(device: Device, **options: Any) -> IOBackend:
+    """In io_submit itself, as with files that are not direct."""
+    backend: Any = open_backend("libaio", timeout_s=NEVER_S, **options)
+    real = backend._context.submit
+
+    def submit(blocks: list[Any]) -> Any:
+        return device.call(blocks[0].offset, lambda _: real(blocks))
+
+    backend._context.submit = submit
+    return backend  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    device = Device()
+    yield device
+    device.release()
+
+
+Make = Callable[..., IOBackend]
+
+
+@pytest.fixture(
+    params=[
+        threads, pytest.param(libaio, marks=needs_libaio),
+        pytest.param(submission, marks=needs_libaio),
+    ],
+    ids=["threads", "libaio", "submission"],
+)  # fmt: skip
+def make(request: pytest.FixtureRequest, device: Device) -> Iterator[Make]:
+    made: list[IOBackend] = []
+
+    def make_backend(**options: Any) -> IOBackend:
+        made.append(request.param(device, **options))
+        return made[-1]
+
+    yield make_backend
+    device.release()
+    for backend in made:
+        backend.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path, device: Device) -> Iterator[SwapFile]:
+    with SwapFile(tmp_path) as file:
+        file.reserve(16 << 20)
+        yield file
+        device.release()
+
+
+def look(backend: IOBackend, times: int = LOOKS + 1) -> None:
+    for _ in range(times):
+        backend.watch.look()
+
+
+def hold(
+    backend: IOBackend, device: Device, file: SwapFile, buffer: memoryview, offset: int = 0,
+    *, write: bool = False, path: str = "/swap",
+) -> Transfer[Any]:  # fmt: skip
+    """A transfer that is in the device now, and stays there."""
+    device.held.add(offset)
+    submit = backend.submit_write if write else backend.submit_read
+    moved = submit(file.fd, buffer, offset, path=path, owner="layer.3")
+    device.await_entered()
+    return moved
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_what_is_stuck_is_an_error_that_says_what_where_and_how_long(
+    make: Make, device: Device, file: SwapFile, pages: Pages, write: bool
+) -> None:
+    backend = make()
+    moved = hold(backend, device, file, pages(2 * PAGE_NBYTES), 1 << 20, write=write)
+    look(backend, LOOKS - 1)
+    assert not moved.done()
+    look(backend, 2)
+    operation = "write" if write else "read"
+    said = rf"{operation} of 8\.0 KiB at offset 1048576 of /swap \(layer\.3\) has not ended for"
+    with pytest.raises(StuckError, match=said) as caught:
+        moved.wait(TIMEOUT_S)
+    error = caught.value
+    assert (error.path, error.offset_bytes, error.nbytes) == ("/swap", 1 << 20, 2 * PAGE_NBYTES)
+    assert error.seconds > 0
+    assert "nvme.timeout_s" in str(error)
+    assert isinstance(error, StorageError)
+
+
+def test_what_waits_behind_it_and_what_comes_later_fails_with_the_same_error(
+    make: Make, device: Device, file: SwapFile, pages: Pages
+) -> None:
+    backend = make(depth=1)
+    first = hold(backend, device, file, pages(PAGE_NBYTES))
+    begun: list[int] = []
+    behind = [
+        backend.submit_write(
+            file.fd, pages(PAGE_NBYTES), offset << 20, path="/swap", before=lambda: begun.append(1)
+        )
+        for offset in (1, 2)
+    ]
+    look(backend)
+    later = backend.submit_read(file.fd, pages(PAGE_NBYTES), 3 << 20, path="/swap")
+    errors = []
+    for moved in (first, *behind, later):
+        with pytest.raises(StuckError) as caught:
+            moved.wait(TIMEOUT_S)
+        errors.append(caught.value)
+    assert all(error is errors[0] for error in errors)
+    assert "2 requests waiting behind them" in str(errors[0])
+    with pytest.raises(StuckError) as together:
+        all_of([first, *behind, later]).wait(TIMEOUT_S)
+    assert not getattr(together.value, "__notes__", [])  # said once
+    backend.drain(TIMEOUT_S)
+    backend.close()
+    assert not begun
+    assert device.calls == [0]
+
+
+def test_closing_does_not_wait_for_it_and_leaves_the_descriptor_open(
+    make: Make, device: Device, file: SwapFile, pages: Pages
+) -> None:
+    backend = make()
+    moved = hold(backend, device, file, pages(PAGE_NBYTES))
+    raised: list[StuckError] = []
+
+    def close() -> None:
+        with pytest.raises(StuckError) as caught:
+            backend.close()
+        raised.append(caught.value)
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    while not moved.done():  # as its own thread would, while `close` waits
+        look(backend, 1)
+    closing.join(TIMEOUT_S)
+    assert len(raised) == 1
+    assert backend.is_lost(file.fd)
+
+
+@pytest.mark.parametrize(
+    "make", [threads, pytest.param(libaio, marks=needs_libaio)], indirect=True
+)  # a thread that is held in a submission submits nothing else
+def test_a_path_on_which_anything_ends_is_not_given_up(
+    make: Make, device: Device, file: SwapFile, pages: Pages
+) -> None:
+    backend = make()
+    slow = hold(backend, device, file, pages(PAGE_NBYTES))
+    for number in range(1, 4):
+        look(backend, LOOKS - 1)
+        backend.submit_read(file.fd, pages(PAGE_NBYTES), number << 20, path="/swap").wait(TIMEOUT_S)
+    look(backend, LOOKS - 1)
+    assert not slow.done()
+    device.release()
+    slow.wait(TIMEOUT_S)
+
+
+def test_the_other_paths_go_on(
+    make: Make, device: Device, file: SwapFile, pages: Pages, noise: Noise
+) -> None:
+    backend, sent, received = make(depth=1), noise(PAGE_NBYTES), pages(PAGE_NBYTES)
+    stuck = hold(backend, device, file, pages(PAGE_NBYTES), path="/a")
+    write = backend.submit_write(file.fd, sent, 1 << 20, path="/b")
+    look(backend)
+    write.wait(TIMEOUT_S)
+    backend.submit_read(file.fd, received, 1 << 20, path="/b").wait(TIMEOUT_S)
+    assert received == sent
+    look(backend)
+    with pytest.raises(StuckError, match="/a"):
+        stuck.wait(TIMEOUT_S)
+
+
+def test_what_returns_too_late_changes_nothing_any_more(
+    make: Make, device: Device, file: SwapFile, pages: Pages
+) -> None:
+    backend = make()
+    moved = hold(backend, device, file, pages(1 << 20), 1 << 20, write=True)
+    look(backend)
+    device.release()
+    for _ in itertools.takewhile(lambda _: backend.is_lost(file.fd), itertools.count()):
+        threading.Event().wait(0.001)
+        if isinstance(backend, ThreadsBackend):
+            continue
+        # what the kernel has is asked for when something else is under way
+        backend.submit_read(file.fd, pages(PAGE_NBYTES), 8 << 20, path="/b").wait(TIMEOUT_S)
+    with pytest.raises(StuckError):
+        moved.wait(TIMEOUT_S)
+    backend.drain(TIMEOUT_S)
+    counts = backend.statistics()
+    assert (counts.in_flight_requests, counts.failed_requests) == (0, 1)
+    assert backend.use().busy_s >= 0
+    again = [offset for offset in device.calls if offset < 8 << 20]
+    assert again == [1 << 20]  # nothing goes on with the rest: the file may be another one by then
+
+
+def test_a_slow_device_is_told_of_once_while_it_is_slow(
+    make: Make, device: Device, file: SwapFile, pages: Pages, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make()
+    slow = hold(backend, device, file, pages(PAGE_NBYTES))
+    with caplog.at_level(logging.WARNING):
+        look(backend, LOOKS - 1)
+    (said,) = [
+        record.getMessage() for record in caplog.records if "not ended" in record.msg % record.args
+    ]
+    assert "read of 4.0 KiB at offset 0 of /swap (layer.3): not ended for" in said
+    device.release()
+    slow.wait(TIMEOUT_S)
+
+
+def test_its_own_thread_looks(file: SwapFile, device: Device, pages: Pages) -> None:
+    def stuck(fd: int, buffers: Any, offset: int) -> int:
+        device.held.add(offset)
+        return int(device.call(offset, lambda _: os.preadv(fd, buffers, offset)))
+
+    backend = ThreadsBackend(timeout_s=0.02, preadv=stuck)
+    moved = backend.submit_read(file.fd, pages(PAGE_NBYTES), 0, path="/swap")
+    with pytest.raises(StuckError):
+        moved.wait(TIMEOUT_S)
+    backend.close()
+
+
+# ---------------------------------------------------------------- what stands on it
+def test_who_waits_for_room_in_the_tier_gets_an_answer(
+    make: Make, device: Device, tmp_path: Path, noise: Noise, make_bench: Any
+) -> None:
+    backend = make()
+    bench = make_bench(tmp_path, backend=backend)
+    device.held.add(0)
+    write = bench.store.write(noise(PAGE_NBYTES), owner="a", state_class=StateClass.OPTIMIZER)
+    device.await_entered()
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(bench.store.await_room()))
+    waiting.start()
+    while not write.done():
+        look(backend, 1)
+    waiting.join(TIMEOUT_S)
+    assert found in ([True], [False])  # the extent came back, before it waited or after
+    with pytest.raises(StuckError, match=r"\(a\)"):
+        write.wait(TIMEOUT_S)
+    fd = bench.files[0].fd
+    bench.store.close()
+    os.fstat(fd)  # open: a file that is opened now must not get its number
+    device.release()  # it is closed with the bench, if by then the call has returned
