@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RankError,
         StateError,
         StorageError,
+        StuckError,
         TierFullError,
         UnsupportedError,
     )
@@ -60,6 +61,7 @@ _HOME = {
     "RankError": "offload.errors",
     "StateError": "offload.errors",
     "StorageError": "offload.errors",
+    "StuckError": "offload.errors",
     "TierFullError": "offload.errors",
     "UnsupportedError": "offload.errors",
     "dispatch": "offload.inference",
@@ -86,6 +88,7 @@ __all__ = [
     "RankError",
     "StateError",
     "StorageError",
+    "StuckError",
     "TierFullError",
     "UnsupportedError",
     "__version__",

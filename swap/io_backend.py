@@ -77,7 +77,7 @@ class IOBackend(ABC):
         self._statistics = IOStatistics()
         self._meter = LinkMeter()
         self._closed = False
-        self._in_flight: dict[IORequest, None] = {}  # the oldest first
+        self._in_flight: dict[IORequest, Transfer[Any]] = {}  # the oldest first
         self._given_up: dict[str, Failure] = {}  # by path
         self._lost: set[IOPiece] = set()  # calls that were given up and have not returned
         self.lane = Lane(WaitFor.FILES)
@@ -287,7 +287,7 @@ class IOBackend(ABC):
             if isinstance(error, ChecksumError) and self._read_again(request, error):
                 return
             self._note_error(request, error)
-        transfer = request.transfer
+        transfer = self._in_flight[request]
         try:
             if request.failure is not None:
                 transfer.spread(request.failure)
@@ -385,10 +385,10 @@ class IOBackend(ABC):
         transfer: Transfer[Any] = Transfer("", self.lane)
         request = IORequest(
             operation, fd, buffer, offset_bytes, path, priority, before, after,
-            next(self._sequence), transfer, owner=owner,
+            next(self._sequence), owner=owner,
         )  # fmt: skip
         transfer.what = request
-        self._count_on(request)
+        self._count_on(request, transfer)
         if request.failure is not None:
             self._finish(request)
             return transfer
@@ -399,10 +399,10 @@ class IOBackend(ABC):
             self._finish(request)
         return transfer
 
-    def _count_on(self, request: IORequest) -> None:
+    def _count_on(self, request: IORequest, transfer: Transfer[Any]) -> None:
         with self._books:
             self._check_open(request)
-            self._in_flight[request] = None
+            self._in_flight[request] = transfer
             request.failure = self._given_up.get(request.path)
             if request.failure is not None:
                 request.error = request.failure.error
@@ -416,7 +416,7 @@ class IOBackend(ABC):
     def _count_off(self, request: IORequest) -> None:
         with self._books:
             statistics, nbytes = self._statistics, request.buffer.nbytes
-            self._in_flight.pop(request, None)
+            del self._in_flight[request]
             moved_nbytes = nbytes if request.error is None else 0
             statistics.failed_requests += request.error is not None
             if request.operation is Operation.READ:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offload.swap.transfer import Failure, Transfer
+from offload.swap.transfer import Failure
 from offload.tiers.errors import NoSpaceError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes
@@ -49,7 +49,11 @@ class Operation(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class IORequest:
-    """One read or write of a caller. `buffer` is flat bytes and must stay valid until the end."""
+    """One read or write of a caller. `buffer` is flat bytes and must stay valid until the end.
+
+    Its transfer knows it, by `what`, and not the other way round: each request would leave a cycle
+    behind, and with it its memory, until the collector comes.
+    """
 
     operation: Operation
     fd: int
@@ -58,9 +62,8 @@ class IORequest:
     path: str
     priority: Priority
     before: Callable[[], None] | None
-    after: Callable[[], Any] | None  # what it returns is the value of `transfer`
+    after: Callable[[], Any] | None  # what it returns is the value of the transfer
     sequence: int
-    transfer: Transfer[Any]
     error: BaseException | None = None  # the first one; the pieces not yet moved are skipped
     pieces_left: int = 1
     finished: bool = False
