@@ -87,7 +87,7 @@ class IOWatch:
 
     def look(self) -> None:
         """Find out which paths have stood still since the last look, and tell."""
-        slow: list[str] = []
+        slow: list[tuple[str, float]] = []
         stuck: list[str] = []
         with self._books:
             for name, path in self._paths.items():
@@ -96,19 +96,22 @@ class IOWatch:
                     continue
                 path.looks += 1
                 if path.looks == _WARN_AT:
-                    slow.append(self._said(path))
+                    slow.append(self._slow(path))
                 if path.looks >= LOOKS:
                     stuck.append(name)
-        for said in slow:
-            _log.warning("%s; an error after %.3g s (nvme.timeout_s)", said, self.timeout_s)
+        for what, seconds in slow:
+            _log.warning(
+                "%s: not ended for %.3g s; see `dmesg`; an error after %.3g s (nvme.timeout_s)",
+                what, seconds, self.timeout_s,
+            )  # fmt: skip
         for name in stuck:
             self._give_up(name)
 
-    def _said(self, path: _Path) -> str:
+    def _slow(self, path: _Path) -> tuple[str, float]:
+        """What is under way, and for how many seconds."""
         piece, since_s = next(iter(path.moving.items()))
-        seconds = time.monotonic() - since_s
         others = f" and {len(path.moving) - 1} more calls" if len(path.moving) > 1 else ""
-        return f"{piece.request.described}{others}: not ended for {seconds:.3g} s; see `dmesg`"
+        return f"{piece.request.described}{others}", time.monotonic() - since_s
 
     def _run(self) -> None:
         while not self._closing.wait(self.timeout_s / LOOKS):
@@ -129,11 +132,11 @@ def stuck_error(
     nbytes = sum(each.nbytes for each in moving)
     return StuckError(
         f"{request.described} has not ended for {seconds:.3g} s, and nothing else there has for "
-        f"{timeout_s:.3g} s ({len(moving)} calls of {format_bytes(nbytes)} in the {backend} "
-        f"backend, {waiting} requests waiting behind them): the device or its server does not "
-        "answer, see `dmesg`; this path is not used any more: go on from the last checkpoint with "
-        "a new engine, once the device answers or with another folder in nvme.paths; where it is "
-        "only slow, raise nvme.timeout_s",
+        f"{timeout_s:.3g} s (calls of the {backend} backend: {len(moving)}, of "
+        f"{format_bytes(nbytes)}; requests behind them: {waiting}): the device or its server does "
+        "not answer, see `dmesg`; this path is not used any more: go on from the last checkpoint "
+        "with a new engine, once the device answers or with another folder in nvme.paths; where it "
+        "is only slow, raise nvme.timeout_s",
         path=request.path, offset_bytes=request.offset_bytes, nbytes=request.buffer.nbytes,
         seconds=seconds,
     )  # fmt: skip

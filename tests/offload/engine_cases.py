@@ -103,7 +103,8 @@ def config(folder: Path, placement: Mapping[str, Any] = NVME, **keys: Any) -> di
     budget = keys.pop("budget", {"host": "16MiB", "nvme": "64MiB"})
     return {
         "budget": {**(DEVICE_BUDGET if on == ON else {}), **budget},
-        "nvme": {"paths": [str(folder)], "backend": "threads"},
+        # machines that run tests have slow disks, and do other things
+        "nvme": {"paths": [str(folder)], "backend": "threads", "timeout_s": 600.0},
         "placement": dict(placement),
         **keys,
     }

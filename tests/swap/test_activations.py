@@ -25,7 +25,7 @@ from offload.swap.device_state import Links
 from offload.swap.streams import CopyStream
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
-from offload.tiers.errors import StorageError
+from offload.tiers.errors import StorageError, StuckError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
@@ -384,6 +384,40 @@ def test_a_failed_read_is_raised_in_whoever_needs_the_bytes(make: Make) -> None:
         parked[0].tensor()
     broken.clear()
     assert same(parked[0].tensor(), noise(4, 0))  # trying again is allowed
+
+
+def test_a_slot_that_a_late_read_may_fill_is_not_used_again(make: Make) -> None:
+    go_on, held = threading.Event(), threading.Event()
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        held.set()
+        assert go_on.wait(30)
+        return os.preadv(fd, buffers, offset)
+
+    backend = ThreadsBackend(preadv=read, timeout_s=1e6)
+    bench = make(window=16, backend=backend)
+    parked = [bench.park(noise(4, seed)) for seed in range(20)]
+    bench.tier.settle()
+    del parked[8:]  # as far as backward has come: the window is free
+    assert bench.window.arena.used_nbytes == 0
+    raised = threading.Event()
+
+    def look() -> None:
+        assert held.wait(30)
+        while not raised.is_set():  # also at those that are begun ahead of use
+            backend.watch.look()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        with pytest.raises(StuckError, match="saved activations"):
+            parked[-1].tensor()
+    finally:
+        raised.set()
+        looking.join()
+    parked.clear()
+    assert bench.window.arena.used_nbytes > 0  # what is on its way keeps its place
+    go_on.set()
 
 
 # ------------------------------------------------------------------------------ any order

@@ -18,10 +18,11 @@ from offload.swap.io_watch import LOOKS
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.swap.transfer import Transfer, all_of
-from offload.tiers.errors import StorageError, StuckError
+from offload.tiers.errors import StorageError, StuckError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from tests.aio import needs_libaio
+from tests.swap.test_file_state import make_bench as make_slots
 
 Noise = Callable[[int], memoryview]
 Pages = Callable[..., memoryview]
@@ -215,7 +216,7 @@ def test_what_waits_behind_it_and_what_comes_later_fails_with_the_same_error(
             moved.wait(TIMEOUT_S)
         errors.append(caught.value)
     assert all(error is errors[0] for error in errors)
-    assert "2 requests waiting behind them" in str(errors[0])
+    assert "requests behind them: 2" in str(errors[0])
     with pytest.raises(StuckError) as together:
         all_of([first, *behind, later]).wait(TIMEOUT_S)
     assert not getattr(together.value, "__notes__", [])  # said once
@@ -350,3 +351,27 @@ def test_who_waits_for_room_in_the_tier_gets_an_answer(
     bench.store.close()
     os.fstat(fd)  # open: a file that is opened now must not get its number
     device.release()  # it is closed with the bench, if by then the call has returned
+
+
+def test_memory_that_a_late_read_may_fill_is_not_used_again(device: Device, tmp_path: Path) -> None:
+    backend = threads(device)
+    for bench in make_slots(tmp_path, backend, slots=2):
+        lost, *others = (bench.filled(name, 1) for name in "abc")
+        device.held.add(lost._blocks[0].extent.offset_bytes)
+        lost.bring(next_use=None)
+        device.await_entered()
+        look(backend)
+        with pytest.raises(StuckError, match=r"\(a\)"):
+            lost.tensor()
+        state = bench.state("d")
+        view = state.blank()  # in the place of a copy that can go
+        view.fill_(9)
+        with bench.pool.lock:
+            if lost.can_drop():
+                lost.drop()
+        with pytest.raises(TierFullError):
+            bench.pool.demand(PAGE_NBYTES, "e", StateClass.PARAMETERS)
+        assert not any(other.held_nbytes for other in others)
+        device.release()
+        assert view.unique().tolist() == [9]
+        bench.ledger.check_integrity()
