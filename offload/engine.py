@@ -253,6 +253,7 @@ class Engine(TieredModel):
             step_rules=StepRules(
                 config.clip_grad_norm,
                 config.skips_nonfinite,
+                config.max_skipped_steps,
                 in_backward=config.optimizer.in_backward is True,
                 passes=config.gradient_accumulation_steps,
                 trial_nbytes=self._homes.spare,
@@ -610,7 +611,7 @@ def _loss_scale(config: OffloadConfig) -> LossScale | None:
         return None
     return LossScale(
         scaling.initial, scaling.growth_interval, scaling.growth_factor,
-        scaling.backoff_factor, scaling.min,
+        scaling.backoff_factor, scaling.min or 0.0,
     )  # fmt: skip
 
 

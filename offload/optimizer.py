@@ -142,6 +142,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         It returns when the norm is known and every update is decided; each update runs before its
         group is read next. What fails in one is raised there. StateError inside `engine.gathered`,
         and for too few passes since the last step where gradient_accumulation_steps says more.
+        NonfiniteError at the end of a skipped step, if it is the last of `max_skipped_steps` in a
+        row.
         """
         loss = None
         if closure is not None:
@@ -154,6 +156,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self) -> None:
         self.last_step = self._runtime.step(self.hyper_of())
+        self._runtime.stepper.nonfinite.check()
 
     @uncompiled
     @uninterrupted

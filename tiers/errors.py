@@ -14,6 +14,7 @@
     │   └── DtypeError          ... tensors of two formats met; a RuntimeError, too
     ├── StateError              calls in an order that cannot work
     │   └── ModifiedError       ... what backward needs was changed in place; a RuntimeError, too
+    ├── NonfiniteError          steps in a row were skipped for infinite or NaN gradients
     ├── RankError               something ranks do together failed: which, of what, who is missing
     └── IntegrityError          our own books do not balance: a bug, please report it
 
@@ -118,6 +119,19 @@ class StateError(OffloadError):
 
 class ModifiedError(StateError, RuntimeError):
     """Backward needs what was changed in place since the forward. Torch raises a RuntimeError."""
+
+
+class NonfiniteError(OffloadError):
+    """So many steps in a row were skipped that training does not go on (`max_skipped_steps`).
+
+    `skipped_steps` in a row, and the `parameters` whose gradients were not finite in the last one,
+    in the model's order. Nothing is lost: states are as they were before those steps.
+    """
+
+    def __init__(self, message: str, *, skipped_steps: int, parameters: tuple[str, ...]) -> None:
+        self.skipped_steps = skipped_steps
+        self.parameters = parameters
+        super().__init__(message)
 
 
 class RankError(OffloadError):

@@ -82,6 +82,26 @@ class GradientNorms:
         total: torch.Tensor = torch.linalg.vector_norm(torch.cat(counted))
         return total
 
+    def nonfinite(self, loss_scale: float) -> list[str]:
+        """Names of parameters whose gradient is infinite or NaN on some rank, in order. Experts
+        that only others have are named by those that are in their place here."""
+        found = [(number, "") for number in _nonfinite(self._all(loss_scale))]
+        for place in _nonfinite(self._elsewhere):
+            kind, number = divmod(place, len(self._spread))
+            if kind != self._own_kind():
+                found.append((self._spread[number], f" (of expert rank {kind}, in its place)"))
+        return [self._name_of(number) + whose for number, whose in sorted(found)]
+
+    @property
+    def numel(self) -> int:
+        """Parameters that count."""
+        return len(self._order)
+
+    def _name_of(self, number: int) -> str:
+        """Of a packed parameter, its first row's."""
+        group, index = self._order[number][0]
+        return self._states[group].group.layout.params[index].name
+
     def _all(self, loss_scale: float) -> torch.Tensor:
         """In order; 0 where there is no gradient. The same on every rank."""
         if self._norms is None:
@@ -103,14 +123,19 @@ class GradientNorms:
         """Each expert counts once, whichever ranks have it, or parts of it."""
         ep_size = self._group_of(self._order[self._spread[0]]).ep_size
         among = sharding.of_experts(ep_size).ranks  # that have parts; others have the same
-        own = (sharding.replica * sharding.ranks + sharding.rank) % ep_size
         found = [
             _added_up(rows[kind : among * ep_size : ep_size, self._spread])
             for kind in range(ep_size)
         ]  # fmt: skip
-        for number, square in zip(self._spread, found[own], strict=True):
+        for number, square in zip(self._spread, found[self._own_kind()], strict=True):
             squares[number] = square
         self._elsewhere = _norms_of([each for kind in found for each in kind], loss_scale)
+
+    def _own_kind(self) -> int:
+        """Which of the spread experts this rank has."""
+        sharding = self._reductions.sharding
+        ep_size = self._group_of(self._order[self._spread[0]]).ep_size
+        return (sharding.replica * sharding.ranks + sharding.rank) % ep_size
 
     def _group_of(self, places: Sequence[Place]) -> ParamGroup:
         return self._states[places[0][0]].group
@@ -142,6 +167,11 @@ def clip_coefficient(total: torch.Tensor, limit: float | None) -> float:
 def _norms_of(squares: Sequence[float], loss_scale: float) -> torch.Tensor:
     norms = [math.sqrt(square) / loss_scale for square in squares]
     return torch.tensor(norms, dtype=torch.float64).to(torch.float32)
+
+
+def _nonfinite(norms: torch.Tensor) -> list[int]:
+    places: list[int] = (~norms.isfinite()).nonzero().flatten().tolist()
+    return places
 
 
 def _added_up(rows: np.ndarray) -> list[float]:

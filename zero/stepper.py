@@ -18,7 +18,6 @@ last gradient is there, behind the rest of the backward (`StepRules.in_backward`
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ from offload.zero.group import ParamGroup
 from offload.zero.hyper import Hyper, HyperOf
 from offload.zero.loss_scale import LossScale
 from offload.zero.missed_steps import MissedSteps, ZeroUpdates
+from offload.zero.nonfinite import NonfiniteSteps
 from offload.zero.norms import GradientNorms, Place, clip_coefficient
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.packed import ExpertTable
@@ -46,9 +46,6 @@ from offload.zero.reduction import NoReductions, Reductions
 from offload.zero.tensor_parallel import TensorParallel
 from offload.zero.trials import Terms, Trials
 from offload.zero.update import UpdateQueue, merge
-
-_log = logging.getLogger("offload")
-
 
 # By the hyperparameters' id (hashing them takes longer than the rest), the number of a parameter's
 # update and its grad_scale.
@@ -61,6 +58,7 @@ class StepRules:
 
     clip_grad_norm: float | None = None
     skip_nonfinite: bool = False
+    max_skipped_steps: int = 50  # in a row
     # Update each group as soon as it got `passes` gradients of every parameter. The loop must then
     # run exactly that many backward passes per step, and take every step it has begun.
     in_backward: bool = False
@@ -102,7 +100,7 @@ class Stepper:
         self._lock = threading.RLock()
         self._read_by_update: set[int] = set()
         self._clear_after_update: set[int] = set()
-        self._warned = False
+        self.nonfinite = NonfiniteSteps(rules.max_skipped_steps)
         # in_backward: numbers as they are when the first group is complete, groups that are being
         # updated ahead of their step, and gradients since the last step, per group and parameter
         self.hyper_source: Callable[[], HyperOf] | None = None
@@ -255,7 +253,7 @@ class Stepper:
         changed = skip or clip != 1.0
         others = not changed and self.trials.counts.redone > redone
         self.trials.decide_next(passes, changed=changed, numbers_changed=others)
-        self._say_nonfinite(finite, skip)
+        self._note_nonfinite(finite, skip)
         self._trace.end_cycle()
         self._end_ahead()
         return StepOutcome(norm, skip)
@@ -339,6 +337,7 @@ class Stepper:
         the weights that they changed. For settled states."""
         self.trials.take_back_all()
         self._unstepped = False
+        self.nonfinite.end_row()
         self._reductions.discard()
         self.norms.invalidate()
         having = [state for state in self._states if state.gradients.holds_any]
@@ -398,16 +397,14 @@ class Stepper:
         for index in reading:
             self._states[index].group.wait_for_update()
 
-    def _say_nonfinite(self, finite: bool, skip: bool) -> None:
-        if finite or self._warned:
+    def _note_nonfinite(self, finite: bool, skip: bool) -> None:
+        if finite:
+            self.nonfinite.end_row()
             return
-        self._warned = True
-        what = "skipped" if skip else "applied as it is (set skip_nonfinite: true to skip)"
-        if self._loss_scale is not None:
-            what += f" and the loss scale lowered to {self._loss_scale.scale:g}"
-        _log.warning(
-            "the gradient norm is not finite; the step is %s; said once, report() counts them", what
-        )
+        names = self.norms.nonfinite(self._loss_scale_of_gradients)
+        scale = None if self._loss_scale is None else self._loss_scale.scale
+        step = self.taken + self.skipped
+        self.nonfinite.note(step, names, self.norms.numel, skipped=skip, scale=scale)
 
     def _submit_rest(self, hyper_of: HyperOf, grad_scale: float) -> None:
         """Submit every group with gradients that is not being updated yet."""

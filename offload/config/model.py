@@ -44,6 +44,7 @@ from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
+from offload.zero.loss_scale import has_inverse
 from offload.zero.storage import Storage
 
 AUTO_CHUNK_NUMEL = 1 << 20
@@ -341,16 +342,23 @@ class LossScaleConfig(Section):
         description="The scale shrinks by this factor after an overflow, whose step is skipped.",
         examples=[0.5],
     )
-    min: float = Field(
-        1.0,
+    min: float | None = Field(
+        None,
         gt=0,
-        description="Smallest scale; an overflow there is an error.",
+        description="Smallest scale; after an overflow there it stays, and the step is skipped.",
         examples=[1.0],
+        json_schema_extra=about(absent="none, as of torch's GradScaler", see=["max_skipped_steps"]),
     )
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
-        if self.initial < self.min:
+        if not has_inverse(self.initial):
+            raise KeyedError(
+                f"initial: {self.initial:g} cannot be used in fp32; the loss is multiplied with "
+                "it, and gradients with its inverse: it has to be between 2^-127 and 2^127",
+                ("initial",),
+            )
+        if self.min is not None and self.initial < self.min:
             raise KeyedError(
                 f"initial: {self.initial:g} is below min: {self.min:g}; raise initial, or lower "
                 "min",
@@ -527,7 +535,16 @@ class OffloadConfig(Section):
         description="Skip steps with infinite or NaN gradients: nothing is updated, and "
         "engine.optimizer.step_was_skipped is true. auto: true for fp16.",
         examples=[True],
-        json_schema_extra=about(see=["precision", "optimizer.in_backward"]),
+        json_schema_extra=about(see=["precision", "optimizer.in_backward", "max_skipped_steps"]),
+    )
+    max_skipped_steps: int = Field(
+        50,
+        ge=1,
+        le=1 << 40,
+        description="So many steps skipped in a row are an error, which names the parameters. The "
+        "first steps of fp16 may be: the loss scale is halved until gradients fit.",
+        examples=[20],
+        json_schema_extra=about(unit="steps", see=["skip_nonfinite", "loss_scale.min"]),
     )
     loss_scale: LossScaleConfig | None = Field(
         None,

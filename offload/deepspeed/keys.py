@@ -319,13 +319,14 @@ AIO = (
 
 FP16 = (
     _mapped("enabled", "precision", boolean, "true: fp16", filled="fp16"),
-    _mapped(
-        "loss_scale", "loss_scale", number,
-        "0: dynamic. A fixed scale: initial and min, and a gradient that overflows is an error",
-    ),
+    _mapped("loss_scale", "loss_scale", number, "0: dynamic. A fixed scale: initial and min"),
     _mapped("initial_scale_power", "loss_scale.initial", whole, "2 to this power"),
     _mapped("loss_scale_window", "loss_scale.growth_interval", whole, "steps before it doubles"),
-    _mapped("min_loss_scale", "loss_scale.min", number, "the smallest scale"),
+    _mapped(
+        "min_loss_scale", "loss_scale.min", number,
+        "the smallest scale; an overflow there skips the step, and so many in a row as "
+        "`max_skipped_steps` says are an error",
+    ),
     _warned(
         "hysteresis", "the scale is halved at the first overflow, as with 1: fewer steps are "
         "skipped at the start", 1,

@@ -319,10 +319,6 @@ def _loss_scale(made: Migration) -> None:
         made.set("loss_scale.initial", float(fixed))
         made.set("loss_scale.min", float(fixed))
         made.set("loss_scale.growth_interval", 10**9, "a fixed scale does not grow")
-        made.warnings.append(
-            f"fp16.loss_scale: {fixed:g}: a gradient that overflows a fixed scale is an error "
-            "here; DeepSpeed skips the step"
-        )
         return
     made.set("loss_scale.initial", float(2 ** made.get("fp16.initial_scale_power", 16)))
     made.set("loss_scale.growth_interval", made.get("fp16.loss_scale_window", 1000))

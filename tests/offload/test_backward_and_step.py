@@ -143,7 +143,7 @@ def test_a_non_finite_gradient_skips_the_step_or_not_and_is_said_once(
     assert bool(after.isfinite().all()) is skipped
     if scale is not None:
         assert engine.report().loss_scale == scale / 4
-    said = [r.message for r in caplog.records if "gradient norm is not finite" in r.message]
+    said = [r.message for r in caplog.records if "not finite" in r.message]
     assert len(said) == 1
     assert ("skipped" if skipped else "applied") in said[0]
 

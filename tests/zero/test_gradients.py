@@ -1,4 +1,4 @@
-"""Accumulators and loss scaling."""
+"""Accumulators."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import torch
 
 from offload.kernels.floats import Float, serial
 from offload.swap.state import MemoryState
-from offload.tiers.errors import OffloadError
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import Tier
 from offload.zero.gradients import GradientAccumulator
 from offload.zero.layout import ParamShape, lay_out
-from offload.zero.loss_scale import LossScale
 
 
 @pytest.fixture
@@ -93,18 +91,3 @@ def test_a_cleared_accumulator_starts_anew(make):
     assert not gradients.has_any
     gradients.add(1, torch.full((5,), 2.0))
     assert torch.equal(gradients.read(1), torch.full((5,), 2.0))
-
-
-def test_the_loss_scale_halves_on_overflow_and_doubles_after_a_good_run():
-    scale = LossScale(scale=8.0, growth_interval=2)
-    seen = []
-    for overflow in (False, False, True, True, False, False):
-        scale.update(overflow=overflow)
-        seen.append(scale.scale)
-    assert seen == [8.0, 16.0, 8.0, 4.0, 4.0, 8.0]
-
-
-def test_overflow_at_the_smallest_scale_is_an_error_that_says_what_to_do():
-    scale = LossScale(scale=1.0)
-    with pytest.raises(OffloadError, match="lower the learning rate, or use precision: bf16"):
-        scale.update(overflow=True)

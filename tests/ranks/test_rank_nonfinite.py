@@ -1,0 +1,175 @@
+"""A gradient that is not finite on one rank: all skip the step, and no bit of a state changes."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offload
+from offload.errors import NonfiniteError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    seeded,
+    states_of,
+)
+from tests.ranks.expert_programs import keys_of, spread
+from tests.ranks.processes import run_ranks
+from tests.ranks.programs import BUDGET, OPTIMIZER
+
+STEPS = 3
+MIXED = {**NVME, "gradients": "host"}
+Run = tuple[dict[str, Tensor], list[str]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A drawn run, and where one of its gradients goes wrong."""
+
+    keys: dict[str, Any]
+    placement: dict[str, Any]
+    passes: int
+    name: str
+    rank: int
+    step: int
+    number: int  # of the pass
+    value: float
+
+    @classmethod
+    def drawn(cls, seed: int, world_size: int) -> Fault:
+        draw = random.Random(seed)
+        names = [name for name, p in seeded(TinyLM).named_parameters() if p.requires_grad]
+        passes = draw.choice([1, 2])
+        keys = {
+            "zero": {"stage": seed % 4}, "precision": draw.choice(["fp32", "bf16"]),
+            "clip_grad_norm": draw.choice([None, 0.5]), "gradient_accumulation_steps": passes,
+        }  # fmt: skip
+        return cls(
+            keys, draw.choice([HOST, MIXED]), passes, draw.choice(names),
+            draw.randrange(world_size), draw.randrange(STEPS), draw.randrange(passes),
+            draw.choice([float("nan"), float("inf")]),
+        )  # fmt: skip
+
+
+class Said(logging.Handler):
+    """What is said of gradients that are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "not finite" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("offload").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *args: object) -> None:
+        logging.getLogger("offload").removeHandler(self)
+
+
+def train(fault: Fault, folder: str, *, leaves_out: bool) -> Run:
+    """With the fault, or without the step that has it."""
+    torch.set_num_threads(1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    keys = config(
+        Path(folder), fault.placement, budget=BUDGET, optimizer=OPTIMIZER, skip_nonfinite=True,
+        **fault.keys,
+    )  # fmt: skip
+    data = iter(batches(STEPS * fault.passes * world_size))
+    now = (-1, -1, -1)
+    at = (fault.step, fault.number, fault.rank)
+
+    def spoil(gradient: Tensor) -> Tensor:
+        if now != at or leaves_out:
+            return gradient
+        spoilt = gradient.clone()
+        spoilt.view(-1)[-1] = fault.value
+        return spoilt
+
+    with offload.initialize(seeded(TinyLM), keys) as engine, Said() as said:
+        engine.module.get_parameter(fault.name).register_hook(spoil)
+        for step in range(STEPS):
+            for number in range(fault.passes):
+                tokens = [next(data) for _ in range(world_size)][rank]
+                now = (step, number, rank)
+                if step != fault.step or not leaves_out:
+                    loss = engine.module.loss(tokens)  # type: ignore[operator]
+                    engine.backward(loss / fault.passes)
+            if step != fault.step or not leaves_out:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+        assert engine.report().skipped_steps == (0 if leaves_out else 1)
+        return states_of(engine), said
+
+
+def both(faults: Sequence[Fault], folder: str) -> list[tuple[Run, Run]]:
+    return [
+        (train(fault, folder, leaves_out=False), train(fault, folder, leaves_out=True))
+        for fault in faults
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seeds" in metafunc.fixturenames:
+        many = metafunc.config.getoption("--long")
+        metafunc.parametrize("seeds", [range(n, n + 2) for n in range(20, 100 if many else 22, 2)])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_that_goes_wrong_on_one_rank_leaves_no_trace_on_any(
+    tmp_path: Path, world_size: int, seeds: range
+) -> None:
+    faults = [Fault.drawn(seed + world_size, world_size) for seed in seeds]
+    for ran in run_ranks(world_size, tmp_path, both, faults, str(tmp_path)):
+        for fault, ((states, said), (expected, _)) in zip(faults, ran, strict=True):
+            assert_same_bits(states, expected)
+            assert [line.partition(": ")[0] for line in said] == [
+                f"the gradient of {fault.name} is not finite"
+            ]
+
+
+def spoil_an_expert(folder: str) -> tuple[list[str], tuple[str, ...], int]:
+    """Of the last rank alone; and then until there is an error."""
+    torch.set_num_threads(1)
+    model = spread(2)()
+    keys = {**keys_of(folder, 2), "skip_nonfinite": True, "max_skipped_steps": 2}
+    with offload.initialize(model, keys) as engine, Said() as said:
+        if dist.get_rank() == 1:
+            param = dict(model.named_parameters())["blocks.2.moe.experts.3.0.weight"]
+            param.register_hook(lambda gradient: gradient * float("nan"))
+        steps = 0
+        try:
+            while True:
+                steps += 1
+                engine.backward(model.loss(batches(2)[dist.get_rank()]))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+        except NonfiniteError as error:
+            return said, error.parameters, steps
+
+
+def test_an_expert_of_another_rank_is_named_and_ranks_raise_together(tmp_path: Path) -> None:
+    first, second = run_ranks(2, tmp_path, spoil_an_expert, str(tmp_path))
+    assert second[1] == ("blocks.2.moe.experts.3.0.weight",)
+    assert first[1] == ("blocks.2.moe.experts.1.0.weight (of expert rank 1, in its place)",)
+    assert first[2] == second[2] == 2
+    assert first[0] == [
+        f"the gradient of {first[1][0]} is not finite: step 1 is skipped; later ones are logged "
+        "as INFO, and report() counts them"
+    ]

@@ -1,0 +1,103 @@
+"""The loss scale of fp16 is that of `torch.amp.GradScaler`, to the bit."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from offload.zero.loss_scale import LossScale, has_inverse
+
+
+class Pair:
+    """Ours, and torch's with a parameter of its own, whose gradient overflows where it is told."""
+
+    def __init__(self, initial: float, interval: int, growth: float, backoff: float) -> None:
+        self.ours = LossScale(initial, interval, growth, backoff)
+        self._param = torch.nn.Parameter(torch.zeros(1))
+        self._optimizer = torch.optim.SGD([self._param], 1.0)
+        self._scaler = torch.amp.GradScaler("cpu", initial, growth, backoff, interval)
+        self._scaler.scale(torch.ones(1))
+
+    @property
+    def theirs(self) -> tuple[float, int]:
+        return self._scaler.get_scale(), self._scaler.state_dict()["_growth_tracker"]
+
+    def step(self, *, overflow: bool) -> None:
+        self._param.grad = torch.full((1,), math.inf if overflow else 0.0)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self.ours.update(overflow=overflow)
+
+    def check(self) -> None:
+        assert (self.ours.scale, self.ours.good_steps) == self.theirs
+
+
+def drawn(seed: int) -> tuple[Pair, list[bool]]:
+    """A sequence that begins somewhere between fp32's ends, or at one of them."""
+    draw = random.Random(seed)
+    exponent = draw.choice([draw.randint(-126, 126), 16, 0, 127, -126])
+    initial = 2.0**exponent * draw.choice([1, 1, draw.uniform(1, 1.9)])
+    factors = draw.choice([(2.0, 0.5), (2.0, 0.5), (1.001, 0.9), (16.0, 0.0625), (1.7, 0.3)])
+    often = draw.choice([0.0, 0.05, 0.3, 0.7])
+    pair = Pair(initial, draw.choice([1, 2, 5]), *factors)
+    return pair, [draw.random() < often for _ in range(40)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(1000 if metafunc.config.getoption("--long") else 40))
+
+
+def test_drawn_overflows_change_it_as_gradscalers(seed: int) -> None:
+    pair, overflows = drawn(seed)
+    for overflow in overflows:
+        before = pair.ours.scale
+        pair.step(overflow=overflow)
+        if not has_inverse(pair.theirs[0]):  # it can only fall from here, to 0
+            assert pair.ours.scale == before < 2.0**-125
+            return
+        pair.check()
+
+
+@pytest.mark.parametrize("overflow", [True, False], ids=["down", "up"])
+def test_it_is_gradscalers_from_end_to_end_of_fp32(overflow: bool) -> None:
+    pair = Pair(65536.0, 1, 2.0, 0.5)
+    seen = []
+    for _ in range(200):
+        pair.step(overflow=overflow)
+        if overflow and pair.theirs[0] < 2.0**-127:
+            break
+        pair.check()
+        seen.append(pair.ours.scale)
+    assert seen[-1] == (2.0**-127 if overflow else 2.0**127)
+    assert len(seen) == (143 if overflow else 200)
+    assert has_inverse(pair.ours.scale)
+
+
+def test_it_does_not_fall_below_a_smallest_scale_and_grows_from_there() -> None:
+    scale = LossScale(16.0, growth_interval=2, min_scale=5.0)
+    seen = []
+    for overflow in (True, True, True, False, False, True):
+        scale.update(overflow=overflow)
+        seen.append(scale.scale)
+    assert seen == [8.0, 5.0, 5.0, 5.0, 10.0, 5.0]
+
+
+def test_an_interval_that_was_made_shorter_on_the_way_ends_at_once() -> None:
+    scale = LossScale(16.0, growth_interval=2, good_steps=100)
+    scale.update(overflow=False)
+    assert (scale.scale, scale.good_steps) == (32.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "usable"),
+    [
+        (0.0, False), (2.0**-149, False), (2.0**-128, False), (2.0**-127, True), (1.0, True),
+        (2.0**127, True), (3.5e38, False), (math.inf, False), (math.nan, False),
+    ],
+)  # fmt: skip
+def test_what_gradients_can_be_divided_by(scale: float, usable: bool) -> None:
+    assert has_inverse(scale) is usable
