@@ -18,6 +18,7 @@ from typing import Literal
 import psutil
 
 from offload import machine
+from offload.leftovers import Leftover, leftovers
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
@@ -26,6 +27,7 @@ Status = Literal["ok", "warn", "off", "fail"]  # fail: nothing can be trained be
 
 _LOW_MEMORY_NBYTES = 2 << 30
 _LOW_DISK_NBYTES = 10 << 30
+_SHOWN = 4
 _WANTED_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16")
 
 
@@ -87,7 +89,7 @@ def check_path(path: Path) -> list[Check]:
         return [Check(shown, "fail", "does not exist", f"mkdir -p {path}, or correct nvme.paths")]
     if not os.access(path, os.W_OK | os.X_OK):
         return [Check(shown, "fail", "not writable by this user", f"chown or chmod {path}")]
-    checks = [_file_system(path), _free_space(path)]
+    checks = [_file_system(path), _free_space(path), *_leftovers(path)]
     if _is_open_to_all(path):
         advice = f"chmod o-w {path}: others could replace its files"
         checks.append(Check(f"{shown} access", "warn", "world-writable, no sticky bit", advice))
@@ -249,6 +251,32 @@ def _free_space(path: Path) -> Check:
     if usage.free < _LOW_DISK_NBYTES:
         return Check(name, "warn", found, "free some, or name another folder in nvme.paths")
     return Check(name, "ok", found)
+
+
+def _leftovers(path: Path) -> list[Check]:
+    """What dead runs left there; nothing where there is none."""
+    try:
+        found = leftovers(path)
+    except OSError as error:
+        return [Check(f"{path} leftovers", "off", f"cannot be looked for: {error.strerror}")]
+    dead = [each for each in found if each.is_dead]
+    checks = []
+    if dead:
+        advice = f"offload doctor --clean {path} removes {'it' if len(dead) == 1 else 'them'}"
+        checks.append(Check(f"{path} leftovers", "warn", f"of dead runs: {_listed(dead)}", advice))
+    if others := [each for each in found if not each.is_dead]:
+        where = "other machines, in other containers, or before a restart"
+        advice = "look there whether they live; else remove what is named"
+        checks.append(
+            Check(f"{path} leftovers", "warn", f"of runs on {where}: {_listed(others)}", advice)
+        )
+    return checks
+
+
+def _listed(found: Sequence[Leftover]) -> str:
+    names = ", ".join(each.path.name for each in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"{names}{more} ({format_bytes(sum(each.nbytes for each in found))})"
 
 
 def _is_open_to_all(path: Path) -> bool:

@@ -1,7 +1,9 @@
 """One private file per path, in which a tier's extents lie. It vanishes with the process.
 
-The file has no name: it is made with O_TMPFILE, or unlinked as soon as it is made. Nothing can be
-left behind, runs cannot collide, and no other user can open it.
+The file has no name: it is made with O_TMPFILE, or unlinked as soon as it is made. Runs cannot
+collide, and no other user can open it. Only where a file system gives an unlinked file another name
+(NFS, FUSE) is its folder there until it is closed, and left by a process that is killed; the folder
+is `marked`, and `offload doctor` finds it.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import fcntl
 import logging
 import mmap
 import os
-import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from offload.swap.maker_marks import marked
+from offload.swap.pinned_folder import PinnedFolder
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
@@ -45,50 +48,33 @@ def check_directory(
 ) -> DirectoryReport:
     """Make sure swap files can live in `path`; create its last component (0700) if missing.
 
-    Raises PathError if the parent is missing, it is no directory, it is not writable, other users
-    could replace our files in it, or less than `needed_nbytes` are free.
+    Raises PathError if the parent is missing, it is no directory, it is not writable, it is another
+    user's or others could replace our files in it, or less than `needed_nbytes` are free.
     """
-    target = Path(path).expanduser().absolute()
-    created = _create_last_component(target)
-    target = target.resolve()
-    status = target.stat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise PathError(f"nvme.paths: {target} is not a directory; name one")
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise PathError(
-            f"nvme.paths: {target} is writable by every user and has no sticky bit "
-            f"(mode {stat.S_IMODE(status.st_mode):04o}); chmod 0700 it, or name another"
-        )
-    if not os.access(target, os.W_OK | os.X_OK):
-        raise PathError(f"nvme.paths: {target} is not writable by this user; name another")
-    free_nbytes = free_space(target)
-    if free_nbytes < needed_nbytes:
-        raise PathError(
-            f"nvme.paths: {target} has {format_bytes(free_nbytes)} free, "
-            f"{format_bytes(needed_nbytes)} needed; free space there or name another path"
-        )
-    return DirectoryReport(target, free_nbytes, created)
+    with _checked(path) as folder:
+        free_nbytes = folder.free_nbytes
+        if free_nbytes < needed_nbytes:
+            raise PathError(
+                f"nvme.paths: {folder.path} has {format_bytes(free_nbytes)} free, "
+                f"{format_bytes(needed_nbytes)} needed; free space there or name another path"
+            )
+        return DirectoryReport(folder.path, free_nbytes, folder.created)
 
 
-def _create_last_component(target: Path) -> bool:
-    if target.exists():
-        return False
-    if not target.parent.is_dir():
-        raise PathError(
-            f"nvme.paths: {target} does not exist and neither does {target.parent}; is the drive "
-            "mounted? Only the last part of a path is created"
-        )
+def _checked(path: str | os.PathLike[str]) -> PinnedFolder:
+    """The open folder, after all that `check_directory` asks for but room."""
+    folder = PinnedFolder(path)
     try:
-        target.mkdir(mode=0o700, exist_ok=True)  # another rank may have been quicker
-    except OSError as error:
-        raise PathError(
-            f"nvme.paths: {target} cannot be created: {error.strerror}; name another"
-        ) from error
-    return True
+        folder.check_owner()
+        folder.check_writable()
+    except BaseException:
+        folder.close()
+        raise
+    return folder
 
 
-def free_space(path: str | os.PathLike[str]) -> int:
-    """Bytes this user can still write where `path` is."""
+def free_space(path: str | os.PathLike[str] | int) -> int:
+    """Bytes this user can still write where `path` is (or what a descriptor is of)."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
@@ -112,13 +98,14 @@ def file_system_of(path: Path) -> str:
 
 def direct_refusal(path: str | os.PathLike[str]) -> str | None:
     """Why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
-    fd = _open_unnamed(check_directory(path).path)
+    with _checked(path) as folder:
+        file = _Unnamed(folder)
     try:
-        _probe_direct(fd)
+        _probe_direct(file.fd)
     except OSError as error:
         return error.strerror or str(error)
     finally:
-        os.close(fd)
+        file.close()
     return None
 
 
@@ -132,14 +119,16 @@ class SwapFile:
 
     def __init__(self, directory: str | os.PathLike[str], *, direct: bool = True) -> None:
         """Creates the file; blocks for two page-sized probes. Raises PathError."""
-        self.directory = check_directory(directory).path
-        self.path = f"{self.directory}/<swap file>"  # for errors; it has no name
         self.nbytes = 0
         self.o_direct = False
         self.memory_alignment = 1
         self.offset_alignment = 1
         self._preallocates = True
-        self.fd = _open_unnamed(self.directory)
+        with _checked(directory) as folder:
+            self.directory = folder.path
+            self.path = f"{self.directory}/<swap file>"  # for errors; it has no name
+            self._file = _Unnamed(folder)
+        self.fd = self._file.fd
         try:
             if direct:
                 self._go_direct()
@@ -169,9 +158,8 @@ class SwapFile:
 
     def close(self) -> None:
         """Close the file, whose bytes are gone with that. Calling it again does nothing."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +206,7 @@ class SwapFile:
                 )  # fmt: skip
             else:
                 return
-        if free_space(self.directory) < nbytes - self.nbytes:
+        if free_space(self.fd) < nbytes - self.nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(self.fd, nbytes)
 
@@ -227,7 +215,7 @@ class SwapFile:
         if error.errno in _NO_SPACE or error.errno == errno.EFBIG:
             return NoSpaceError(
                 f"{self.path} needs {format_bytes(needed_nbytes)} more, "
-                f"{format_bytes(free_space(self.directory))} free ({error.strerror}); lower "
+                f"{format_bytes(free_space(self.fd))} free ({error.strerror}); lower "
                 "budget.nvme, free space there or change nvme.paths",
                 path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
                 errno=error.errno,
@@ -239,39 +227,90 @@ class SwapFile:
         )  # fmt: skip
 
 
-def _open_unnamed(directory: Path) -> int:
-    """A read-write descriptor of a new file, mode 0600, that has no name. Raises PathError."""
-    try:
-        # O_EXCL: it cannot be given a name later on (linkat), either.
-        flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-        return os.open(directory, flags, 0o600)
-    except OSError as error:
-        if error.errno not in _NO_TMPFILE:
-            raise _cannot_create(directory, error) from error
-    try:
-        return _open_and_unlink(directory)
-    except OSError as error:
-        raise _cannot_create(directory, error) from error
+class _Unnamed:
+    """A new file without a name, mode 0600: its descriptor, and what else has to go with it."""
 
+    def __init__(self, folder: PinnedFolder) -> None:
+        """Raises PathError."""
+        self.fd = -1
+        self._private = ""  # our folder in `_outer`, where it could not be removed yet
+        self._outer = -1
+        self._path = folder.path
+        try:
+            self._open(folder)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise PathError(
+                    f"nvme.paths: a file cannot be created in {folder.path}: {error.strerror}; "
+                    "name another path"
+                ) from error
+            raise
+        self._check_private()
 
-def _cannot_create(directory: Path, error: OSError) -> PathError:
-    return PathError(
-        f"nvme.paths: a file cannot be created in {directory}: {error.strerror}; name another path"
-    )
+    def _open(self, folder: PinnedFolder) -> None:
+        try:
+            # O_EXCL: it cannot be given a name later on (linkat), either.
+            flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+            self.fd = os.open(".", flags, 0o600, dir_fd=folder.fd)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            self._open_and_unlink(folder)
 
+    def _open_and_unlink(self, folder: PinnedFolder) -> None:
+        """Without O_TMPFILE (NFS, FUSE): named for an instant, in a 0700 folder."""
+        self._private = marked("offload-swap")
+        self._outer = os.dup(folder.fd)
+        os.mkdir(self._private, 0o700, dir_fd=self._outer)
+        try:
+            opened = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            inner = os.open(self._private, opened, dir_fd=self._outer)
+            try:
+                flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
+                self.fd = os.open("swap", flags, 0o600, dir_fd=inner)
+                os.unlink("swap", dir_fd=inner)
+                if os.fstat(self.fd).st_uid != os.fstat(inner).st_uid:
+                    raise OSError(errno.EPERM, "another user has put a folder in place of ours")
+            finally:
+                os.close(inner)
+        finally:
+            self._forget_folder(in_use=self.fd >= 0)
 
-def _open_and_unlink(directory: Path) -> int:
-    """For file systems without O_TMPFILE (NFS, FUSE): named for an instant, in a 0700 folder."""
-    private = directory / f"offload-{os.getpid()}-{secrets.token_hex(8)}"
-    private.mkdir(mode=0o700)
-    name = private / "swap"
-    try:
-        flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o600)
-        name.unlink()
-        return fd
-    finally:
-        private.rmdir()
+    def _forget_folder(self, *, in_use: bool) -> None:
+        """`in_use`: the file system may keep the open file there under another name."""
+        if not self._private:
+            return
+        try:
+            os.rmdir(self._private, dir_fd=self._outer)
+        except FileNotFoundError:
+            pass  # somebody else has removed it
+        except OSError as error:
+            if in_use:
+                return
+            _log.warning(
+                "%s/%s stays: %s; `offload doctor --clean %s` removes it",
+                self._path, self._private, error.strerror, self._path,
+            )  # fmt: skip
+        self._private = ""
+        outer, self._outer = self._outer, -1
+        os.close(outer)
+
+    def _check_private(self) -> None:
+        mode = stat.S_IMODE(os.fstat(self.fd).st_mode)
+        if mode & 0o077:
+            _log.warning(
+                "%s (%s) gives files the mode %04o whatever they are made with: other users may be "
+                "able to open swap files there; mount it with umask=077, or name another folder",
+                self._path, file_system_of(self._path), mode,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """The file's bytes are gone with that. Calling it again does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        self._forget_folder(in_use=False)
 
 
 def _probe_direct(fd: int) -> tuple[int, int]:

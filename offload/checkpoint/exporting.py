@@ -11,7 +11,6 @@ Streams: one piece of one parameter is in memory at a time.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from offload.checkpoint.safetensors_file import (
 )
 from offload.kernels.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
+from offload.swap.maker_marks import marked
 from offload.tiers.errors import PathError
 
 _PIECE_NUMEL = 1 << 20
@@ -109,7 +109,7 @@ def check_new(out: Path) -> None:
 @contextmanager
 def pending_output(out: Path) -> Iterator[Path]:
     """A name for what is to become `out`, a file or a folder: that at the end, or nothing."""
-    pending = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
+    pending = out.with_name(marked(f".{out.name}"))
     try:
         yield pending
         check_new(out)  # somebody else may have made it meanwhile

@@ -14,8 +14,25 @@ from rich.text import Text
 
 from offload.cli.errors import EXIT_FAILED
 from offload.doctor import Check, run_checks, verdict
+from offload.leftovers import clean
+from offload.tiers.errors import OffloadError, PathError
+from offload.tiers.units import format_bytes
 
 _STYLES = {"ok": "green", "warn": "yellow", "off": "dim", "fail": "red"}
+
+
+def clean_up(paths: Sequence[Path]) -> None:
+    """Remove what dead runs left in `paths`, a line for each."""
+    for path in paths:
+        try:
+            removed = clean(path)
+        except (OSError, OffloadError) as error:
+            raise PathError(f"cannot clean {path}: {error}") from None
+        for each in removed:
+            kept = " or made the checkpoint that it was to be" if each.pid is None else ""
+            typer.echo(f"removed{kept}: {each.path} ({format_bytes(each.nbytes)})", err=True)
+        if not removed:
+            typer.echo(f"nothing of dead runs in {path}", err=True)
 
 
 def print_checks(paths: Sequence[Path], as_json: bool) -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -558,16 +559,18 @@ _TrainerHalf, _FabricHalf = _half(_TrainerBase), _half(_FabricBase)
 
 
 # --------------------------------------------------------------------------- files
-def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+def consolidate(
+    folder: str | os.PathLike[str], file: str | os.PathLike[str], *, trust: bool = False
+) -> None:
     """A checkpoint file as Trainer writes it without a strategy, of a folder that `OffloadStrategy`
     wrote: for `LightningModule.load_from_checkpoint`. It has everything but the optimizer's states.
 
     The weights are those that the model computed with, all names of tied ones, and are in RAM all
-    together meanwhile. CheckpointError where a part of it is missing.
+    together meanwhile. CheckpointError where a part of it is missing, or Lightning's part of it has
+    objects beside tensors and plain values (hyperparameters of a class, a callback's) and you do
+    not say that you `trust` who wrote it: reading those runs code that the file names.
     """
-    state, states = streamed_folder.read(
-        folder, lambda path: torch.load(path, map_location="cpu", weights_only=False)
-    )
+    state, states = streamed_folder.read(folder, partial(streamed_folder.load_state, trust=trust))
     state.pop("optimizer_states", None)
     torch.save({**state, "state_dict": streamed_folder.weights_of(states)}, file)
 

@@ -11,6 +11,7 @@ renamed last, says which.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -24,12 +25,14 @@ from offload.checkpoint import model
 from offload.checkpoint.disk import storage_errors, sync_folder
 from offload.checkpoint.folder import discard
 from offload.checkpoint.reader import CheckpointReader
+from offload.swap.maker_marks import marked
 from offload.tiers.errors import CheckpointError, PathError
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
 STATE, _STATES = "state.ckpt", "offload_states"
+_STATES_NAME = re.compile("states-[0-9a-f]{8}")
 
 
 def is_streamed(path: Any) -> bool:
@@ -59,7 +62,7 @@ def save(
     engine.save_checkpoint(folder / states)
     if not writes:
         return
-    pending = folder / f".{STATE}.tmp"
+    pending = folder / marked(f".{STATE}")
     with storage_errors("writing", folder), pending.open("wb") as file:
         torch.save({**state, _STATES: states}, file)
         file.flush()
@@ -72,7 +75,7 @@ def save(
 
 
 def _all_states(folder: Path) -> list[Path]:
-    return [each for each in folder.iterdir() if re.fullmatch("states-[0-9a-f]{8}", each.name)]
+    return [each for each in folder.iterdir() if _STATES_NAME.fullmatch(each.name)]
 
 
 def _is_empty(folder: Path) -> bool:
@@ -86,10 +89,39 @@ def read(path: Any, load: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, A
     """What was saved beside the engine's states, read by `load`, and where these are."""
     folder = Path(path)
     state = load(folder / STATE)
-    states = folder / str(state.pop(_STATES))
-    if not states.is_dir():
+    name = str(state.pop(_STATES, "nothing"))
+    states = folder / name
+    if not _STATES_NAME.fullmatch(name) or not states.is_dir():
         raise CheckpointError(f"{states} is missing, which {folder / STATE} names; load another")
     return state, states
+
+
+def load_state(path: Path, *, trust: bool) -> dict[str, Any]:
+    """A `state.ckpt`, a file of `torch.save`. CheckpointError where it holds more than tensors and
+    plain values, unless `trust`: what is more is made by code that the file names."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=not trust)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except Exception as error:  # noqa: BLE001 - whatever unpickling makes of damaged bytes
+        if trust or not isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(f"{path} is damaged ({error!r:.200}); load another") from None
+        raise CheckpointError(
+            f"{path} is a pickle that cannot be read as data alone ({_first_line(error)}), and to "
+            "read it otherwise runs code that it names; if you trust whoever wrote it, pass "
+            "trust=True"
+        ) from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, no state; load another")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    """Of what torch says, which goes on with how to switch the check off."""
+    lines = [
+        line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "class" in line
+    ]
+    return (lines or str(error).splitlines() or ["no reason given"])[0][:200]
 
 
 def remove(path: Any) -> None:

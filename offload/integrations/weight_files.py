@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.model_files import INDEX, SINGLE
 from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
 from offload.checkpoint.weights import stream_weights
+from offload.swap.maker_marks import marked
 from offload.tiers.errors import UnsupportedError
 from offload.zero.layout import ParamSpec
 
@@ -140,7 +140,7 @@ class _Files:
         with ExitStack() as failed:
             failed.callback(self._open.close)
             for file, each in sections.items():
-                pending = folder / f".{file}.tmp-{secrets.token_hex(6)}"
+                pending = folder / marked(f".{file}")
                 self._final[pending] = folder / file
                 writer = SafetensorsWriter(pending, each, _METADATA)
                 self._open.enter_context(writer)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.checkpoint.disk import sync_folder
 from offload.loggers import JSONLinesLogger
+from offload.swap.maker_marks import marked
 from offload.tiers.errors import PathError
 
 if TYPE_CHECKING:
@@ -109,13 +111,14 @@ def _is_whole(line: str) -> bool:
 
 def write_whole(path: Path, text: str) -> None:
     """Replace the file by `text`, durably: a reader finds the old text or the new. PathError."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(marked(f".{path.name}"))
     try:
-        with temporary.open("w") as file:
+        with temporary.open("x") as file:  # never through a link that somebody has put there
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise PathError(f"cannot write {path}: {error.strerror}") from None

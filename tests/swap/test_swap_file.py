@@ -84,7 +84,7 @@ def test_a_directory_open_to_all_needs_the_sticky_bit(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_writable_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
     with pytest.raises(PathError, match="not writable"):
         check_directory(tmp_path)
 

@@ -1,0 +1,106 @@
+"""Names that say which process made what they name, for what is to vanish with that process.
+
+    STEM.tmp-BOOT-SPACE-PID-START-RANDOM-CHECK
+
+BOOT is the machine's since it was started, SPACE the namespace that PID counts in (containers have
+their own), START when the process began, since a pid is used again; CHECK a hash of all before it:
+no other name is taken for one. What a killed process left is told from what a living one uses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import xxhash
+
+_MARKED = re.compile(
+    r"(?P<start>.+\.tmp-(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<ticks>\d+)"
+    r"-[0-9a-f]{12})-(?P<check>[0-9a-f]{16})"
+)
+_UNKNOWN = 0  # a namespace or a start that /proc does not say
+_PROC = Path("/proc")
+
+
+class Life(Enum):
+    """Whether a process lives; UNKNOWN where that cannot be told from here."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A process, wherever and whenever it runs."""
+
+    boot: str
+    space: int
+    pid: int
+    ticks: int  # between the machine's start and its own
+
+    @classmethod
+    def here(cls, proc: Path = _PROC) -> Maker:
+        """This process."""
+        pid = os.getpid()
+        return cls(_boot(proc), _space(proc), pid, _ticks(pid, proc) or _UNKNOWN)
+
+    def life(self, *, is_local: bool, proc: Path = _PROC) -> Life:
+        """`is_local`: no other machine can have made what carries this mark, so that another BOOT
+        is one of the past."""
+        if self.boot != _boot(proc):
+            return Life.DEAD if is_local else Life.UNKNOWN
+        if self.space != _space(proc) or _UNKNOWN in (self.space, self.ticks):
+            return Life.UNKNOWN
+        return Life.ALIVE if _ticks(self.pid, proc) == self.ticks else Life.DEAD
+
+
+def marked(stem: str) -> str:
+    """A new name with this process's mark."""
+    here = Maker.here()
+    random = secrets.token_hex(6)
+    start = f"{stem}.tmp-{here.boot}-{here.space}-{here.pid}-{here.ticks}-{random}"
+    return f"{start}-{_check(start)}"
+
+
+def maker_of(name: str) -> Maker | None:
+    """Who made what has this name; None unless `marked` made the name."""
+    found = _MARKED.fullmatch(name)
+    if found is None or found["check"] != _check(found["start"]):
+        return None
+    return Maker(found["boot"], int(found["space"]), int(found["pid"]), int(found["ticks"]))
+
+
+def _check(start: str) -> str:
+    return xxhash.xxh3_64_hexdigest(os.fsencode(f"offload: {start}"))
+
+
+def _boot(proc: Path) -> str:
+    try:
+        text = (proc / "sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return "0" * 8
+    return text[:8]
+
+
+def _space(proc: Path) -> int:
+    try:
+        return int(re.sub(r"\D", "", os.readlink(proc / "self/ns/pid")) or _UNKNOWN)
+    except OSError:
+        return _UNKNOWN
+
+
+def _ticks(pid: int, proc: Path) -> int | None:
+    """None if there is no such process."""
+    try:
+        text = (proc / str(pid) / "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except OSError:
+        return _UNKNOWN
+    # the program's name, in brackets, may hold anything
+    return int(text.rpartition(")")[2].split()[19])

@@ -1,0 +1,154 @@
+"""A folder for swap files, opened once: what is checked is what is used, whatever becomes of its
+name meanwhile.
+
+Links in the path are followed as the user means them, then each part is opened below the one
+before it, and none of them may be a link any more: whoever exchanges a part for a link while we
+look is noticed. Everything in the folder is made relative to its descriptor.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import stat
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from offload.tiers.errors import PathError
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_ROOT_UID = 0
+
+
+class PinnedFolder:
+    """A folder that is open. `fd` is for calls with dir_fd; `path` (absolute, without links) for
+    messages; `created`: it was not there before. A context manager."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Creates its last component (0700) if missing. Raises PathError."""
+        self.fd = -1
+        self.created = False
+        named = Path(path).expanduser().absolute()
+        try:
+            with suppress(OSError):
+                os.statvfs(named)  # mounts what is mounted when it is used; O_PATH would not
+            self.path = Path(os.path.realpath(named))
+        except ValueError as error:  # NUL
+            raise PathError(f"nvme.paths: {str(named)!r} cannot be a folder: {error}") from None
+        self._open(named)
+
+    def _open(self, named: Path) -> None:
+        try:
+            self.fd = _opened(self.path)
+        except FileNotFoundError:
+            if named.is_symlink():
+                raise PathError(
+                    f"nvme.paths: {named} is a link to {self.path}, which does not exist; make "
+                    "that folder, or name another"
+                ) from None
+            self._create()
+        except OSError as error:
+            raise _refusal(self.path, error) from None
+
+    def _create(self) -> None:
+        parent = self.path.parent
+        try:
+            outer = _opened(parent)
+        except FileNotFoundError:
+            raise PathError(
+                f"nvme.paths: {self.path} does not exist and neither does {parent}; is the drive "
+                "mounted? Only the last part of a path is created"
+            ) from None
+        except OSError as error:
+            raise _refusal(parent, error) from None
+        try:
+            with suppress(FileExistsError):  # another rank was quicker
+                os.mkdir(self.path.name, 0o700, dir_fd=outer)
+                self.created = True
+            self.fd = os.open(self.path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+        except OSError as error:
+            if error.errno == errno.ENOTDIR:
+                raise _refusal(self.path, error) from None
+            raise PathError(
+                f"nvme.paths: {self.path} cannot be created: {error.strerror}; name another"
+            ) from error
+        finally:
+            os.close(outer)
+
+    def check_owner(self) -> None:
+        """PathError where another user could replace what is made here, or exchange the folder for
+        a file system of their own."""
+        status = os.fstat(self.fd)
+        mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+        remedy = "name a folder in it that does not exist yet, which is then made for this user"
+        is_open = status.st_mode & stat.S_IWOTH
+        if is_open and status.st_mode & stat.S_ISVTX:
+            return  # as /tmp is: everybody may add files, nobody may touch those of others
+        if is_open:
+            raise PathError(
+                f"nvme.paths: {self.path} is writable by every user and has no sticky bit "
+                f"({mode}); chmod 0700 it, or {remedy}"
+            )
+        if status.st_uid not in (_ROOT_UID, os.geteuid()):
+            raise PathError(
+                f"nvme.paths: {self.path} belongs to {_user(status.st_uid)} ({mode}), and this is "
+                f"{_user(os.geteuid())}; chown it, or {remedy}"
+            )
+
+    def check_writable(self) -> None:
+        if not os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd):
+            raise PathError(f"nvme.paths: {self.path} is not writable by this user; name another")
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that this user can still write."""
+        status = os.statvfs(self.fd)
+        return status.f_bavail * status.f_frsize
+
+    def close(self) -> None:
+        """Calling it again does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+
+def _opened(path: Path) -> int:
+    """`path` is absolute, and has no links."""
+    fd = os.open("/", _FOLDER)
+    for part in path.parts[1:]:
+        outer = fd
+        try:
+            fd = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+        finally:
+            os.close(outer)
+    return fd
+
+
+def _refusal(path: Path, error: OSError) -> PathError:
+    if error.errno != errno.ENOTDIR:
+        return PathError(f"nvme.paths: {path} cannot be opened: {error.strerror}; name another")
+    if os.path.realpath(path) != str(path):
+        return PathError(
+            f"nvme.paths: {path} was a folder, and a part of it has just become a link: somebody "
+            "else changes it; name a folder that only this user can change"
+        )
+    return PathError(f"nvme.paths: {path} is not a directory; name one")
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return f"user {uid}"
