@@ -1,4 +1,4 @@
-"""Shared by all tests: stacks on a hang, GPU tests skipped where there is no GPU."""
+"""Shared by all tests: no network, stacks on a hang, GPU tests skipped where there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import no_network
+
+no_network.block()
 
 # The models here are tiny: PyTorch's threads would wait for each other longer than they compute,
 # ten times as long on a machine that is busy otherwise. Set before torch is imported.
@@ -67,6 +71,14 @@ def no_thread_stays() -> Iterator[None]:
         assert time.monotonic() < until, f"left behind: {left}"
         gc.collect()
         time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def no_test_asks_another_machine() -> Iterator[None]:
+    """Also one that goes on without what it asked for."""
+    yield
+    calls, no_network.refused[:] = list(no_network.refused), []
+    assert calls == []
 
 
 @pytest.fixture(scope="module", autouse=True)
