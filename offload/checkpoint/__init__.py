@@ -1,7 +1,7 @@
 """Checkpoints: a folder of safetensors files and a manifest, complete or absent.
 
     step-000100/
-        manifest.json                   names, shapes, steps, numbers, XXH3 of every file's sections
+        manifest.json                   names, shapes, steps, numbers, XXH3 of every file's blocks
         parameters/000.safetensors      one file per group: true names and shapes, model precision
         optimizer/000.safetensors       NAME.exp_avg, NAME.exp_avg_sq, NAME.low or NAME.master, ...
         buffers.safetensors             persistent buffers (others are the model's code to rebuild)
@@ -44,16 +44,18 @@ def save(engine: Engine, path: Path) -> None:
     save_engine(engine, path)
 
 
-def load(engine: Engine, path: Path, *, verify: bool = True) -> None:
+def load(engine: Engine, path: Path) -> None:
     """Take over the checkpoint `path`, saved under any placement, budget or chunk size.
 
     Sets parameters, optimizer states, step counts, the param groups' numbers, the loss scale and
     persistent buffers; forgets gradients. Training then goes on bit for bit as it would have.
 
-    The checkpoint is checked first (with `verify`, every byte of it): CheckpointError leaves the
-    engine as it was. An error after that leaves a mixture, so the engine then refuses to train,
-    read or save (StateError) until a load succeeds.
+    Everything is read once, and each block is compared with its hash as it comes; one that fails is
+    read again first. Whether the checkpoint is of this engine, and has all files and tensors, is
+    known before: such a CheckpointError leaves the engine as it was. A damaged block, or a
+    StorageError, is met half-way and leaves a mixture, so the engine then refuses to train, read or
+    save (StateError) until a load succeeds. `offload checkpoint verify` looks without loading.
     """
     from offload.checkpoint.loading import load_engine
 
-    load_engine(engine, path, verify=verify)
+    load_engine(engine, path)

@@ -84,6 +84,11 @@ def read_ahead(fd: int, offset_bytes: int, nbytes: int) -> None:
     os.posix_fadvise(fd, offset_bytes, nbytes, os.POSIX_FADV_WILLNEED)
 
 
+def forget(fd: int, offset_bytes: int, nbytes: int) -> None:
+    """Let the page cache give up a range, so that the next read asks the device."""
+    os.posix_fadvise(fd, offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,6 +1,9 @@
 """The contents of a checkpoint: `manifest.json`, written last, with a hash of itself.
 
 Numbers survive exactly: Python writes a float so that it reads back as the same float.
+
+Versions: 1 had no `model`. 1 and 2 had one hash per section, and none of the fields with "from
+version 3 on"; they are read.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from offload.checkpoint import bounded_json
+from offload.checkpoint.blocks import DIGITS, blocks_in, new_generation
 from offload.tiers.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 PARAMETERS, OPTIMIZER, BUFFERS = "parameters", "optimizer", "buffers.safetensors"
+RUN = "run.safetensors"
 FORMAT = "offload checkpoint"
-VERSION = 2  # 1 had no `model`
+VERSION = 3
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
@@ -26,7 +32,8 @@ ITEMSIZE = {
 _PARAMETER_DTYPES = {"F32", "BF16", "F16"}
 MasterName = Literal["none", "split", "fp32"]
 _FIELD_DTYPES = {"master": {"F32"}, "low": {"I16"}}  # others: any
-_DATA_FILE = re.compile(rf"({PARAMETERS}|{OPTIMIZER})/[0-9]{{3,}}\.safetensors|{BUFFERS}")
+_DATA_FILE = re.compile(rf"({PARAMETERS}|{OPTIMIZER})/[0-9]{{3,}}\.safetensors|{BUFFERS}|{RUN}")
+_HASHES = re.compile(r"[0-9a-f]*")
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Shape = list[Count]
@@ -46,7 +53,7 @@ class SectionRecord(_Record):
 
     name: str
     nbytes: Count
-    xxh3: str  # XXH3-64, hexadecimal
+    xxh3: str  # of its blocks, see `blocks`; before version 3 XXH3-64 of all its bytes
 
 
 class FileRecord(_Record):
@@ -113,6 +120,16 @@ class ModelRecord(_Record):
     folder: str | None  # that it was loaded from, with its tokenizer
 
 
+class RunRecord(_Record):
+    """What goes on beside the engine: random numbers, schedules, the user's own state.
+
+    Each section's owner says what its JSON means. Tensors lie in the file `RUN`; those of a section
+    have names that begin with its name and a slash."""
+
+    sections: dict[str, Any]
+    tensors: list[BufferRecord] = []
+
+
 class Manifest(_Record):
     """Everything but the tensors."""
 
@@ -130,6 +147,14 @@ class Manifest(_Record):
     buffers_file: str
     files: dict[str, FileRecord]
     model: ModelRecord | None = None
+    # From version 3 on:
+    generation: str = Field(default_factory=new_generation, max_length=64)
+    saved_as: str | None = None  # the name that the folder was given
+    run: RunRecord | None = None
+
+    def bound_to(self, file: str) -> str:
+        """What the hashes of a file's blocks are bound to."""
+        return f"{self.generation}/{file}"
 
     @property
     def nbytes(self) -> int:
@@ -137,15 +162,24 @@ class Manifest(_Record):
         return sum(file.nbytes for file in self.files.values())
 
     def to_json(self) -> str:
-        """Text that `from_json` reads back, ending in its own hash."""
+        """Text that `from_json` reads back, ending in its own hash. CheckpointError for one that is
+        too large for that."""
         content = self.model_dump()
-        return json.dumps({**content, "xxh3": _digest(content)}, indent=1)
+        text = json.dumps({**content, "xxh3": _digest(content)}, indent=1)
+        try:
+            bounded_json.check_size(text.encode())
+        except ValueError as error:
+            raise CheckpointError(
+                f"a manifest of this model could not be read again: {error}; keep less in the "
+                "checkpoint's state, or merge parameters"
+            ) from None
+        return text
 
     @classmethod
-    def from_json(cls, text: str, what: str) -> Manifest:
+    def from_json(cls, raw: bytes | bytearray, what: str) -> Manifest:
         """CheckpointError, naming the file as `what`, if it is damaged, foreign or too new."""
         try:
-            content = json.loads(text)
+            content = bounded_json.parse(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise CheckpointError(f"{what} is not the manifest of a checkpoint of offload")
             _check_version(content, what)
@@ -193,14 +227,17 @@ def _check_references(manifest: Manifest) -> None:
     _check_parameters(manifest)
     _check_optimizer(manifest)
     _check_unique("buffer", (record.name for record in manifest.buffers))
-    for buffer in manifest.buffers:
+    others = [] if manifest.run is None else manifest.run.tensors
+    _check_unique("tensor of the run", (record.name for record in others))
+    for buffer in (*manifest.buffers, *others):
         if buffer.dtype not in ITEMSIZE:
             raise ValueError(f"buffer {buffer.name} has dtype {buffer.dtype}")
 
 
 def _check_files(manifest: Manifest) -> None:
     named = {name for g in manifest.groups for name in (g.parameters, g.optimizer) if name}
-    for name in (named | {manifest.buffers_file}) - manifest.files.keys():
+    named |= {manifest.buffers_file} | ({RUN} if manifest.run and manifest.run.tensors else set())
+    for name in named - manifest.files.keys():
         raise ValueError(f"no file {name}")
     for name, file in manifest.files.items():
         if not is_data_file(name):
@@ -208,6 +245,10 @@ def _check_files(manifest: Manifest) -> None:
         hashed = sum(section.nbytes for section in file.sections)
         if hashed != file.nbytes:
             raise ValueError(f"{name} has {file.nbytes} bytes, and hashes for {hashed}")
+        for section in file.sections:
+            count = blocks_in(section.nbytes) if manifest.version >= 3 else 1
+            if len(section.xxh3) != DIGITS * count or not _HASHES.fullmatch(section.xxh3):
+                raise ValueError(f"{section.name} of {name} should have {count} hashes")
 
 
 def _check_parameters(manifest: Manifest) -> None:

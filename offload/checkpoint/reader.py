@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-import xxhash
-
-from offload.checkpoint.disk import read_ahead, read_all, storage_errors
+from offload.checkpoint.bounded_json import MOST_NBYTES
+from offload.checkpoint.checked_files import REMEDY, CheckedFiles
+from offload.checkpoint.disk import forget, read_all, storage_errors
 from offload.checkpoint.locks import POLL_S, OpenFolder
 from offload.checkpoint.manifest import (
     MANIFEST,
+    RUN,
     BufferRecord,
     FileRecord,
     Manifest,
@@ -32,12 +32,7 @@ from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError, StorageError
 from offload.tiers.units import format_bytes
 
-_READ_NBYTES = 4 << 20
-_AHEAD_NBYTES = 16 << 20
-_MANIFEST_LIMIT_NBYTES = 1 << 30
 _TRIES = 200  # to open what is just being replaced: a second
-_ALL = slice(None)
-_REMEDY = "load another checkpoint, or restore this one from a copy"
 
 
 class CheckpointReader:
@@ -56,46 +51,62 @@ class CheckpointReader:
         try:
             self.manifest = self._read_manifest()
         except BaseException:
-            self.close()
+            self._folder.close()
             raise
+        self._files = CheckedFiles(path, self.manifest, self._open_data)
 
     def _read_manifest(self) -> Manifest:
+        """Read again, from the device, where it cannot be used, until the same bytes came twice."""
         path = self.path / MANIFEST
         try:
-            with self._open(MANIFEST) as fd:
-                nbytes = os.fstat(fd).st_size
-                if nbytes > _MANIFEST_LIMIT_NBYTES:
-                    raise CheckpointError(
-                        f"{path} has {format_bytes(nbytes)}, no manifest has more than "
-                        f"{format_bytes(_MANIFEST_LIMIT_NBYTES)}; {_REMEDY}"
-                    )
-                raw = bytearray(nbytes)
-                read_all(fd, memoryview(raw), 0, path)
+            fd = self._open(MANIFEST)
         except FileNotFoundError:
             raise CheckpointError(_foreign(self.path)) from None
         except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}; {_REMEDY}") from None
+            raise CheckpointError(f"cannot open {path}: {error.strerror}; {REMEDY}") from None
         try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is damaged: {error}; {_REMEDY}") from None
-        return Manifest.from_json(text, str(path))
-
-    @contextmanager
-    def _open(self, name: str) -> Iterator[int]:
-        # a pipe would wait for its writer
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        fd = os.open(name, flags, dir_fd=self._folder.fd)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise CheckpointError(f"{self.path / name} is no regular file; {_REMEDY}")
-            yield fd
+            before = None
+            while True:
+                raw = self._manifest_bytes(fd, path)
+                try:
+                    return Manifest.from_json(raw, str(path))
+                except CheckpointError:
+                    if raw == before:
+                        raise
+                before = raw
+                forget(fd, 0, len(raw))
         finally:
             os.close(fd)
 
+    @staticmethod
+    def _manifest_bytes(fd: int, path: Path) -> bytearray:
+        nbytes = os.fstat(fd).st_size
+        if nbytes > MOST_NBYTES:
+            raise CheckpointError(
+                f"{path} has {format_bytes(nbytes)}, no manifest has more than "
+                f"{format_bytes(MOST_NBYTES)}; {REMEDY}"
+            )
+        raw = bytearray(nbytes)
+        read_all(fd, memoryview(raw), 0, path)
+        return raw
+
+    def _open(self, name: str) -> int:
+        """A descriptor. CheckpointError for what is no regular file."""
+        # a pipe would wait for its writer
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(name, flags, dir_fd=self._folder.fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise CheckpointError(f"{self.path / name} is no regular file; {REMEDY}")
+        return fd
+
+    def _open_data(self, name: str) -> int:
+        with storage_errors("opening", self.path / name):
+            return self._open(name)
+
     # ---------------------------------------------------------------- tensors
     def parameter(self, record: ParameterRecord) -> StoredTensor:
-        """Where a parameter lies. CheckpointError, as of the next two, unless its file has it with
+        """Where a parameter lies. CheckpointError, as of the next ones, unless its file has it with
         that dtype and shape."""
         return self._tensor(self.manifest.groups[record.group].parameters, info_of(record))
 
@@ -108,60 +119,87 @@ class CheckpointReader:
         """Where a buffer lies."""
         return self._tensor(self.manifest.buffers_file, info_of(record))
 
+    def run_tensor(self, record: BufferRecord) -> StoredTensor:
+        """Where a tensor of the manifest's `run` lies."""
+        return self._tensor(RUN, info_of(record))
+
+    def check_headers(self) -> None:
+        """CheckpointError unless every file has a sound one, also of no tensors."""
+        for file in self.manifest.files:
+            self._header(file)
+
     def _tensor(self, file: str, expected: TensorInfo) -> StoredTensor:
         found = self._header(file).get(expected.name)
         if found is None or found.info != expected:
             has = "no such tensor" if found is None else f"{found.info.dtype} {found.info.shape}"
             raise CheckpointError(
                 f"{self.path / file}: {expected.name} should be {expected.dtype} {expected.shape}, "
-                f"the file has {has}; {_REMEDY}"
+                f"the file has {has}; {REMEDY}"
             )
         return found
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
         if file not in self._headers:
-            path = self.path / file
-            with storage_errors("reading", path), self._open(file) as fd:
 
-                def read(offset: int, nbytes: int) -> bytes:
-                    buffer = bytearray(nbytes)
-                    read_all(fd, memoryview(buffer), offset, path)
-                    return bytes(buffer)
+            def read(offset: int, nbytes: int) -> bytes:
+                buffer = bytearray(nbytes)
+                self._files.read_into(file, offset, memoryview(buffer))
+                return bytes(buffer)
 
-                self._headers[file] = parse_header(read, os.fstat(fd).st_size, file, str(path))
+            nbytes = self.manifest.files[file].nbytes
+            self._headers[file] = parse_header(read, nbytes, file, str(self.path / file))
         return self._headers[file]
 
     def read_into(self, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the tensor's bytes from `start_bytes` on."""
-        path = self.path / tensor.file
-        with storage_errors("reading", path), self._open(tensor.file) as fd:
-            read_all(fd, buffer, tensor.offset_bytes + start_bytes, path)
+        """Fill `buffer` with the tensor's bytes from `start_bytes` on, compared with their hashes.
+
+        CheckpointError if they are not what was written; StorageError. Either leaves anything in
+        `buffer`.
+        """
+        self._files.read_into(tensor.file, tensor.offset_bytes + start_bytes, buffer)
 
     # ---------------------------------------------------------------- checks
-    def check(self, *, contents: bool, share: slice = _ALL) -> None:
+    def check(self, *, contents: bool) -> None:
         """CheckpointError at the first problem."""
-        for problem in self.problems(contents=contents, share=share):
-            raise CheckpointError(f"{problem}; {_REMEDY}")
+        for problem in self.problems(contents=contents):
+            raise CheckpointError(problem if problem.endswith(REMEDY) else f"{problem}; {REMEDY}")
 
-    def problems(self, *, contents: bool, share: slice = _ALL) -> Iterator[str]:
-        """The files' problems: missing, of another size or, with `contents`, changed: of the files
-        in the order of their sizes, `share` is read for that."""
+    def problems(self, *, contents: bool) -> Iterator[str]:
+        """The files' problems: missing, of another size or, with `contents`, changed, or without a
+        tensor that the manifest has. All bytes are read for that."""
         sound = []
         for name, record in self.manifest.files.items():
             problem = self._size_problem(name, record)
             if problem is None:
-                sound.append((name, record))
+                sound.append(name)
             else:
                 yield problem
-        if contents:
-            buffer = memoryview(bytearray(_READ_NBYTES))
-            by_size = sorted(sound, key=lambda each: -each[1].nbytes)
-            chosen = dict(by_size[share])
-            total = sum(record.nbytes for record in chosen.values())
-            with progress(f"checking {self.path.name}", total) as came:
-                for name, record in sound:
-                    if name in chosen:
-                        yield from self._changed_sections(name, record, buffer, came)
+        if not contents:
+            return
+        whole = len(sound) == len(self.manifest.files)
+        with progress(f"checking {self.path.name}", self.manifest.nbytes) as came:
+            for name in sound:
+                for problem in self._files.problems(name, came):
+                    whole = False
+                    yield problem
+        if whole:
+            yield from self._tensor_problems()
+
+    def _tensor_problems(self) -> Iterator[str]:
+        manifest = self.manifest
+        try:
+            self.check_headers()
+            for record in manifest.parameters:
+                self.parameter(record)
+                if record.trainable and 0 not in record.shape:
+                    for field in manifest.optimizer.fields:
+                        self.field(record, field)
+            for buffer in manifest.buffers:
+                self.buffer(buffer)
+            for tensor in manifest.run.tensors if manifest.run is not None else []:
+                self.run_tensor(tensor)
+        except CheckpointError as error:
+            yield str(error)
 
     def _size_problem(self, name: str, record: FileRecord) -> str | None:
         path = self.path / name
@@ -177,27 +215,8 @@ class CheckpointReader:
             return f"{path} has {found.st_size} bytes instead of {record.nbytes}"
         return None
 
-    def _changed_sections(
-        self, name: str, record: FileRecord, buffer: memoryview, came: Callable[[int], None]
-    ) -> Iterator[str]:
-        path, offset = self.path / name, 0
-        with storage_errors("reading", path), self._open(name) as fd:
-            for section in record.sections:
-                digest = xxhash.xxh3_64()
-                for start in range(0, section.nbytes, len(buffer)):
-                    part = buffer[: min(len(buffer), section.nbytes - start)]
-                    read_ahead(fd, offset + start + len(part), _AHEAD_NBYTES)
-                    read_all(fd, part, offset + start, path)
-                    digest.update(part)
-                    came(len(part))
-                if digest.hexdigest() != section.xxh3:
-                    yield (
-                        f"{path} is damaged: {section.name} ({format_bytes(section.nbytes)} at "
-                        f"byte {offset}) has XXH3 {digest.hexdigest()} instead of {section.xxh3}"
-                    )
-                offset += section.nbytes
-
     def close(self) -> None:
+        self._files.close()
         self._folder.close()
 
     def __enter__(self) -> CheckpointReader:

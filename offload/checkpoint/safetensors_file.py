@@ -9,7 +9,7 @@ front to its end:
 
     ├ header ┤├── every exp_avg ──►      ┤├── every exp_avg_sq ──►      ┤├── every low ──► ┤
 
-so that a chunk of all fields can be written at once and each section's XXH3 needs no second look.
+so that a chunk of all fields can be written at once and no hash needs a second look.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import xxhash
-
+from offload.checkpoint import bounded_json
+from offload.checkpoint.blocks import BlockHashes
+from offload.checkpoint.bounded_json import MOST_NBYTES
 from offload.checkpoint.disk import start_writeback, storage_errors, write_all
 from offload.checkpoint.manifest import (
     ITEMSIZE,
@@ -38,7 +39,6 @@ from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
 _WRITEBACK_NBYTES = 8 << 20
-_HEADER_LIMIT_NBYTES = 100_000_000  # as the safetensors library has it
 _MOST_NUMEL = 1 << 60
 
 
@@ -83,8 +83,8 @@ class _Section:
     name: str
     start: int
     nbytes: int
+    hashes: BlockHashes
     filled: int = 0
-    digest: Any = field(default_factory=xxhash.xxh3_64)
 
 
 def file_nbytes(sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str, str]) -> int:
@@ -109,20 +109,22 @@ def _header(sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str,
 
 
 class SafetensorsWriter:
-    """Creates `path` and fills its sections. A context manager; `finish` makes it durable."""
+    """Creates `path` and fills its sections. A context manager; `finish` makes it durable.
+
+    `bound_to`: of a checkpoint's file what its hashes are bound to (`Manifest.bound_to`)."""
 
     def __init__(
         self, path: Path, sections: Mapping[str, Sequence[TensorInfo]],
-        metadata: Mapping[str, str],
+        metadata: Mapping[str, str], bound_to: str = "",
     ) -> None:  # fmt: skip
         self.path = path
         header = _header(sections, metadata)
-        self._sections = {"header": _Section("header", 0, len(header))}
-        end = len(header)
-        for name, tensors in sections.items():
-            section = _Section(name, end, sum(tensor.nbytes for tensor in tensors))
-            self._sections[name] = section
-            end += section.nbytes
+        self._sections: dict[str, _Section] = {}
+        end = 0
+        sizes = {name: sum(tensor.nbytes for tensor in each) for name, each in sections.items()}
+        for name, nbytes in {"header": len(header), **sizes}.items():
+            self._sections[name] = _Section(name, end, nbytes, BlockHashes(bound_to, end))
+            end += nbytes
         self.nbytes = end
         self._unstarted = 0  # bytes that the device was not asked to write yet
         with storage_errors("creating", path):
@@ -138,7 +140,8 @@ class SafetensorsWriter:
         into = self._sections[section]
         if into.filled + data.nbytes > into.nbytes:
             raise IntegrityError(f"{self.path}: {data.nbytes} bytes too many for {section}")
-        into.digest.update(data)
+        data = data.cast("B")
+        into.hashes.update(data)
         write_all(self._fd, data, into.start + into.filled, self.path)
         into.filled += data.nbytes
         self._unstarted += data.nbytes
@@ -158,7 +161,7 @@ class SafetensorsWriter:
             # written once and not read soon: leave the page cache to the training data
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         records = [
-            SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.digest.hexdigest())
+            SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.hashes.text())
             for section in self._sections.values()
         ]
         return FileRecord(nbytes=self.nbytes, sections=records)
@@ -181,15 +184,15 @@ def parse_header(
     CheckpointError, naming it as `what`, unless its tensors fill the file.
     """
     length = int.from_bytes(read(0, 8), "little") if nbytes >= 8 else nbytes
-    if length > min(nbytes - 8, _HEADER_LIMIT_NBYTES):
+    if length > min(nbytes - 8, MOST_NBYTES):
         raise CheckpointError(f"{what} is no safetensors file: its header would be {length} bytes")
     try:
-        entries = json.loads(read(8, length))
+        entries = bounded_json.parse(read(8, length))
         entries.pop("__metadata__", None)
         found = {name: _stored(name, entry, file, 8 + length) for name, entry in entries.items()}
         _check_places(found, 8 + length, nbytes)
         return found
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{what} has a damaged header ({error!s:.200}); load another checkpoint"
         ) from None

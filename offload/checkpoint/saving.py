@@ -185,7 +185,7 @@ class _Saver:
         )
 
     def write(self, folder: Path, name: str) -> None:
-        """Every file, the manifest last; `name` is shown meanwhile."""
+        """Every file, the manifest last. `name`: that the folder is going to have."""
         nbytes = self._nbytes()
         check_room(folder, nbytes)
         with storage_errors("creating", folder):
@@ -195,7 +195,7 @@ class _Saver:
             for number in range(len(self._saved)):
                 self._write_group(folder, number)
             self._write_others(folder)
-        manifest = self._manifest.model_copy(update={"files": self._files})
+        manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
         _write_text(folder / MANIFEST, manifest.to_json())
 
     # ---------------------------------------------------------------- what each file holds
@@ -244,7 +244,7 @@ class _Saver:
             parameters = stack.enter_context(
                 SafetensorsWriter(
                     folder / record.parameters, self._parameter_sections(number),
-                    self._metadata(number),
+                    self._metadata(number), self._manifest.bound_to(record.parameters),
                 )
             )  # fmt: skip
             optimizer = None
@@ -252,7 +252,7 @@ class _Saver:
                 optimizer = stack.enter_context(
                     SafetensorsWriter(
                         folder / record.optimizer, self._optimizer_sections(number),
-                        {"group": record.name},
+                        {"group": record.name}, self._manifest.bound_to(record.optimizer),
                     )
                 )  # fmt: skip
             for group, _ in saved.of_all_ranks():
@@ -293,7 +293,10 @@ class _Saver:
         return _packed_section(self._wholes[spec.name].spec.name, name) if packed else name
 
     def _write_others(self, folder: Path) -> None:
-        with SafetensorsWriter(folder / BUFFERS, self._other_sections(), {"format": "pt"}) as file:
+        with SafetensorsWriter(
+            folder / BUFFERS, self._other_sections(), {"format": "pt"},
+            self._manifest.bound_to(BUFFERS),
+        ) as file:  # fmt: skip
             for tensor in self._others.values():
                 if tensor.numel():
                     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -7,7 +7,7 @@ time. The result is what `engine.save_checkpoint` of `offload.deepspeed` writes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from offload.checkpoint.manifest import (
     ParamGroupRecord,
 )
 from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.safetensors_file import SafetensorsWriter, field_info, info_of
+from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, field_info, info_of
 from offload.config.optimizer_kinds import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.plain_state import packed
@@ -46,6 +46,7 @@ from offload.kernels.variants import Master
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.zero.records import RecordFormat
 
+Sections = Mapping[str, Sequence[TensorInfo]]
 _log = logging.getLogger("offload")
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MASTERS = {"fp32": Master.NONE, "bf16": Master.SPLIT, "fp16": Master.FP32}
@@ -78,7 +79,7 @@ def import_checkpoint(
     target = out / folder.name
     out.mkdir(parents=True, exist_ok=True)
     with PendingFolder(target) as pending:
-        reader.write(pending.path)
+        reader.write(pending.path, target.name)
         pending.commit()
     write_imported(out, folder.name, state)
     return target
@@ -125,6 +126,7 @@ class _Importer:
         self._fields = {f.name: _FIELD_DTYPES[f.dtype.name] for f in self._format.fields}
         self._params = self._listed({**found.shared, **tied})
         self._files: dict[str, FileRecord] = {}
+        self._manifest = self._new_manifest()
 
     def _listed(self, tied: dict[str, str]) -> dict[str, _Param]:
         found, names = self._found, {}
@@ -150,8 +152,9 @@ class _Importer:
         return listed
 
     # ---------------------------------------------------------------- writing
-    def write(self, folder: Path) -> None:
-        """Every file, the manifest last. A group per parameter: they load into any grouping."""
+    def write(self, folder: Path, name: str) -> None:
+        """Every file, the manifest last. A group per parameter: they load into any grouping.
+        `name`: that the folder is going to have."""
         numel = sum(int(np.prod(each.record.shape)) for each in self._params.values())
         check_room(folder, 16 * numel)
         with storage_errors("creating", folder):
@@ -168,7 +171,7 @@ class _Importer:
             value = self._found.frozen_value(name).to(self._found.dtype)
             self._write_weights(folder, self._params[name].record, value)
         self._write_buffers(folder)
-        manifest = self._manifest().model_copy(update={"files": self._files})
+        manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
         with storage_errors("writing", folder):
             (folder / MANIFEST).write_text(manifest.to_json())
 
@@ -193,7 +196,7 @@ class _Importer:
             field: [field_info(record, field, dtype)]
             for field, dtype in sorted(self._fields.items(), key=lambda item: item[1] == "I16")
         }  # wide fields first, for alignment
-        with SafetensorsWriter(folder / file, sections, {"group": record.names[0]}) as writer:
+        with self._writer(folder, file, sections, {"group": record.names[0]}) as writer:
             for field in sections:
                 if arrays[field].size:
                     writer.append(field, arrays[field].view(np.uint8).data)
@@ -201,18 +204,23 @@ class _Importer:
 
     def _write_weights(self, folder: Path, record: ParameterRecord, value: torch.Tensor) -> None:
         file = f"{PARAMETERS}/{record.group:03d}.safetensors"
-        with SafetensorsWriter(
-            folder / file, {"tensors": [info_of(record)]}, {"format": "pt"}
-        ) as writer:
+        sections = {"tensors": [info_of(record)]}
+        with self._writer(folder, file, sections, {"format": "pt"}) as writer:
             _append(writer, value)
             self._files[file] = writer.finish()
 
     def _write_buffers(self, folder: Path) -> None:
         sections = {"tensors": [info_of(record) for record in self._buffers()]}
-        with SafetensorsWriter(folder / BUFFERS, sections, {"format": "pt"}) as writer:
+        with self._writer(folder, BUFFERS, sections, {"format": "pt"}) as writer:
             for value in self._found.buffers.values():
                 _append(writer, value)
             self._files[BUFFERS] = writer.finish()
+
+    def _writer(
+        self, folder: Path, file: str, sections: Sections, metadata: Mapping[str, str]
+    ) -> SafetensorsWriter:
+        bound_to = self._manifest.bound_to(file)
+        return SafetensorsWriter(folder / file, sections, metadata, bound_to)
 
     def _buffers(self) -> list[BufferRecord]:
         return [
@@ -220,7 +228,7 @@ class _Importer:
             for name, value in self._found.buffers.items()
         ]
 
-    def _manifest(self) -> Manifest:
+    def _new_manifest(self) -> Manifest:
         about = self._found.about
         scale = self._found.loss_scale if self._precision == "fp16" else None
         groups = [

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 import offload
 from offload.checkpoint import manifest
+from offload.checkpoint.blocks import BlockHashes
 from offload.checkpoint.exporting import export
 from offload.checkpoint.reader import CheckpointReader
 from offload.errors import CheckpointError
@@ -209,6 +209,9 @@ def test_numbers_of_a_schedule_keep_their_kind(
          "lies outside of the folder"),
         (lambda m: m["files"].update({"manifest.json": buffers_file(m)}), "is no file"),
         (lambda m: m["files"].clear(), "no file"),
+        (lambda m: buffers_file(m)["sections"][0].update(xxh3=""), "should have 1 hashes"),
+        (lambda m: buffers_file(m)["sections"][0].update(xxh3="0" * 32), "should have 1 hashes"),
+        (lambda m: buffers_file(m)["sections"][0].update(xxh3="X" * 16), "should have 1 hashes"),
         (lambda m: m.update(buffers_file="\ud800"), "no file"),
     ],
 )  # fmt: skip
@@ -228,12 +231,18 @@ def forge_header(saved: Path, name: str, change: Callable[[Content], object]) ->
     replaced = change(header)
     text = replaced if isinstance(replaced, str) else json.dumps(header, separators=(",", ":"))
     new = len(text).to_bytes(8, "little") + text.encode()
-    path.write_bytes(new + raw[8 + length :])
+    raw = new + raw[8 + length :]
+    path.write_bytes(raw)
 
     def sign(content: Content) -> None:
-        file = content["files"][name]
-        file["nbytes"] += len(new) - 8 - length
-        file["sections"][0].update(nbytes=len(new), xxh3=xxhash.xxh3_64_hexdigest(new))
+        file, end = content["files"][name], 0
+        file["nbytes"] = len(raw)
+        file["sections"][0]["nbytes"] = len(new)
+        for section in file["sections"]:
+            hashes = BlockHashes(f"{content['generation']}/{name}", end)
+            hashes.update(memoryview(raw)[end : end + section["nbytes"]])
+            end += section["nbytes"]
+            section["xxh3"] = hashes.text()
 
     edited(saved, sign)
 

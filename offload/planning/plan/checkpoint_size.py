@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from offload.checkpoint.blocks import DIGITS, blocks_in
 from offload.checkpoint.manifest import BUFFERS, OPTIMIZER, PARAMETERS, ParameterRecord
 from offload.checkpoint.safetensors_file import TensorInfo, field_info, file_nbytes
 from offload.kernels.rules import StateFormat
@@ -39,6 +40,8 @@ def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> i
         for file, sections, metadata in _files(group, records, kept, index):
             one += file_nbytes(sections, metadata)
             one += _FILE_NBYTES + len(file) + _SECTION_NBYTES * (1 + len(sections))
+            for tensors in sections.values():  # beyond the first hash of each
+                one += DIGITS * (blocks_in(sum(tensor.nbytes for tensor in tensors)) - 1)
         total += group.ep_size * one
     return total + len(BUFFERS)
 

@@ -1,0 +1,231 @@
+"""The data files of a checkpoint: every byte that they give has been compared with its hash.
+
+A read is cut into the blocks that it lies in (see `blocks`). One that is wanted whole goes straight
+into the caller's memory, and is hashed there; one that is wanted in part stays for the next read,
+until its end was taken. So who reads a section from its front to its end, in whatever pieces, reads
+it once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from offload.checkpoint.blocks import BLOCK_NBYTES, DIGITS, BlockHashes, block_hash
+from offload.checkpoint.disk import forget, read_ahead, read_all
+from offload.checkpoint.manifest import FileRecord, Manifest, SectionRecord
+from offload.tiers.errors import CheckpointError, StorageError
+from offload.tiers.units import format_bytes
+
+REMEDY = "load another checkpoint, or restore this one from a copy"
+_AHEAD_NBYTES = 16 << 20
+_KEPT_NBYTES = 8 * BLOCK_NBYTES  # of blocks read in part: one of each field of an optimizer
+_MOST_OPEN = 4
+_TRIES = 3  # to read a block
+_log = logging.getLogger("offload")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    section: str
+    start: int  # in the file
+    nbytes: int
+    xxh3: str
+
+    def __str__(self) -> str:
+        return f"{self.section} ({format_bytes(self.nbytes)} at byte {self.start})"
+
+
+class _File:
+    """One file, open until the object goes."""
+
+    def __init__(self, fd: int, path: Path, bound_to: str, sections: list[SectionRecord]) -> None:
+        self.fd = fd
+        self.path = path
+        self._bound_to = bound_to
+        self._starts: list[int] = []
+        self._sections: list[SectionRecord] = []
+        end = 0
+        for section in sections:
+            if section.nbytes:
+                self._starts.append(end)
+                self._sections.append(section)
+            end += section.nbytes
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    def block_at(self, offset_bytes: int) -> _Block:
+        """That which this byte of the file lies in."""
+        index = bisect_right(self._starts, offset_bytes) - 1
+        return self._block(index, (offset_bytes - self._starts[index]) // BLOCK_NBYTES)
+
+    def _block(self, index: int, number: int) -> _Block:
+        section, first = self._sections[index], number * BLOCK_NBYTES
+        nbytes = min(BLOCK_NBYTES, section.nbytes - first)
+        digits = slice(number * DIGITS, (number + 1) * DIGITS)
+        return _Block(section.name, self._starts[index] + first, nbytes, section.xxh3[digits])
+
+    def sections(self) -> Iterator[Iterator[_Block]]:
+        """All blocks, section by section."""
+        for index, section in enumerate(self._sections):
+            count = len(section.xxh3) // DIGITS
+            yield (self._block(index, number) for number in range(count))
+
+    def fill(self, into: memoryview, block: _Block) -> str | None:
+        """Read a whole block. What is wrong with it, if it is not what was written: it is read
+        again before, from the device. StorageError where that failed each time."""
+        found = ""
+        for tries in range(1, _TRIES + 1):
+            read_ahead(self.fd, block.start + _AHEAD_NBYTES, block.nbytes)
+            try:
+                read_all(self.fd, into, block.start, self.path)
+                found = block_hash(into, self._bound_to, block.start)
+                if found == block.xxh3:
+                    return None
+                why = f"XXH3 {found}"
+            except StorageError as error:
+                if tries == _TRIES:
+                    raise
+                why = str(error)
+            if tries < _TRIES:
+                _log.warning("%s: %s is read again, after %s", self.path, block, why)
+                forget(self.fd, block.start, block.nbytes)
+        return f"{self.path} is damaged: {block} has XXH3 {found} instead of {block.xxh3}"
+
+
+class CheckedFiles:
+    """Reads a checkpoint's files. `open_file` gives a descriptor of its own for a name."""
+
+    def __init__(self, folder: Path, manifest: Manifest, open_file: Callable[[str], int]) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._open_file = open_file
+        self._open: OrderedDict[str, _File] = OrderedDict()  # used last at the end, as of the next
+        self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
+        self._kept_nbytes = 0
+        self._old: dict[str, list[SectionRecord]] = {}  # with hashes of blocks, see `_rehashed`
+
+    def close(self) -> None:
+        self._open.clear()
+        self._kept.clear()
+
+    # ---------------------------------------------------------------- reading
+    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> None:
+        """Fill `buffer` with a file's bytes from `offset_bytes` on; they are in the file.
+
+        CheckpointError if they, or others of their blocks, are not what was written; StorageError.
+        `buffer` holds anything then.
+        """
+        file = self._file(name)
+        buffer = buffer.cast("B")
+        done = 0
+        while done < buffer.nbytes:
+            at = offset_bytes + done
+            block = file.block_at(at)
+            skipped = at - block.start
+            count = min(block.nbytes - skipped, buffer.nbytes - done)
+            into = buffer[done : done + count]
+            if count == block.nbytes:
+                self._fill(file, into, block)
+            else:
+                into[:] = self._whole(name, file, block)[skipped : skipped + count]
+                if skipped + count == block.nbytes:
+                    self._drop((name, block.start))
+            done += count
+
+    def _whole(self, name: str, file: _File, block: _Block) -> memoryview:
+        """A block to take a part of."""
+        key = name, block.start
+        found = self._kept.get(key)
+        if found is None:
+            found = bytearray(block.nbytes)
+            self._fill(file, memoryview(found), block)
+            self._kept[key] = found
+            self._kept_nbytes += len(found)
+            while self._kept_nbytes > _KEPT_NBYTES:
+                self._drop(next(iter(self._kept)))
+        else:
+            self._kept.move_to_end(key)
+        return memoryview(found)
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        self._kept_nbytes -= len(self._kept.pop(key))
+
+    @staticmethod
+    def _fill(file: _File, into: memoryview, block: _Block) -> None:
+        problem = file.fill(into, block)
+        if problem is not None:
+            raise CheckpointError(f"{problem}; {REMEDY}")
+
+    def _file(self, name: str) -> _File:
+        found = self._open.get(name)
+        if found is None:
+            record, bound_to = self._manifest.files[name], self._manifest.bound_to(name)
+            path = self._folder / name
+            fd = self._open_file(name)
+            try:
+                sections = self._sections(name, record, fd, path, bound_to)
+            except BaseException:
+                os.close(fd)
+                raise
+            found = self._open[name] = _File(fd, path, bound_to, sections)
+            if len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(name)
+        return found
+
+    # ---------------------------------------------------------------- checks
+    def problems(self, name: str, came: Callable[[int], None]) -> Iterator[str]:
+        """Of each section of a file the first block that is not what was written."""
+        try:
+            file = self._file(name)
+        except CheckpointError as error:
+            yield str(error)
+            return
+        buffer = memoryview(bytearray(BLOCK_NBYTES))
+        for section in file.sections():
+            found = None
+            for block in section:
+                found = found or file.fill(buffer[: block.nbytes], block)
+                came(block.nbytes)
+            if found is not None:
+                yield found
+
+    # ---------------------------------------------------------------- versions 1 and 2
+    def _sections(
+        self, name: str, record: FileRecord, fd: int, path: Path, bound_to: str
+    ) -> list[SectionRecord]:
+        if self._manifest.version >= 3:
+            return record.sections
+        if name not in self._old:
+            self._old[name] = list(_rehashed(record, fd, path, bound_to))
+        return self._old[name]
+
+
+def _rehashed(record: FileRecord, fd: int, path: Path, bound_to: str) -> Iterator[SectionRecord]:
+    """Sections that have one hash each, compared with it, and then with hashes of their blocks: a
+    file of an older version is read once more, whole, before anything of it is used."""
+    buffer, offset = memoryview(bytearray(BLOCK_NBYTES)), 0
+    for section in record.sections:
+        digest, hashes = xxhash.xxh3_64(), BlockHashes(bound_to, offset)
+        for start in range(0, section.nbytes, BLOCK_NBYTES):
+            part = buffer[: min(BLOCK_NBYTES, section.nbytes - start)]
+            read_ahead(fd, offset + start + _AHEAD_NBYTES, part.nbytes)
+            read_all(fd, part, offset + start, path)
+            digest.update(part)
+            hashes.update(part)
+        if digest.hexdigest() != section.xxh3:
+            raise CheckpointError(
+                f"{path} is damaged: {section.name} ({format_bytes(section.nbytes)} at byte "
+                f"{offset}) has XXH3 {digest.hexdigest()} instead of {section.xxh3}; {REMEDY}"
+            )
+        offset += section.nbytes
+        yield section.model_copy(update={"xxh3": hashes.text()})
