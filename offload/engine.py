@@ -466,10 +466,12 @@ class Engine(TieredModel):
         self.last_checkpoint = SavedCheckpoint(Path(path), stepper.taken + stepper.skipped)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Take over what `save_checkpoint` wrote, under any placement and number of ranks, after
-        all of it was checked against its hashes.
+        """Take over what `save_checkpoint` wrote, under any placement and number of ranks. All of
+        it is compared with its hashes as it is read.
 
-        CheckpointError, and nothing is changed, if it is damaged or of another model.
+        CheckpointError, and nothing is changed, if it is of another model or not all there. After
+        one that names damage, or a StorageError, the engine does nothing (StateError) until
+        another checkpoint is loaded.
         """
         from offload.checkpoint import load
 

@@ -28,7 +28,7 @@ REMEDY = "load another checkpoint, or restore this one from a copy"
 _AHEAD_NBYTES = 16 << 20
 _KEPT_NBYTES = 8 * BLOCK_NBYTES  # of blocks read in part: one of each field of an optimizer
 _MOST_OPEN = 4
-_TRIES = 3  # to read a block
+TRIES = 3  # to read a block, or the manifest
 _log = logging.getLogger("offload")
 
 
@@ -83,7 +83,7 @@ class _File:
         """Read a whole block. What is wrong with it, if it is not what was written: it is read
         again before, from the device. StorageError where that failed each time."""
         found = ""
-        for tries in range(1, _TRIES + 1):
+        for tries in range(1, TRIES + 1):
             read_ahead(self.fd, block.start + _AHEAD_NBYTES, block.nbytes)
             try:
                 read_all(self.fd, into, block.start, self.path)
@@ -92,10 +92,10 @@ class _File:
                     return None
                 why = f"XXH3 {found}"
             except StorageError as error:
-                if tries == _TRIES:
+                if tries == TRIES:
                     raise
                 why = str(error)
-            if tries < _TRIES:
+            if tries < TRIES:
                 _log.warning("%s: %s is read again, after %s", self.path, block, why)
                 forget(self.fd, block.start, block.nbytes)
         return f"{self.path} is damaged: {block} has XXH3 {found} instead of {block.xxh3}"
@@ -111,6 +111,7 @@ class CheckedFiles:
         self._open: OrderedDict[str, _File] = OrderedDict()  # used last at the end, as of the next
         self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
         self._kept_nbytes = 0
+        self._spare: list[bytearray] = []  # at most one: fresh memory costs as much as a copy
         self._old: dict[str, list[SectionRecord]] = {}  # with hashes of blocks, see `_rehashed`
 
     def close(self) -> None:
@@ -146,7 +147,8 @@ class CheckedFiles:
         key = name, block.start
         found = self._kept.get(key)
         if found is None:
-            found = bytearray(block.nbytes)
+            whole = block.nbytes == BLOCK_NBYTES
+            found = self._spare.pop() if whole and self._spare else bytearray(block.nbytes)
             self._fill(file, memoryview(found), block)
             self._kept[key] = found
             self._kept_nbytes += len(found)
@@ -157,7 +159,10 @@ class CheckedFiles:
         return memoryview(found)
 
     def _drop(self, key: tuple[str, int]) -> None:
-        self._kept_nbytes -= len(self._kept.pop(key))
+        dropped = self._kept.pop(key)
+        self._kept_nbytes -= len(dropped)
+        if len(dropped) == BLOCK_NBYTES:
+            self._spare[:] = [dropped]
 
     @staticmethod
     def _fill(file: _File, into: memoryview, block: _Block) -> None:

@@ -19,6 +19,7 @@ from offload.checkpoint.manifest import ParameterRecord
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.shards import own_ranges, shifted, whole_state
+from offload.checkpoint.steps import other_step
 from offload.display.progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError
@@ -58,6 +59,9 @@ def _open(engine: Engine, path: Path, stack: ExitStack) -> _Loader:
     reader = stack.enter_context(CheckpointReader(path))
     reader.check(contents=False)
     reader.check_headers()
+    renamed = other_step(path, reader.manifest.saved_as)
+    if renamed is not None:
+        _log.warning("%s", renamed)
     return _Loader(engine, reader, match(engine, reader.manifest, path))
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from offload.checkpoint import bounded_json
 from offload.checkpoint.blocks import DIGITS, blocks_in, new_generation
@@ -35,8 +35,11 @@ _FIELD_DTYPES = {"master": {"F32"}, "low": {"I16"}}  # others: any
 _DATA_FILE = re.compile(rf"({PARAMETERS}|{OPTIMIZER})/[0-9]{{3,}}\.safetensors|{BUFFERS}|{RUN}")
 _HASHES = re.compile(r"[0-9a-f]*")
 
+T = TypeVar("T")
+# Of anyone's millions of wrong entries one is enough: pydantic keeps a kilobyte of each error.
+Listed = Annotated[list[T], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Shape = list[Count]
+Shape = Listed[Count]
 
 
 def is_data_file(name: str) -> bool:
@@ -46,6 +49,14 @@ def is_data_file(name: str) -> bool:
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            unknown = next(key for key in value if key not in cls.model_fields)
+            raise ValueError(f"{unknown!r:.60} is unknown")
+        return value
 
 
 class SectionRecord(_Record):
@@ -58,13 +69,33 @@ class SectionRecord(_Record):
 
 class FileRecord(_Record):
     nbytes: Count
-    sections: list[SectionRecord]
+    sections: Listed[SectionRecord]
+
+
+def _file_records(value: Any) -> Any:
+    """The first error ends it, as that of a list."""
+    if not isinstance(value, dict):
+        return value
+    records = {}
+    for name, content in value.items():
+        try:
+            records[name] = FileRecord.model_validate(content)
+        except ValidationError as error:
+            raise ValueError(f"{name!r:.80}: {_first(error)}") from None
+    return records
+
+
+def _texts(value: Any) -> Any:
+    for name, text in value.items() if isinstance(value, dict) else ():
+        if not isinstance(text, str):
+            raise ValueError(f"{name!r:.60} is {text!r:.60}, which is no text")
+    return value
 
 
 class ParameterRecord(_Record):
     """One parameter. `steps`: how often the optimizer updated it."""
 
-    names: list[str]  # tied weights: several; the files have it under the first
+    names: Listed[str]  # tied weights: several; the files have it under the first
     dtype: str
     shape: Shape
     trainable: bool
@@ -92,7 +123,7 @@ class ParamGroupRecord(_Record):
     """One of the optimizer's param groups."""
 
     numbers: dict[str, Any]
-    params: list[str]
+    params: Listed[str]
 
 
 class OptimizerRecord(_Record):
@@ -100,8 +131,8 @@ class OptimizerRecord(_Record):
     master: MasterName
     states: str = "fp32"
     # Of a trainable parameter: name -> dtype. Per element, those named `*.scale` per block.
-    fields: dict[str, str]
-    param_groups: list[ParamGroupRecord]
+    fields: Annotated[dict[str, str], BeforeValidator(_texts)]
+    param_groups: Listed[ParamGroupRecord]
 
 
 class LossScaleRecord(_Record):
@@ -116,7 +147,7 @@ class ModelRecord(_Record):
 
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
-    tied: list[str]
+    tied: Listed[str]
     folder: str | None  # that it was loaded from, with its tokenizer
 
 
@@ -127,7 +158,7 @@ class RunRecord(_Record):
     have names that begin with its name and a slash."""
 
     sections: dict[str, Any]
-    tensors: list[BufferRecord] = []
+    tensors: Listed[BufferRecord] = []
 
 
 class Manifest(_Record):
@@ -141,11 +172,11 @@ class Manifest(_Record):
     steps_skipped: Count
     loss_scale: LossScaleRecord | None
     optimizer: OptimizerRecord
-    groups: list[GroupRecord]
-    parameters: list[ParameterRecord]
-    buffers: list[BufferRecord]
+    groups: Listed[GroupRecord]
+    parameters: Listed[ParameterRecord]
+    buffers: Listed[BufferRecord]
     buffers_file: str
-    files: dict[str, FileRecord]
+    files: Annotated[dict[str, FileRecord], BeforeValidator(_file_records)]
     model: ModelRecord | None = None
     # From version 3 on:
     generation: str = Field(default_factory=new_generation, max_length=64)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.checked_files import REMEDY, CheckedFiles
+from offload.checkpoint.checked_files import REMEDY, TRIES, CheckedFiles
 from offload.checkpoint.disk import forget, read_all, storage_errors
 from offload.checkpoint.locks import POLL_S, OpenFolder
 from offload.checkpoint.manifest import (
@@ -32,7 +32,7 @@ from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError, StorageError
 from offload.tiers.units import format_bytes
 
-_TRIES = 200  # to open what is just being replaced: a second
+_OPEN_TRIES = 200  # to open what is just being replaced: a second
 
 
 class CheckpointReader:
@@ -56,7 +56,7 @@ class CheckpointReader:
         self._files = CheckedFiles(path, self.manifest, self._open_data)
 
     def _read_manifest(self) -> Manifest:
-        """Read again, from the device, where it cannot be used, until the same bytes came twice."""
+        """Read again, from the device, where it cannot be used; not if the same bytes come."""
         path = self.path / MANIFEST
         try:
             fd = self._open(MANIFEST)
@@ -65,30 +65,28 @@ class CheckpointReader:
         except OSError as error:
             raise CheckpointError(f"cannot open {path}: {error.strerror}; {REMEDY}") from None
         try:
-            before = None
-            while True:
-                raw = self._manifest_bytes(fd, path)
+            nbytes = os.fstat(fd).st_size
+            if nbytes > MOST_NBYTES:
+                raise CheckpointError(
+                    f"{path} has {format_bytes(nbytes)}, no manifest has more than "
+                    f"{format_bytes(MOST_NBYTES)}; {REMEDY}"
+                )
+            raw, before = bytearray(nbytes), b""
+            for tries in range(1, TRIES + 1):
                 try:
+                    read_all(fd, memoryview(raw), 0, path)
                     return Manifest.from_json(raw, str(path))
-                except CheckpointError:
-                    if raw == before:
+                except StorageError:
+                    if tries == TRIES:
                         raise
-                before = raw
-                forget(fd, 0, len(raw))
+                except CheckpointError:
+                    if tries == TRIES or raw == before:
+                        raise
+                    before = bytes(raw)
+                forget(fd, 0, nbytes)
+            raise AssertionError("the last try returns or raises")
         finally:
             os.close(fd)
-
-    @staticmethod
-    def _manifest_bytes(fd: int, path: Path) -> bytearray:
-        nbytes = os.fstat(fd).st_size
-        if nbytes > MOST_NBYTES:
-            raise CheckpointError(
-                f"{path} has {format_bytes(nbytes)}, no manifest has more than "
-                f"{format_bytes(MOST_NBYTES)}; {REMEDY}"
-            )
-        raw = bytearray(nbytes)
-        read_all(fd, memoryview(raw), 0, path)
-        return raw
 
     def _open(self, name: str) -> int:
         """A descriptor. CheckpointError for what is no regular file."""
@@ -241,7 +239,7 @@ def is_complete(path: Path, *, shared: bool = True) -> bool:
 
 def _open_shared(path: Path) -> OpenFolder:
     """The folder that has this name, locked against its removal."""
-    for _ in range(_TRIES):
+    for _ in range(_OPEN_TRIES):
         folder = _open_folder(path)
         if folder.share() and _is_at(folder.fd, path):
             return folder

@@ -30,7 +30,7 @@ def latest(folder: Path) -> Path | None:
 
     Adopts a checkpoint that a killed writer had finished. Every file is there in full length;
     hashes are checked by the load. A torn checkpoint (a partial copy, say) is passed over with a
-    warning.
+    warning, and so is one that was saved as another step, unless there are no others.
     """
     if not folder.is_dir():
         return None
@@ -38,14 +38,29 @@ def latest(folder: Path) -> Path | None:
         recover(folder)
     except OSError as error:  # a read-only file system
         _log.info("leftovers in %s stay: %s", folder, error.strerror)
+    renamed: Path | None = None
     for path in reversed(_steps(folder)):
         try:
             with CheckpointReader(path) as reader:
                 reader.check(contents=False)
-            return path
+                problem = other_step(path, reader.manifest.saved_as)
         except CheckpointError as error:
             _log.warning("passed over %s: %s", path, error)
-    return None
+            continue
+        if problem is None:
+            return path
+        _log.warning("taken only if there is no other: %s", problem)
+        renamed = renamed or path
+    return renamed
+
+
+def other_step(path: Path, saved_as: str | None) -> str | None:
+    """What to say of a checkpoint that was saved as another step than its folder's name says: an
+    older one that was copied over a newer one would set a run back unseen."""
+    here, there = step_of(path), None if saved_as is None else step_of(Path(saved_as))
+    if here is None or there is None or here == there:
+        return None
+    return f"{path} was saved as {saved_as}; give it that name again, or one that is no step's"
 
 
 def prune(folder: Path, keep_last: int) -> list[Path]:

@@ -50,12 +50,16 @@ def inspect(path: Folder) -> None:
 
 @checkpoint_app.command()
 def verify(path: Folder) -> None:
-    """Compare every byte of PATH with its hash. Exit code 1, naming what, if any is damaged."""
+    """Compare every byte of PATH with its hash. Exit code 1, naming what, if any is damaged or PATH
+    was saved as another step."""
     from offload.checkpoint.reader import CheckpointReader
+    from offload.checkpoint.steps import other_step
     from offload.tiers.units import format_bytes
 
     with CheckpointReader(path) as reader:
         problems = list(reader.problems(contents=True))
+        renamed = other_step(path.resolve(), reader.manifest.saved_as)
+        problems += [] if renamed is None else [renamed]
         files, nbytes = len(reader.manifest.files), reader.manifest.nbytes
     for problem in problems:
         print_error(problem)

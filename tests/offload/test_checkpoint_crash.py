@@ -214,9 +214,8 @@ def test_a_folder_that_somebody_is_writing_is_left_alone(
     engine: offload.Engine, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    checkpoints_of(engine, folder, 1)
-    written = marked(folder / "step-000002", "tmp")
-    shutil.copytree(folder / "step-000001", written)
+    checkpoints_of(engine, folder, 2)
+    written = (folder / "step-000002").rename(marked(folder / "step-000002", "tmp"))
     fd = os.open(written, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     assert checkpoint.latest(folder) == folder / "step-000001"

@@ -1,0 +1,348 @@
+"""What a load uses is what it has compared with a hash: reads that fail, lie or come from another
+place, file, save or format."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+import offload
+from offload import checkpoint
+from offload.checkpoint import blocks, bounded_json, manifest
+from offload.checkpoint.manifest import FileRecord, Manifest
+from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo
+from offload.errors import CheckpointError, StorageError
+from tests.offload.engine_cases import (
+    HOST,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+
+preadv = os.preadv
+Change = Callable[[Any], int]
+
+
+def keys_of(folder: Path) -> dict[str, Any]:
+    return config(folder, HOST, precision="bf16")
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    """Checkpoints of two steps of one run, and the states of the second."""
+    folder = tmp_path_factory.mktemp("originals")
+    with offload.initialize(seeded(TinyLM), keys_of(folder)) as engine:
+        for step in (1, 2):
+            losses_of(engine, batches(1, seed=step))
+            engine.save_checkpoint(folder / f"step-{step}")
+        yield folder, states_of(engine)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]:
+    with offload.initialize(seeded(TinyLM, 5), keys_of(tmp_path_factory.mktemp("swap"))) as engine:
+        yield engine
+
+
+@pytest.fixture
+def saved(originals: tuple[Path, Any], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(originals[0] / "step-2", tmp_path / "step-2"))
+
+
+def flipped(arguments: Any) -> int:
+    count = preadv(*arguments)
+    arguments[1][0][count // 2] ^= 4
+    return count
+
+
+def failed(arguments: Any) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def loaded(engine: offload.Engine, path: Path, fault: Change, wrong: range) -> tuple[int, int]:
+    """Load with a fault in the reads `wrong`; reads and bytes."""
+    reads = nbytes = 0
+
+    def read(*arguments: Any) -> int:
+        nonlocal reads, nbytes
+        reads += 1
+        count = fault(arguments) if reads - 1 in wrong else preadv(*arguments)
+        nbytes += count
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", read)
+        engine.load_checkpoint(path)
+    return reads, nbytes
+
+
+def older(path: Path, version: int = 2) -> None:
+    """Make the checkpoint one of an older format: a hash per section."""
+    content = json.loads((path / "manifest.json").read_text())
+    for key in ("xxh3", "generation", "saved_as", "run", *(["model"] if version == 1 else [])):
+        del content[key]
+    for name, file in content["files"].items():
+        raw, end = (path / name).read_bytes(), 0
+        for section in file["sections"]:
+            section["xxh3"] = xxhash.xxh3_64_hexdigest(raw[end : end + section["nbytes"]])
+            end += section["nbytes"]
+    signed(path, {**content, "version": version})
+
+
+def signed(path: Path, content: dict[str, Any]) -> None:
+    content.pop("xxh3", None)
+    text = json.dumps({**content, "xxh3": manifest._digest(content)})
+    (path / "manifest.json").write_text(text)
+
+
+# ------------------------------------------------------------------------- reads
+def test_a_load_reads_every_byte_once(engine: offload.Engine, saved: Path) -> None:
+    _, nbytes = loaded(engine, saved, failed, range(0))
+    assert nbytes == sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("fault", [flipped, failed])
+@pytest.mark.parametrize("version", [3, 2])
+def test_a_read_that_fails_once_gives_the_same_bits_or_is_refused(
+    originals: tuple[Path, Any], engine: offload.Engine, saved: Path, version: int, fault: Change,
+    long: bool,
+) -> None:  # fmt: skip
+    """Blocks and manifests are read again; files of version 2, which are read whole first, are
+    not."""
+    if version == 2:
+        older(saved)
+    reads, _ = loaded(engine, saved, fault, range(0))
+    refused = 0
+    for number in range(reads) if long else sorted({0, 1, 2, *range(3, reads, 11)}):
+        try:
+            loaded(engine, saved, fault, range(number, number + 1))
+        except (CheckpointError, StorageError):
+            refused += 1
+            engine.load_checkpoint(saved)
+        assert_same_bits(states_of(engine), originals[1])
+    if version == 3:
+        assert not refused
+
+
+@pytest.mark.parametrize("fault", [flipped, failed])
+def test_a_read_that_fails_every_time_is_an_error_and_nothing_trains(
+    originals: tuple[Path, Any], engine: offload.Engine, saved: Path, fault: Change
+) -> None:
+    reads, _ = loaded(engine, saved, fault, range(0))
+    for number in range(0, reads, 13):
+        with pytest.raises((CheckpointError, StorageError), match=r"damaged|EIO"):
+            loaded(engine, saved, fault, range(number, 10 * reads))
+        engine.load_checkpoint(saved)
+    assert_same_bits(states_of(engine), originals[1])
+
+
+# ------------------------------------------------------------------------- flips
+def data_problems(reader: CheckpointReader, name: str) -> list[str]:
+    return list(reader._files.problems(name, lambda nbytes: None))
+
+
+def test_every_flipped_byte_of_a_small_file_is_found(saved: Path) -> None:
+    with CheckpointReader(saved) as reader:
+        name = min(reader.manifest.files, key=lambda each: reader.manifest.files[each].nbytes)
+        raw = bytearray((saved / name).read_bytes())
+        with (saved / name).open("r+b", buffering=0) as file:
+            for offset, byte in enumerate(raw):
+                os.pwrite(file.fileno(), bytes([byte ^ (1 << offset % 8)]), offset)
+                assert len(data_problems(reader, name)) == 1, offset
+                os.pwrite(file.fileno(), bytes([byte]), offset)
+        assert data_problems(reader, name) == []
+
+
+def test_random_flips_in_all_files_are_found(saved: Path, long: bool) -> None:
+    draw = random.Random(0)
+    with CheckpointReader(saved) as reader:
+        sizes = {name: file.nbytes for name, file in reader.manifest.files.items()}
+        for _ in range(10_000 if long else 200):
+            (name,) = draw.choices([*sizes], [*sizes.values()])
+            offset = draw.randrange(sizes[name])
+            with (saved / name).open("r+b", buffering=0) as file:
+                (byte,) = os.pread(file.fileno(), 1, offset)
+                os.pwrite(file.fileno(), bytes([byte ^ (1 << draw.randrange(8))]), offset)
+                assert len(data_problems(reader, name)) == 1, (name, offset)
+                os.pwrite(file.fileno(), bytes([byte]), offset)
+
+
+def test_every_flipped_byte_of_a_manifest_is_found(saved: Path, long: bool) -> None:
+    raw = bytearray((saved / "manifest.json").read_bytes())
+    whole = Manifest.from_json(raw, "it")
+    for offset in range(0, len(raw), 1 if long else 97):
+        bit = 1 << offset % 8
+        raw[offset] ^= bit
+        with suppress(CheckpointError):  # else 1e-8 and 1E-8 are the same number
+            assert Manifest.from_json(raw, "it") == whole, offset
+        raw[offset] ^= bit
+
+
+def test_every_truncation_is_found(saved: Path, long: bool) -> None:
+    for file in sorted(saved.rglob("*.*")):
+        raw = file.read_bytes()
+        lengths = range(len(raw)) if long and len(raw) < 5000 else range(0, len(raw), 2503)
+        for length in lengths:
+            os.truncate(file, length)
+            with pytest.raises(CheckpointError), CheckpointReader(saved) as reader:
+                reader.check(contents=False)
+        file.write_bytes(raw)
+
+
+# ------------------------------------------------------------------------- other places
+def test_a_hash_is_bound_to_save_file_and_offset() -> None:
+    data = memoryview(b"the same bytes")
+    places = [("1/a", 0), ("1/a", blocks.BLOCK_NBYTES), ("1/b", 0), ("2/a", 0)]
+    assert len({blocks.block_hash(data, *place) for place in places}) == len(places)
+
+
+def big_file(path: Path, bound_to: str) -> FileRecord:
+    """Two sections of three blocks, one of them written in many pieces."""
+    path.mkdir(parents=True)
+    numel = 2 * blocks.BLOCK_NBYTES + 100
+    sections = {name: [TensorInfo(name, "U8", (numel,))] for name in "ab"}
+    values = torch.randint(256, (2, numel), dtype=torch.uint8).numpy()
+    with SafetensorsWriter(path / "000.safetensors", sections, {}, bound_to) as file:
+        file.append("a", values[0].data)
+        for start in range(0, numel, 300_001):
+            file.append("b", values[1][start : start + 300_001].data)
+        return file.finish()
+
+
+def test_swapped_blocks_are_found_and_parts_are_read_right(saved: Path) -> None:
+    content = json.loads((saved / "manifest.json").read_text())
+    name = "parameters/999.safetensors"
+    record = big_file(saved / "new", f"{content['generation']}/{name}")
+    file = (saved / "new/000.safetensors").rename(saved / name)
+    content["files"][name] = record.model_dump()
+    signed(saved, content)
+    raw = file.read_bytes()
+    draw = random.Random(1)
+    with CheckpointReader(saved) as reader:
+        assert data_problems(reader, name) == []
+        tensors = reader._header(name)
+        for _ in range(30):
+            tensor = tensors[draw.choice("ab")]
+            start = draw.randrange(tensor.info.nbytes)
+            buffer = memoryview(bytearray(draw.randrange(tensor.info.nbytes - start + 1)))
+            reader.read_into(tensor, start, buffer)
+            begin = tensor.offset_bytes + start
+            assert buffer == raw[begin : begin + len(buffer)]
+        kept = reader._files._kept
+        assert sum(map(len, kept.values())) == reader._files._kept_nbytes <= 16 << 20
+
+        header, size = record.sections[0].nbytes, blocks.BLOCK_NBYTES
+        first, second = slice(header, header + size), slice(header + size, header + 2 * size)
+        swapped = bytearray(raw)
+        swapped[first], swapped[second] = raw[second], raw[first]
+        file.write_bytes(swapped)
+        (problem,) = data_problems(reader, name)
+        assert f"a (2.0 MiB at byte {header}) has XXH3" in problem
+
+
+def test_what_is_of_another_save_is_found(originals: tuple[Path, Any], saved: Path) -> None:
+    first = originals[0] / "step-1"
+    content, older = (
+        json.loads((path / "manifest.json").read_text()) for path in (saved, first)
+    )  # fmt: skip
+    names = [name for name in content["files"] if content["files"][name] != older["files"][name]]
+    assert names == [*content["files"]]
+    for name in names:
+        raw = (saved / name).read_bytes()
+        if raw == (first / name).read_bytes():
+            continue  # nothing was trained in it
+        shutil.copy(first / name, saved / name)
+        with CheckpointReader(saved) as reader:
+            assert data_problems(reader, name)
+        (saved / name).write_bytes(raw)
+
+    # files and their hashes, put together with the other manifest
+    shutil.copytree(first, saved, dirs_exist_ok=True, ignore=lambda *_: ["manifest.json"])
+    signed(saved, {**content, "files": older["files"]})
+    with CheckpointReader(saved) as reader:
+        assert all(data_problems(reader, name) for name in names)
+
+
+def test_an_older_checkpoint_under_a_newer_name_is_said_and_not_the_latest(
+    originals: tuple[Path, Any], engine: offload.Engine, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    shutil.copytree(originals[0] / "step-1", tmp_path / "step-000003")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
+    assert "was saved as step-1" in caplog.text
+    shutil.copytree(originals[0] / "step-2", tmp_path / "step-000002")  # the same number
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000002"
+    caplog.clear()
+    engine.load_checkpoint(tmp_path / "step-000002")
+    assert caplog.text == ""
+    engine.load_checkpoint(tmp_path / "step-000003")
+    assert "was saved as step-1" in caplog.text
+    engine.load_checkpoint(Path(shutil.copytree(originals[0] / "step-2", tmp_path / "best")))
+
+
+# ------------------------------------------------------------------------- older formats
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_formats_are_loaded_and_checked_before_anything_changes(
+    originals: tuple[Path, Any], engine: offload.Engine, saved: Path, version: int
+) -> None:
+    older(saved, version)
+    engine.load_checkpoint(saved)
+    assert_same_bits(states_of(engine), originals[1])
+    engine.load_checkpoint(originals[0] / "step-1")
+    before = states_of(engine)
+    file = saved / "optimizer/002.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"002\.safetensors is damaged: low"):
+        engine.load_checkpoint(saved)
+    assert_same_bits(states_of(engine), before)
+
+
+# ------------------------------------------------------------------------- memory
+def test_what_would_take_too_much_memory_is_not_parsed(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '{"format": "offload checkpoint", "x": [' + "[]," * (bounded_json.MOST_VALUES // 2 + 1)
+    (saved / "manifest.json").write_text(text + "0]}")
+    monkeypatch.setattr(json, "loads", None)
+    with pytest.raises(CheckpointError, match=r"with 1,500,00\d values are more than"):
+        CheckpointReader(saved)
+    with pytest.raises(ValueError, match="more than"):
+        bounded_json.parse(b" " * (bounded_json.MOST_NBYTES + 1))
+
+
+@pytest.mark.parametrize("wrong", ["keys", "files", "parameters", "fields"])
+def test_of_many_wrong_entries_one_is_kept(saved: Path, wrong: str) -> None:
+    """An error of pydantic's takes a kilobyte, and there may be a million."""
+    content = json.loads((saved / "manifest.json").read_text())
+    many = {f"new {number}": {} for number in range(1000)}
+    if wrong == "keys":
+        content.update(many)
+    elif wrong == "fields":
+        content["optimizer"]["fields"] = many
+    else:
+        content[wrong] = many if wrong == "files" else [*many]
+    signed(saved, content)
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointReader(saved)
+    error = caught.value.__context__
+    assert error is not None
+    assert error.error_count() <= 2  # type: ignore[attr-defined]
+    assert wrong in str(caught.value) or "new 0" in str(caught.value)
