@@ -347,9 +347,11 @@ class IOBackend(ABC):
                 request.finished, request.error, request.failure = True, error, failure
             self._meter.note(asked=-len(ending))
         _log.error("%s", error)
-        self._let_go(moving)
-        for request in ending:
-            self._end(request)
+        try:
+            self._let_go(moving)
+        finally:  # also where no thread can be started to serve what else comes
+            for request in ending:
+                self._end(request)
 
     @uninterrupted
     def is_lost(self, fd: int) -> bool:

@@ -115,7 +115,13 @@ class IOWatch:
 
     def _run(self) -> None:
         while not self._closing.wait(self.timeout_s / LOOKS):
-            self.look()
+            try:
+                self.look()
+            except (
+                RuntimeError,
+                OSError,
+            ):  # no new thread: the other paths still are
+                _log.exception("the watch over files goes on")
 
     def close(self) -> None:
         self._closing.set()

@@ -22,6 +22,7 @@ _MARKED = re.compile(
     r"(?P<start>.+\.tmp-(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<ticks>\d+)"
     r"-[0-9a-f]{12})-(?P<check>[0-9a-f]{16})"
 )
+_NO_BOOT = "0" * 8  # /proc does not say it
 _UNKNOWN = 0  # a namespace or a start that /proc does not say
 _PROC = Path("/proc")
 
@@ -52,11 +53,17 @@ class Maker:
     def life(self, *, is_local: bool, proc: Path = _PROC) -> Life:
         """`is_local`: no other machine can have made what carries this mark, so that another BOOT
         is one of the past."""
-        if self.boot != _boot(proc):
-            return Life.DEAD if is_local else Life.UNKNOWN
-        if self.space != _space(proc) or _UNKNOWN in (self.space, self.ticks):
+        here = _boot(proc)
+        if _NO_BOOT in (self.boot, here):
             return Life.UNKNOWN
-        return Life.ALIVE if _ticks(self.pid, proc) == self.ticks else Life.DEAD
+        if self.boot != here:
+            return Life.DEAD if is_local else Life.UNKNOWN
+        ticks = _ticks(self.pid, proc)
+        if self.space != _space(proc) or _UNKNOWN in (self.space, self.ticks, ticks):
+            return Life.UNKNOWN
+        if ticks is None and _is_hidden(self.pid):
+            return Life.UNKNOWN
+        return Life.ALIVE if ticks == self.ticks else Life.DEAD
 
 
 def marked(stem: str) -> str:
@@ -83,7 +90,7 @@ def _boot(proc: Path) -> str:
     try:
         text = (proc / "sys/kernel/random/boot_id").read_text()
     except OSError:
-        return "0" * 8
+        return _NO_BOOT
     return text[:8]
 
 
@@ -92,6 +99,17 @@ def _space(proc: Path) -> int:
         return int(re.sub(r"\D", "", os.readlink(proc / "self/ns/pid")) or _UNKNOWN)
     except OSError:
         return _UNKNOWN
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process lives that /proc does not show (mounted with hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _ticks(pid: int, proc: Path) -> int | None:

@@ -255,6 +255,10 @@ class GatheredState(SharedState):
         assert self._arrival is not None, "begun before"
         return self._lease, self._arrival
 
+    @property
+    def is_arriving(self) -> bool:
+        return self._arrival is not None and not self._arrival.done()
+
     # ---------------------------------------------------------------- compute side
     def invalidate_gathered(self) -> None:
         if self.is_gathered:
@@ -353,6 +357,10 @@ class ReplicatedState(SharedState):
     @property
     def is_outdated(self) -> bool:
         return self._outdated or self._frozen_outdated
+
+    @property
+    def is_arriving(self) -> bool:
+        return self._arrival is not None and not self._arrival.done()
 
     # ---------------------------------------------------------------- compute side
     def invalidate_gathered(self) -> None:

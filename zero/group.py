@@ -80,6 +80,11 @@ class RankCopies:
         """Whether other ranks' parts have to be fetched before the buffer is used."""
         return False
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a thread reads this rank's part for a collective that has not ended."""
+        return False
+
     def invalidate_gathered(self) -> None:
         """An update was submitted: copies made before it hold old values."""
 
@@ -200,9 +205,10 @@ class ParamGroup:
             self._catch_up(self)
 
     def has_kept_views(self) -> bool:
-        """Whether anybody else has a view of the values where an update would write to them."""
+        """Whether anybody else has a view of the values where an update would write to them. Those
+        of the group itself end."""
         if self.residing is GroupState.GATHERED:
-            return _uses(self.state.tensor().view(self.dtype)) > self._uses
+            self.withhold()
         written = self.state.undoable()
         return written is not None and written.has_views()
 

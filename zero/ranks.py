@@ -288,14 +288,18 @@ class Ranks:
     def give_up(self, collectives: Collectives) -> None:
         """This engine is closed, and what it has used is destroyed where ranks meet again: another
         rank may still be reading what was sent to it last, which the end of a connection would
-        lose. (Gloo's groups; each has threads and sockets of its own.)"""
+        lose. (Gloo's groups, which have threads and sockets of their own. Not those that some ranks
+        made by themselves: they are named after their ranks, and the next ones of that name would
+        meet where these have met.)"""
+        if not self.is_world:
+            return
         groups = [
             self.control, collectives.gather_group, collectives.reduce_group,
             collectives.replica_group,
         ]  # fmt: skip
         if accelerator.is_accelerator(self.device):
             groups = [self.control]
-        elif self.is_world:
+        else:
             groups += self.mesh.get_all_groups()
         world = dist.group.WORLD
         known = [id(group) for _, group in _LEFT]

@@ -217,8 +217,6 @@ class Stepper:
         with self._lock:
             self._read_by_update.add(state.group.index)
         self._updates.submit([update], first=True)
-        if state.group.state.in_place:
-            state.group.withhold()  # half an update must not be read
 
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.

@@ -103,6 +103,7 @@ class Trials:
         return (
             self.on and nbytes is not None and self._spare.holds(nbytes) and not group.is_entered
             and (group.residing is GroupState.RELEASED or group.state.in_place)
+            and not group.copies.is_arriving  # it may be read on another thread from here on
             # a view that somebody has kept, or another thread reads, shows no trial
             and not group.has_kept_views()
             and not any(each.has_views() for each in _undoable(state)[1:])
@@ -194,6 +195,8 @@ class Trials:
         self.on = not changed and not self._pause and passes > 0
         if changed:
             self.counts.why_off = "the last step clipped its gradients, or was skipped"
+        elif not passes:
+            self.counts.why_off = "no group had all of its gradients before the last step"
         elif self._pause:
             self.counts.why_off = "parameters or numbers were needed or changed before the step"
         else:

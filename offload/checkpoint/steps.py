@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.reader import CheckpointReader, is_complete
-from offload.tiers.errors import CheckpointError, PathError
+from offload.tiers.errors import CheckpointError, PathError, StorageError
 
 _STEP = re.compile(r"step-(\d+)")
 _log = logging.getLogger("offload")
@@ -66,14 +66,26 @@ def other_step(path: Path, saved_as: str | None) -> str | None:
 def prune(folder: Path, keep_last: int) -> list[Path]:
     """Remove all but the `keep_last` (at least 1) highest steps that are whole; what was removed,
     oldest first. Torn ones do not count; those below the lowest step that stays are removed, too.
+    One that was saved as another step does not count and stays, as `latest` does not trust it.
 
     A folder that only has such a name, or holds other files as well, stays, with a warning.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
-    steps = _steps(folder)
+    steps = [path for path in _steps(folder) if not _is_renamed(path)]
     kept = [path for path in steps if is_complete(path)][-keep_last:]
     return [path for path in steps[: steps.index(kept[0])] if _discard(path)] if kept else []
+
+
+def _is_renamed(path: Path) -> bool:
+    try:
+        with CheckpointReader(path) as reader:
+            problem = other_step(path, reader.manifest.saved_as)
+    except (CheckpointError, StorageError):
+        return False
+    if problem is not None:
+        _log.warning("not counted and not removed: %s", problem)
+    return problem is not None
 
 
 def _discard(path: Path) -> bool:

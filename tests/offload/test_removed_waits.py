@@ -248,7 +248,7 @@ REMOVED = [
             "self.in_place.wait()", "a chunk is stepped that arrives from a file",
             "self.in_place.view"),
     Removed("readers wait for a pending update", ParamGroup, "wait_for_update",
-            "self.pending.wait()", "host, few slots", late_s=0.02),
+            "pending.wait()", "host, few slots", late_s=0.02),
     Removed("a kernel waits for what was fetched", DeviceUpdate, "step",
             "fetched.before_compute()", "optimizer on the device"),
     Removed("a copy back waits for the kernel", DeviceUpdate, "_copy_back",

@@ -41,9 +41,9 @@ def step(engine: offload.Engine) -> None:
 
 
 @contextmanager
-def engine_of(folder: Path, placement: dict[str, Any]) -> Iterator[offload.Engine]:
+def engine_of(folder: Path, placement: dict[str, Any], **more: Any) -> Iterator[offload.Engine]:
     """After two steps: the one that comes next is tried where it can be."""
-    with offload.initialize(seeded(TinyLM), config(folder, placement, **KEYS)) as engine:
+    with offload.initialize(seeded(TinyLM), config(folder, placement, **(KEYS | more))) as engine:
         for number in range(2):
             backward(engine, number)
             step(engine)
@@ -136,6 +136,26 @@ def test_a_view_that_is_kept_shows_no_trial(tmp_path: Path) -> None:
         step(engine)
         backward(engine, 3)
         assert group in trials
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_views_that_are_kept_over_steps_show_no_trial(tmp_path: Path, precision: str) -> None:
+    """Weights in host memory are used where they are: what was gathered since has them, too."""
+    with engine_of(tmp_path, {**HOST, "optimizer": "nvme"}, precision=precision) as engine:
+        norm = engine.module.norm.weight  # type: ignore[union-attr]
+        group = engine.runtime.group_of(norm)[0].index  # type: ignore[arg-type,index]
+        with engine.gathered():
+            kept = norm.detach()  # type: ignore[operator]
+        for number in range(2):
+            backward(engine, number)
+            step(engine)
+        engine.settle()  # what steps have made is seen
+        before = kept.clone()
+        backward(engine, 2)
+        assert list(engine.runtime.stepper.trials)
+        assert group not in engine.runtime.stepper.trials
+        engine.runtime.updates.settle()
+        assert torch.equal(kept, before)
 
 
 # ---------------------------------------------------------------- other threads and processes

@@ -122,6 +122,7 @@ class StateConformance:
     """What every state owes."""
 
     has_blank = True  # False: the whole of it is filled from host memory
+    reads_no_trial = False  # True: whoever brings it has taken a trial back before
 
     def make(self, places: Places, name: str) -> State:
         raise NotImplementedError
@@ -330,7 +331,7 @@ class StateConformance:
             self.begin_update(state)
             for piece in (1, 2):
                 self.update(state, piece, values[state.span(piece)])
-            if is_read:  # a prefetch for the next forward
+            if is_read and not self.reads_no_trial:  # a prefetch for the next forward
                 state.settle()
                 assert torch.equal(self.computed_with(state), values)
             (trial.drop_old if keep else trial.go_back)()

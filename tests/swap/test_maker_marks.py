@@ -10,6 +10,8 @@ import pytest
 
 from offload.swap.maker_marks import Life, Maker, maker_of, marked
 
+NOBODY = 1 << 30  # more than a pid can be
+
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
@@ -51,14 +53,16 @@ def test_a_pid_that_is_used_again_is_another_process(proc: Path) -> None:
     other = replace(here, pid=41, ticks=500)
     assert other.life(is_local=True, proc=proc) is Life.ALIVE
     assert replace(other, ticks=499).life(is_local=True, proc=proc) is Life.DEAD
-    assert replace(other, pid=42).life(is_local=True, proc=proc) is Life.DEAD
+    assert replace(other, pid=NOBODY).life(is_local=True, proc=proc) is Life.DEAD
 
 
 def test_what_cannot_be_seen_from_here_is_not_dead(proc: Path) -> None:
-    gone = replace(Maker.here(proc), pid=42)
+    gone = replace(Maker.here(proc), pid=NOBODY)
     assert replace(gone, space=1).life(is_local=True, proc=proc) is Life.UNKNOWN  # a container
     assert replace(gone, ticks=0).life(is_local=True, proc=proc) is Life.UNKNOWN
     elsewhere = replace(gone, boot="89abcdef")  # another machine, or before a restart
+    assert replace(elsewhere, boot="0" * 8).life(is_local=True, proc=proc) is Life.UNKNOWN
+    assert replace(gone, pid=1).life(is_local=True, proc=proc) is Life.UNKNOWN  # hidden
     assert elsewhere.life(is_local=False, proc=proc) is Life.UNKNOWN
     assert elsewhere.life(is_local=True, proc=proc) is Life.DEAD
     assert Maker.here(proc / "nothing").life(is_local=True, proc=proc / "nothing") is Life.UNKNOWN
