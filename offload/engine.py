@@ -506,7 +506,9 @@ class Engine(TieredModel):
         DTensors; their `state_dict()` is complete.
         """
         from offload.checkpoint import save
+        from offload.checkpoint.stores import refuse_url
 
+        refuse_url(path, "save_checkpoint")
         _refuse_parts("save_checkpoint", self._open())
         self.values.adopt_changes()
         save(self, Path(path), state)
@@ -523,7 +525,9 @@ class Engine(TieredModel):
         another checkpoint is loaded.
         """
         from offload.checkpoint import load
+        from offload.checkpoint.stores import refuse_url
 
+        refuse_url(path, "load_checkpoint")
         _refuse_parts("load_checkpoint", self._open())
         self.values.adopt_changes()
         return load(self, Path(path))

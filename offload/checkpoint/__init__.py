@@ -23,7 +23,7 @@ from offload.checkpoint.steps import latest, prune, step_path
 if TYPE_CHECKING:
     from offload.engine import Engine
 
-__all__ = ["latest", "load", "prune", "save", "step_path"]
+__all__ = ["copy", "latest", "load", "prune", "save", "step_path"]
 
 
 def save(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> None:
@@ -45,6 +45,20 @@ def save(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> 
     from offload.checkpoint.saving import save_engine
 
     save_engine(engine, path, state)
+
+
+def copy(source: str | Path, destination: str | Path) -> int:
+    """Copy a checkpoint to or from an object store (`s3://...`, or any other URL that fsspec knows;
+    its libraries are yours to install); the bytes copied.
+
+    It is compared with its hashes before it counts: what comes, when it is here, and what goes,
+    before anything is sent. At a URL it is complete once its manifest is there, which comes last.
+    PathError where both are folders, or the URL has one already; CheckpointError, StorageError as
+    of a load.
+    """
+    from offload.checkpoint.stores import copy_checkpoint
+
+    return copy_checkpoint(source, destination)
 
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:

@@ -69,6 +69,20 @@ def verify(path: Folder) -> None:
 
 
 @checkpoint_app.command()
+def copy(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="A folder, or a URL.")],
+    destination: Annotated[str, typer.Argument(metavar="TO", help="A URL, or a folder.")],
+) -> None:
+    """Copy a checkpoint to or from an object store (s3://..., any URL of fsspec), every byte
+    compared with its hash. It is complete there once its manifest is, which comes last."""
+    from offload.checkpoint import copy as run
+    from offload.tiers.units import format_bytes
+
+    nbytes = run(source, destination)
+    typer.echo(f"copied {source} to {destination} ({format_bytes(nbytes)})")
+
+
+@checkpoint_app.command()
 def export(
     path: Folder,
     out: Annotated[
