@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint import bounded_json
 from offload.checkpoint.disk import storage_errors
 from offload.tiers.errors import CheckpointError
 
@@ -112,11 +113,12 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. CheckpointError for all else."""
+    """The object in a JSON file of bounded size. CheckpointError for all else, and for a link that
+    leads out of the file's folder."""
     try:
         with storage_errors("reading", path):
-            found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+            found = bounded_json.read(own_file(path.parent, path.name))
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}; get the folder again") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is damaged: it holds no object; get the folder again")

@@ -38,7 +38,7 @@ from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, f
 from offload.config.optimizer_kinds import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.plain_state import packed
-from offload.deepspeed.saved import write_imported
+from offload.deepspeed.saved import last_tag, write_imported
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
 from offload.kernels.convert import split_master
 from offload.kernels.rules import StateFormat
@@ -86,12 +86,10 @@ def import_checkpoint(
 
 
 def _tag_of(source: Path) -> Path:
-    latest = source / "latest"
-    if latest.is_file():
-        return source / latest.read_text().strip()
     if not source.is_dir():
         raise CheckpointError(f"{source}: there is no such folder")
-    return source
+    tag = last_tag(source)
+    return source if tag is None else source / tag
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,7 @@ def open_pretrained(
     tensors = lazy_tensors(_files(folder, variant, named), quantised, transposed)
     generation_class = transformers.GenerationConfig
     if (folder / GENERATION_CONFIG).is_file():
+        read_json(folder / GENERATION_CONFIG)  # what transformers would not, is refused before
         generation = generation_class.from_pretrained(str(folder))
     else:  # config.json may hold what is for `generate`, which `settings` leaves out
         generation = generation_class.from_model_config(read_json(folder / CONFIG))

@@ -26,6 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint import bounded_json
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
@@ -62,9 +63,8 @@ class LoopState:
         return json.dumps({"step": self.step, "rng_state": rng, "config": self.config}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> LoopState:
-        """The reverse of `to_json`; ValueError, KeyError or TypeError for other text."""
-        values = json.loads(text)
+    def of(cls, values: Any) -> LoopState:
+        """What `to_json` wrote, parsed; ValueError, KeyError or TypeError for other values."""
         rng = base64.b64decode(values["rng_state"], validate=True)
         return cls(int(values["step"]), rng, dict(values["config"]))
 
@@ -210,7 +210,7 @@ class RunFolder:
             )
         path = committed[-1]
         try:
-            return path, LoopState.from_json(path.with_suffix(".json").read_text())
+            return path, LoopState.of(bounded_json.read(path.with_suffix(".json")))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path.with_suffix('.json')} is damaged ({error}); delete it to fall back to "
