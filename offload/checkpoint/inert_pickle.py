@@ -21,6 +21,7 @@ from typing import Any
 
 MOST_NBYTES = 64 << 20
 MOST_OPCODES = 5_000_000  # with 100 bytes each, 500 MB
+MOST_VALUES = 500_000  # that are no part of the metadata: numbers, names
 MOST_DEPTH = 64
 _KEYS = (str, bytes, int, bool, type(None))
 _MOST_KEY = 1 << 60  # beyond, millions of numbers may share one hash
@@ -233,7 +234,7 @@ class Walk:
 
     def __init__(self, of: Callable[[Any, Walk], Any]) -> None:
         self._of = of
-        self._left = MOST_OPCODES
+        self._left = MOST_VALUES
         self._depth = 0
 
     def plain(self, value: Any) -> Any:

@@ -161,6 +161,8 @@ class _Values:
         if len(arguments) < 6:
             raise ValueError("it has a tensor with too few arguments")
         offset, shape, strides = walk.plain(tuple(arguments[1:4]))
+        if not isinstance(shape, tuple) or not isinstance(strides, tuple):
+            raise ValueError("it has a tensor without a shape")
         start, nbytes, dtype = self._storage(arguments[0])
         if dtype is None:
             dtype = walk.plain(arguments[6]) if len(arguments) > 6 else None

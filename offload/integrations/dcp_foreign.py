@@ -173,6 +173,10 @@ class _Foreign:
             params = values.pop("params", None) if owner.isdecimal() else [owner]
             if not isinstance(params, list) or not all(isinstance(p, str) for p in params):
                 raise self._unclear(f"its param group {owner[:80]} does not name its parameters")
+            defaults = KINDS[self._kind].defaults.items()
+            missing = [key for key, value in defaults if value and key not in values]
+            if missing:
+                raise self._unclear(f"its param group {owner[:80]} lacks {missing[0]}")
             numbers = numbers_of(self._kind, values)
             key = owner if owner.isdecimal() else repr(sorted(numbers.items()))
             found.setdefault(key, (numbers, []))[1].extend(params)
