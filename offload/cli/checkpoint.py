@@ -51,7 +51,7 @@ def inspect(path: Folder) -> None:
 
     with CheckpointReader(path) as reader:
         manifest = reader.manifest
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # its texts may be anybody's
     for line in _summary(manifest):
         console.print(line, soft_wrap=True)
     console.print(_table(manifest))
@@ -210,6 +210,7 @@ def import_deepspeed(
 
 def _summary(manifest: Manifest) -> list[str]:
     """A few lines about the whole."""
+    from offload.display.plain_text import plain
     from offload.tiers.units import format_bytes
 
     optimizer = manifest.optimizer
@@ -221,18 +222,20 @@ def _summary(manifest: Manifest) -> list[str]:
         f"{len(manifest.files)} files, {format_bytes(manifest.nbytes)}",
     ]
     for number, group in enumerate(optimizer.param_groups):
-        numbers = ", ".join(f"{key} {value}" for key, value in group.numbers.items())
+        numbers = ", ".join(f"{key:.80} {value!s:.80}" for key, value in group.numbers.items())
         lines.append(f"param group {number}: {len(group.params)} parameters, {numbers}")
     if manifest.loss_scale is not None:
         lines.append(f"loss scale {manifest.loss_scale.scale:g}")
-    return lines
+    return [plain(line, 4000) for line in lines]
 
 
 def _table(manifest: Manifest) -> Table:
     import math
 
     from rich.table import Table
+    from rich.text import Text
 
+    from offload.display.plain_text import plain
     from offload.tiers.units import format_bytes
 
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
@@ -247,7 +250,7 @@ def _table(manifest: Manifest) -> Table:
             for name in (group.parameters, group.optimizer)
         ]
         table.add_row(
-            group.name or "(root)",
+            Text(plain(group.name, 200) or "(root)"),
             str(len(records)),
             f"{sum(math.prod(r.shape) for r in records):,}",
             f"{sum(math.prod(r.shape) for r in records if r.trainable):,}",
