@@ -19,13 +19,16 @@ _SEPARATORS = (b",", b"[", b"{")
 
 def read(path: Path) -> Any:
     """What is in a file. ValueError as `parse`, and for what is no regular file; OSError."""
-    # a pipe would wait for its writer
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+    try:
+        status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is no regular file")
         check_nbytes(status.st_size)
-        return parse(file.read(MOST_NBYTES + 1))
+        with open(fd, "rb", closefd=False) as file:
+            return parse(file.read(MOST_NBYTES + 1))
+    finally:
+        os.close(fd)
 
 
 def parse(raw: bytes | bytearray) -> Any:

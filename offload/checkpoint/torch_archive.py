@@ -38,7 +38,10 @@ _DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, 
 SIZE = ("torch", "Size")
 _TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 _TENSOR_OF_BYTES = ("torch._utils", "_rebuild_tensor_v3")
-_PARAMETER = ("torch._utils", "_rebuild_parameter")
+_PARAMETERS = (
+    ("torch._utils", "_rebuild_parameter"), ("torch._utils", "_rebuild_parameter_with_state"),
+)  # fmt: skip
+_WITH_ATTRIBUTES = ("torch._tensor", "_rebuild_from_type_v2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,27 @@ class ArchivedTensor:
         flat = raw.view(self.dtype)
         return torch.as_strided(flat, self.shape, self.strides).contiguous()
 
+    def within(self, file: torch.Tensor) -> torch.Tensor:
+        """A view of the file's bytes, or a copy where these are not aligned."""
+        if not self.numel:
+            return torch.empty(self.shape, dtype=self.dtype)
+        start = self.window.start + self.start
+        raw = file[start : start + self.nbytes]
+        flat = (raw.clone() if start % self.dtype.itemsize else raw).view(self.dtype)
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset())
 
-def read_archive(window: Window) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An object of an unknown class, as its pickle describes it."""
+
+    arguments: Any
+    state: Any
+
+
+def read_archive(window: Window, *, opaque: bool = False) -> Any:
     """What was saved: plain values, containers, and `ArchivedTensor`s. ValueError for what is no
-    such archive, or holds anything else."""
+    such archive, or holds anything else; that may be `opaque`."""
     entries = dict(_entries(window))
     pickle = [name for name in entries if name.endswith("/data.pkl")]
     if len(pickle) != 1:
@@ -98,7 +118,7 @@ def read_archive(window: Window) -> Any:
         raise ValueError("it was saved on a machine with another order of bytes")
     start, nbytes = entries[pickle[0]]
     check_nbytes(nbytes)
-    values = _Values(window, entries, f"{home}data/")
+    values = _Values(window, entries, f"{home}data/", opaque)
     return Walk(values.of).plain(load(window.read(start, nbytes)))
 
 
@@ -132,11 +152,12 @@ class _Values:
     """Makes what a pickle of torch stands for."""
 
     def __init__(
-        self, window: Window, entries: Mapping[str, tuple[int, int]], storages: str
+        self, window: Window, entries: Mapping[str, tuple[int, int]], storages: str, opaque: bool
     ) -> None:
         self._window = window
         self._entries = entries
         self._storages = storages
+        self._opaque = opaque
 
     def of(self, value: Any, walk: Walk) -> Any:
         if isinstance(value, Made):
@@ -148,11 +169,16 @@ class _Values:
                 return _bytes_of(value.arguments)
             if value.is_of(_TENSOR, _TENSOR_OF_BYTES):
                 return self._tensor(value.arguments, walk)
-            if value.is_of(_PARAMETER) and value.arguments:
+            if value.is_of(*_PARAMETERS) and value.arguments:
                 return walk.plain(value.arguments[0])
+            if value.is_of(_WITH_ATTRIBUTES) and len(value.arguments) > 2:
+                return walk.plain(Made(value.arguments[0], value.arguments[2]))
         found = dtype_of(value)
         if found is not None:
             return found
+        if self._opaque:
+            made = value if isinstance(value, Made) else Made(value, ())
+            return Opaque(made.arguments, made.state)
         what = value.function if isinstance(value, Made) else value
         named = str(what) if isinstance(what, Named) else type(what).__name__
         raise ValueError(f"it holds a {named}, which is no plain value and no tensor")
