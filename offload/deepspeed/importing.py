@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from offload import __version__
 from offload.checkpoint.composing import Composer, fields_of, group_of, numbers_of
+from offload.checkpoint.disk import storage_errors
 from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.manifest import (
     BUFFERS,
@@ -30,11 +32,12 @@ from offload.checkpoint.model import DTYPE_NAMES
 from offload.config.optimizer_kinds import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.plain_state import packed
-from offload.deepspeed.saved import last_tag, write_imported
+from offload.deepspeed.saved import imported_text, last_tag, write_imported
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
+from offload.display.plain_text import plain
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
-from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
+from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from offload.zero.records import RecordFormat
 
 _log = logging.getLogger("offload")
@@ -62,16 +65,35 @@ def import_checkpoint(
     nothing written, for what is no such checkpoint.
     """
     folder = _tag_of(source)
-    found = ZeroCheckpoint(folder)
-    reader = _Importer(found, kind, dict(tied or {}))
-    state = _loop_state(found)
+    with _as_deepspeed_writes(folder):
+        found = ZeroCheckpoint(folder)
+        reader = _Importer(found, kind, dict(tied or {}))
+        text = imported_text(_loop_state(found))
     target = out / folder.name
-    out.mkdir(parents=True, exist_ok=True)
-    with PendingFolder(target) as pending:
+    with storage_errors("creating", out):
+        out.mkdir(parents=True, exist_ok=True)
+    with _as_deepspeed_writes(folder), PendingFolder(target) as pending:
         reader.write(pending.path, target.name)
         pending.commit()
-    write_imported(out, folder.name, state)
+    write_imported(out, folder.name, text)
     return target
+
+
+@contextmanager
+def _as_deepspeed_writes(folder: Path) -> Iterator[None]:
+    """What goes wrong with values that are not those of DeepSpeed, as a CheckpointError."""
+    try:
+        yield
+    except OffloadError as error:
+        if str(error).isprintable():
+            raise
+        raise CheckpointError(plain(str(error), 1000)) from None  # it names what is in the files
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError,
+            AssertionError, StopIteration) as error:  # fmt: skip
+        raise CheckpointError(
+            f"{folder} is no checkpoint as DeepSpeed writes them ({type(error).__name__}: "
+            f"{plain(' '.join(str(error)[:400].split()), 200)})"
+        ) from error
 
 
 def _tag_of(source: Path) -> Path:

@@ -57,9 +57,14 @@ def save_all(
                 write_whole(folder / LATEST, tag)
 
 
-def write_imported(folder: Path, tag: str, state: dict[str, Any]) -> None:
-    """The loop's file, and `latest`, of a checkpoint that is there; values are `packed`."""
-    write_whole(_paths(folder, tag)[1], _checked({"format": _FORMAT, **state}))
+def imported_text(state: dict[str, Any]) -> str:
+    """For `write_imported`, of values that are `packed`. UnsupportedError for too much."""
+    return _checked({"format": _FORMAT, **state})
+
+
+def write_imported(folder: Path, tag: str, text: str) -> None:
+    """The loop's file, and `latest`, of a checkpoint that is there."""
+    write_whole(_paths(folder, tag)[1], text)
     write_whole(folder / LATEST, tag)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from offload.checkpoint.model_files import own_file
 from offload.checkpoint.torch_archive import ArchivedTensor, Opaque, Window, read_archive
 from offload.tiers.errors import CheckpointError
 
@@ -226,9 +228,15 @@ def _number(value: Any, folder: Path) -> int:
 def _load(path: Path) -> dict[str, Any]:
     """What is in a file, whose tensors are views of it."""
     try:
-        with path.open("rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            found = read_archive(Window(file.fileno(), 0, nbytes, path), opaque=True)
+        fd = os.open(own_file(path.parent, path.name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+                raise ValueError("it is no regular file")
+            nbytes = status.st_size
+            found = read_archive(Window(fd, 0, nbytes, path), opaque=True)
+        finally:
+            os.close(fd)
         mapped = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

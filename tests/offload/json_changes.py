@@ -34,7 +34,8 @@ def changes(most: int = 3) -> st.SearchStrategy[Any]:
 
 def changed(tree: Any, made: Any) -> Any:
     """`tree`, which is changed in place."""
-    for where, action, value, other, name in made:
+    for where, action, given, other, name in made:
+        value = copy.deepcopy(given)  # which the next change may be of
         places = list(_places(tree))
         if not places:
             return tree

@@ -62,7 +62,7 @@ def test_manifests_at_random(
     counts, longest = {"loaded": 0, "refused": 0}, [0]
 
     @settings(
-        max_examples=5000 if long else 150, deadline=None,
+        max_examples=2000 if long else 150, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(changes())
@@ -90,6 +90,24 @@ def test_manifests_at_random(
     assert min(counts.values()) > 0, counts
     assert longest[0] < 5000
     engine.load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "text", ["[/x]", "[bold]", "\x1b[2J", "a\nb", "\ud800", "\u202e", "x" * 9000]
+)
+def test_no_text_of_a_manifest_moves_the_cursor(
+    text: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(saved, tmp_path / "saved"))
+    content = json.loads((path / "manifest.json").read_text())
+    del content["xxh3"]
+    content["groups"][0]["name"] = content["optimizer"]["type"] = content["offload"] = text
+    content["optimizer"]["param_groups"][0]["numbers"] |= {"note": text, text: 1}
+    (path / "manifest.json").write_text(signed(content))
+    ends_well("inspect", path, capsys=capsys)
+    content["buffers"] = [{"name": text, "dtype": text, "shape": []}]
+    (path / "manifest.json").write_text(signed(content))
+    ends_well("verify", path, capsys=capsys)
 
 
 def test_the_readers_of_what_is_not_changed_succeed(saved: Path) -> None:
