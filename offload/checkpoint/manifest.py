@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from offload.checkpoint import bounded_json
 from offload.checkpoint.blocks import DIGITS, blocks_in, new_generation
+from offload.display.plain_text import plain
 from offload.tiers.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -240,9 +241,9 @@ class Manifest(_Record):
             manifest = cls.model_validate(content)
             _check_references(manifest)
         except ValidationError as error:
-            raise CheckpointError(f"{what} is malformed: {_first(error)}") from None
+            raise CheckpointError(f"{what} is malformed: {plain(_first(error), 400)}") from None
         except ValueError as error:
-            raise CheckpointError(f"{what} is malformed: {error}") from None
+            raise CheckpointError(f"{what} is malformed: {plain(str(error), 400)}") from None
         return manifest
 
 

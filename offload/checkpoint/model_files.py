@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint import bounded_json
 from offload.checkpoint.disk import storage_errors
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SHARD_NBYTES = 5 * 10**9
+_COUNT = re.compile(r"(^|_)(num|n)_(\w+_)?(layers?|blocks?|experts?)$|_layers$|^layers$|^depths?$")
+_ANY_COUNT, _ENTRY_NBYTES = 1000, 60  # of a tensor in a header, at least
 # Of tokenizers and processors: what they were made from, too.
 _CARRIED = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
@@ -112,15 +116,38 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. CheckpointError for all else."""
+    """The object in a JSON file of bounded size. CheckpointError for all else, and for a link that
+    leads out of the file's folder."""
     try:
         with storage_errors("reading", path):
-            found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+            found = bounded_json.read(own_file(path.parent, path.name))
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}; get the folder again") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is damaged: it holds no object; get the folder again")
     return found
+
+
+def check_counts(config: Any, files: Iterable[Path], where: Path) -> None:
+    """ConfigError for a configuration with many more layers or experts than the headers of `files`
+    have room for tensors: each would be made, and take memory, before it is seen to be missing."""
+    headers = 0
+    for path in files:
+        with storage_errors("reading", path), path.open("rb") as file:
+            headers += min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
+    most = _ANY_COUNT + headers // _ENTRY_NBYTES
+    left: list[tuple[str, Any]] = [("", config)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += ((key, each) for each in value)
+        elif isinstance(value, int) and value > most and _COUNT.search(key):
+            raise ConfigError(
+                f"{where}: {key[:80]} is {value!s:.20}, and the files have tensors for {most} at "
+                "most; get the folder from where you trust it"
+            )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

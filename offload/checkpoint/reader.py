@@ -284,7 +284,9 @@ def _foreign(path: Path) -> str:
     found = sorted(entry.name for entry in path.iterdir())
     listing = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
     advice = "name a folder that engine.save_checkpoint wrote"
-    if any(name.endswith((".pt", ".pth", ".bin", ".pkl")) for name in found):
+    if ".metadata" in found:
+        advice = f"of torch.distributed.checkpoint: `offload checkpoint import-dcp {path} OUT`"
+    elif any(name.endswith((".pt", ".pth", ".bin", ".pkl")) for name in found):
         advice = "it seems to hold pickles (torch.save), which offload never opens; " + advice
     elif any(name.endswith(".safetensors") for name in found):
         advice = "to start from its weights: offload.initialize(model, config, weights=PATH)"

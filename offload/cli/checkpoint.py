@@ -24,6 +24,15 @@ Folder = Annotated[
     Path, typer.Argument(metavar="PATH", exists=True, help="The folder of a checkpoint.")
 ]
 
+Optimizer = Annotated[
+    str | None,
+    typer.Option(metavar="TYPE", help="Of ours, where PATH does not say which it was."),
+]
+Tied = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ALIAS=NAME", help="A tied parameter that PATH does not note."),
+]
+
 
 class Dtype(enum.StrEnum):
     """Formats of exported weights."""
@@ -42,7 +51,7 @@ def inspect(path: Folder) -> None:
 
     with CheckpointReader(path) as reader:
         manifest = reader.manifest
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # its texts may be anybody's
     for line in _summary(manifest):
         console.print(line, soft_wrap=True)
     console.print(_table(manifest))
@@ -144,6 +153,44 @@ def _check_folder(path: Path, out: Path) -> None:
             )
 
 
+@checkpoint_app.command("export-dcp")
+def export_dcp(
+    path: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+) -> None:
+    """Write all of PATH to a folder of torch.distributed.checkpoint, which dcp.load reads."""
+    from offload.integrations.dcp_export import export_dcp as run
+
+    typer.echo(f"wrote {run(path, out)}")
+
+
+@checkpoint_app.command("import-dcp")
+def import_dcp(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", exists=True, help="A folder that dcp.save wrote.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="A new checkpoint, or OUT.safetensors: the weights."),
+    ],
+    optimizer: Optimizer = None,
+    tied: Tied = None,
+) -> None:
+    """Write a folder of torch.distributed.checkpoint as one of ours. Runs nothing of PATH."""
+    from offload.integrations.dcp_import import import_dcp as run
+
+    typer.echo(f"wrote {run(path, out, kind=optimizer, tied=_pairs(tied))}")
+
+
+def _pairs(tied: list[str] | None) -> dict[str, str]:
+    from offload.tiers.errors import ConfigError
+
+    pairs = [each.partition("=")[::2] for each in tied or []]
+    if not all(alias and name for alias, name in pairs):
+        raise ConfigError("--tied: write ALIAS=NAME, for example lm_head.weight=embed.weight")
+    return dict(pairs)
+
+
 @checkpoint_app.command("import-deepspeed")
 def import_deepspeed(
     path: Annotated[
@@ -159,14 +206,8 @@ def import_deepspeed(
         bool,
         typer.Option("--trust", help="PATH's files are pickles: say that you trust their source."),
     ] = False,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(metavar="TYPE", help="Of ours, where DeepSpeed's configuration has none."),
-    ] = None,
-    tied: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ALIAS=NAME", help="A tied parameter that PATH does not note."),
-    ] = None,
+    optimizer: Optimizer = None,
+    tied: Tied = None,
 ) -> None:
     """Write a ZeRO checkpoint of DeepSpeed (stages 1 to 3) as one of ours, to go on training."""
     from offload.deepspeed.importing import import_checkpoint
@@ -177,15 +218,13 @@ def import_deepspeed(
             f"{path}: the files of DeepSpeed's checkpoints are pickles, which can be made to run "
             "code; add --trust if you know where they come from"
         )
-    pairs = [each.partition("=")[::2] for each in tied or []]
-    if not all(alias and name for alias, name in pairs):
-        raise ConfigError("--tied: write ALIAS=NAME, for example lm_head.weight=embed.weight")
-    target = import_checkpoint(path, out, kind=optimizer, tied=dict(pairs))
+    target = import_checkpoint(path, out, kind=optimizer, tied=_pairs(tied))
     typer.echo(f"wrote {target}")
 
 
 def _summary(manifest: Manifest) -> list[str]:
     """A few lines about the whole."""
+    from offload.display.plain_text import plain
     from offload.tiers.units import format_bytes
 
     optimizer = manifest.optimizer
@@ -197,20 +236,22 @@ def _summary(manifest: Manifest) -> list[str]:
         f"{len(manifest.files)} files, {format_bytes(manifest.nbytes)}",
     ]
     for number, group in enumerate(optimizer.param_groups):
-        numbers = ", ".join(f"{key} {value}" for key, value in group.numbers.items())
+        numbers = ", ".join(f"{key:.80} {value!s:.80}" for key, value in group.numbers.items())
         lines.append(f"param group {number}: {len(group.params)} parameters, {numbers}")
     if manifest.loss_scale is not None:
         lines.append(f"loss scale {manifest.loss_scale.scale:g}")
     if manifest.run is not None:
         lines.append(manifest.run.described)
-    return lines
+    return [plain(line, 4000) for line in lines]
 
 
 def _table(manifest: Manifest) -> Table:
     import math
 
     from rich.table import Table
+    from rich.text import Text
 
+    from offload.display.plain_text import plain
     from offload.tiers.units import format_bytes
 
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
@@ -225,7 +266,7 @@ def _table(manifest: Manifest) -> Table:
             for name in (group.parameters, group.optimizer)
         ]
         table.add_row(
-            group.name or "(root)",
+            Text(plain(group.name, 200) or "(root)"),
             str(len(records)),
             f"{sum(math.prod(r.shape) for r in records):,}",
             f"{sum(math.prod(r.shape) for r in records if r.trainable):,}",

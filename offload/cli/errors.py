@@ -12,6 +12,7 @@ from typing import Any
 import typer
 import typer.core
 
+from offload.display.plain_text import plain
 from offload.interrupts import Terminated
 from offload.tiers.errors import BudgetError, ConfigError, OffloadError
 
@@ -80,11 +81,11 @@ def _drop_output() -> None:
 def print_error(message: str) -> None:
     """`error: message` on stderr, red on a terminal."""
     # written without rich: its wrapping would cut paths that users copy
-    red, plain = ("\x1b[31m", "\x1b[0m") if _colours(sys.stderr.isatty()) else ("", "")
+    red, normal = ("\x1b[31m", "\x1b[0m") if _colours(sys.stderr.isatty()) else ("", "")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "rank" not in message.partition(":")[0]:
         message = f"rank {_rank()}: {message}"
-    indented = message.replace("\n", "\n       ")
-    print(f"{red}error:{plain} {indented}", file=sys.stderr)
+    indented = "\n       ".join(map(plain, message.split("\n")))
+    print(f"{red}error:{normal} {indented}", file=sys.stderr)
 
 
 def _rank() -> str:

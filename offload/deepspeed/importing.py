@@ -7,25 +7,20 @@ time. The result is what `engine.save_checkpoint` of `offload.deepspeed` writes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from offload import __version__
-from offload.checkpoint.disk import check_room, storage_errors
+from offload.checkpoint.composing import Composer, fields_of, group_of, numbers_of
+from offload.checkpoint.disk import storage_errors
 from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.manifest import (
     BUFFERS,
-    MANIFEST,
-    OPTIMIZER,
-    PARAMETERS,
     BufferRecord,
-    FileRecord,
-    GroupRecord,
     LossScaleRecord,
     Manifest,
     MasterName,
@@ -35,23 +30,20 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.plain_values import packed
-from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, field_info, info_of
 from offload.config.optimizer_kinds import KINDS
 from offload.deepspeed.migration import migrate
-from offload.deepspeed.saved import write_imported
+from offload.deepspeed.saved import imported_text, last_tag, write_imported
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
-from offload.kernels.convert import split_master
+from offload.display.plain_text import plain
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
-from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
+from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from offload.zero.records import RecordFormat
 
-Sections = Mapping[str, Sequence[TensorInfo]]
 _log = logging.getLogger("offload")
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MASTERS = {"fp32": Master.NONE, "bf16": Master.SPLIT, "fp16": Master.FP32}
 _MASTER_NAMES: dict[str, MasterName] = {"fp32": "none", "bf16": "split", "fp16": "fp32"}
-_FIELD_DTYPES = {"float32": "F32", "int16": "I16"}
 # Entries that are DeepSpeed's; others are the client's.
 _THEIRS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -73,31 +65,42 @@ def import_checkpoint(
     nothing written, for what is no such checkpoint.
     """
     folder = _tag_of(source)
-    found = ZeroCheckpoint(folder)
-    reader = _Importer(found, kind, dict(tied or {}))
-    state = _loop_state(found)
+    with _as_deepspeed_writes(folder):
+        found = ZeroCheckpoint(folder)
+        reader = _Importer(found, kind, dict(tied or {}))
+        text = imported_text(_loop_state(found))
     target = out / folder.name
-    out.mkdir(parents=True, exist_ok=True)
-    with PendingFolder(target) as pending:
+    with storage_errors("creating", out):
+        out.mkdir(parents=True, exist_ok=True)
+    with _as_deepspeed_writes(folder), PendingFolder(target) as pending:
         reader.write(pending.path, target.name)
         pending.commit()
-    write_imported(out, folder.name, state)
+    write_imported(out, folder.name, text)
     return target
 
 
+@contextmanager
+def _as_deepspeed_writes(folder: Path) -> Iterator[None]:
+    """What goes wrong with values that are not those of DeepSpeed, as a CheckpointError."""
+    try:
+        yield
+    except OffloadError as error:
+        if str(error).isprintable():
+            raise
+        raise CheckpointError(plain(str(error), 1000)) from None  # it names what is in the files
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError,
+            AssertionError, StopIteration) as error:  # fmt: skip
+        raise CheckpointError(
+            f"{folder} is no checkpoint as DeepSpeed writes them ({type(error).__name__}: "
+            f"{plain(' '.join(str(error)[:400].split()), 200)})"
+        ) from error
+
+
 def _tag_of(source: Path) -> Path:
-    latest = source / "latest"
-    if latest.is_file():
-        return source / latest.read_text().strip()
     if not source.is_dir():
         raise CheckpointError(f"{source}: there is no such folder")
-    return source
-
-
-@dataclass(frozen=True)
-class _Param:
-    record: ParameterRecord
-    trained: bool
+    tag = last_tag(source)
+    return source if tag is None else source / tag
 
 
 class _Importer:
@@ -109,7 +112,7 @@ class _Importer:
         self._kind = kind or _kind_of(found)
         if self._kind not in KINDS:
             raise ConfigError(f"--optimizer {self._kind}: write one of {', '.join(KINDS)}")
-        self._numbers = [_numbers(self._kind, each) for each in found.numbers]
+        self._numbers = [numbers_of(self._kind, each) for each in found.numbers]
         if len(self._numbers) != len(found.groups):
             raise CheckpointError(
                 f"{found.folder}: {len(found.groups)} groups of parameters, and the numbers of "
@@ -123,12 +126,10 @@ class _Importer:
                 f"and {self._kind} keeps {', '.join(states) or 'none'}"
             )
         self._format = RecordFormat(_MASTERS[self._precision], states, StateFormat.FP32)
-        self._fields = {f.name: _FIELD_DTYPES[f.dtype.name] for f in self._format.fields}
         self._params = self._listed({**found.shared, **tied})
-        self._files: dict[str, FileRecord] = {}
         self._manifest = self._new_manifest()
 
-    def _listed(self, tied: dict[str, str]) -> dict[str, _Param]:
+    def _listed(self, tied: dict[str, str]) -> dict[str, ParameterRecord]:
         found, names = self._found, {}
         trained = {name: shape for group in found.groups for name, shape in group.items()}
         for name in (*trained, *found.frozen):
@@ -148,79 +149,27 @@ class _Importer:
                 names=several, dtype=DTYPE_NAMES[found.dtype], shape=list(shape),
                 trainable=is_trained, steps=found.steps if is_trained else 0, group=number,
             )  # fmt: skip
-            listed[name] = _Param(record, is_trained)
+            listed[name] = record
         return listed
 
     # ---------------------------------------------------------------- writing
     def write(self, folder: Path, name: str) -> None:
-        """Every file, the manifest last. A group per parameter: they load into any grouping.
-        `name`: that the folder is going to have."""
-        numel = sum(int(np.prod(each.record.shape)) for each in self._params.values())
-        check_room(folder, 16 * numel)
-        with storage_errors("creating", folder):
-            (folder / PARAMETERS).mkdir()
-            (folder / OPTIMIZER).mkdir()
-        fields = {name: self._found.tensors(name) for name in self._format.states}
-        for name, master in self._found.tensors("master"):
+        """Every file, the manifest last. `name`: that the folder is going to have."""
+        made = Composer(folder, self._manifest, self._format)
+        fields = {field: self._found.tensors(field) for field in self._format.states}
+        for param, master in self._found.tensors("master"):
             states = {}
             for field, values in fields.items():
                 other, states[field] = next(values)
-                assert other == name, "all fields are in the order of the groups"
-            self._write_trained(folder, self._params[name].record, master, states)
-        for name in self._found.frozen:
-            value = self._found.frozen_value(name).to(self._found.dtype)
-            self._write_weights(folder, self._params[name].record, value)
-        self._write_buffers(folder)
-        manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
-        with storage_errors("writing", folder):
-            (folder / MANIFEST).write_text(manifest.to_json())
-
-    def _write_trained(
-        self, folder: Path, record: ParameterRecord, master: torch.Tensor,
-        states: dict[str, torch.Tensor],
-    ) -> None:  # fmt: skip
-        flat = np.ascontiguousarray(master.reshape(-1).numpy())
-        arrays = {name: value.reshape(-1).contiguous().numpy() for name, value in states.items()}
-        if self._precision == "bf16":
-            weights = np.empty(flat.size, dtype=np.uint16)
-            arrays["low"] = np.empty(flat.size, dtype=np.int16)
-            split_master(flat, weights, arrays["low"])
-            value = torch.from_numpy(weights.view(np.int16)).view(torch.bfloat16)
-        else:
-            value = torch.from_numpy(flat).to(self._found.dtype)
-            if self._precision == "fp16":
-                arrays["master"] = flat
-        self._write_weights(folder, record, value)
-        file = f"{OPTIMIZER}/{record.group:03d}.safetensors"
-        sections = {
-            field: [field_info(record, field, dtype)]
-            for field, dtype in sorted(self._fields.items(), key=lambda item: item[1] == "I16")
-        }  # wide fields first, for alignment
-        with self._writer(folder, file, sections, {"group": record.names[0]}) as writer:
-            for field in sections:
-                if arrays[field].size:
-                    writer.append(field, arrays[field].view(np.uint8).data)
-            self._files[file] = writer.finish()
-
-    def _write_weights(self, folder: Path, record: ParameterRecord, value: torch.Tensor) -> None:
-        file = f"{PARAMETERS}/{record.group:03d}.safetensors"
-        sections = {"tensors": [info_of(record)]}
-        with self._writer(folder, file, sections, {"format": "pt"}) as writer:
-            _append(writer, value)
-            self._files[file] = writer.finish()
-
-    def _write_buffers(self, folder: Path) -> None:
-        sections = {"tensors": [info_of(record) for record in self._buffers()]}
-        with self._writer(folder, BUFFERS, sections, {"format": "pt"}) as writer:
-            for value in self._found.buffers.values():
-                _append(writer, value)
-            self._files[BUFFERS] = writer.finish()
-
-    def _writer(
-        self, folder: Path, file: str, sections: Sections, metadata: Mapping[str, str]
-    ) -> SafetensorsWriter:
-        bound_to = self._manifest.bound_to(file)
-        return SafetensorsWriter(folder / file, sections, metadata, bound_to)
+                assert other == param, "all fields are in the order of the groups"
+            weight = master.reshape(-1).to(self._found.dtype)
+            own = None if self._format.master is Master.NONE else master
+            made.add_trained(self._params[param], weight, states, own)
+        for param in self._found.frozen:
+            value = self._found.frozen_value(param).to(self._found.dtype)
+            made.add_weight(self._params[param], value)
+        made.add_buffers(self._found.buffers.values())
+        made.finish(name)
 
     def _buffers(self) -> list[BufferRecord]:
         return [
@@ -242,29 +191,16 @@ class _Importer:
             steps_skipped=int(about["skipped_steps"]),
             loss_scale=None if scale is None else LossScaleRecord(scale=scale, good_steps=0),
             optimizer=OptimizerRecord(
-                type=self._kind, master=_MASTER_NAMES[self._precision], fields=self._fields,
+                type=self._kind, master=_MASTER_NAMES[self._precision],
+                fields=fields_of(self._format),
                 param_groups=groups,
             ),
-            groups=[_group_record(each) for each in self._params.values()],
-            parameters=[each.record for each in self._params.values()],
+            groups=[group_of(each) for each in self._params.values()],
+            parameters=list(self._params.values()),
             buffers=self._buffers(),
             buffers_file=BUFFERS,
             files={},
         )  # fmt: skip
-
-
-def _append(writer: SafetensorsWriter, value: torch.Tensor) -> None:
-    if value.numel():
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        writer.append("tensors", flat.numpy().data)
-
-
-def _group_record(param: _Param) -> GroupRecord:
-    file = f"{param.record.group:03d}.safetensors"
-    return GroupRecord(
-        name=param.record.names[0], parameters=f"{PARAMETERS}/{file}",
-        optimizer=f"{OPTIMIZER}/{file}" if param.trained else None,
-    )  # fmt: skip
 
 
 def _kind_of(found: ZeroCheckpoint) -> str:
@@ -278,24 +214,6 @@ def _kind_of(found: ZeroCheckpoint) -> str:
         f"{found.folder} does not say which optimizer its program made; add --optimizer "
         f"{' or '.join(KINDS)}"
     )
-
-
-def _numbers(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's numbers that the rule has, and texts and numbers that the program put in."""
-    unlike = {"step", "bias_correction", "foreach", "capturable", "differentiable", "fused"}
-    found = {}
-    for key, value in group.items():
-        if key in unlike or key == "decoupled_weight_decay":
-            continue
-        plain = list(value) if isinstance(value, tuple) else value
-        plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
-        if key in KINDS[kind].defaults or isinstance(plain, str | int | float):
-            found[key] = plain
-    return {**{k: _listed_default(v) for k, v in KINDS[kind].defaults.items()}, **found}
-
-
-def _listed_default(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _loop_state(found: ZeroCheckpoint) -> dict[str, Any]:

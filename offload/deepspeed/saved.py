@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.checkpoint import bounded_json
+from offload.checkpoint.disk import storage_errors
 from offload.checkpoint.exporting import export
 from offload.checkpoint.plain_values import packed, unpacked
 from offload.checkpoint.reader import CheckpointReader
 from offload.runs.metrics import write_whole
-from offload.tiers.errors import CheckpointError, PathError
+from offload.tiers.errors import CheckpointError, PathError, UnsupportedError
 
 if TYPE_CHECKING:
     from offload.deepspeed.engine import EngineModule
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offload")
 LATEST = "latest"
 _FORMAT = 1
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_MOST_TAG = 4096
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -53,9 +57,14 @@ def save_all(
                 write_whole(folder / LATEST, tag)
 
 
-def write_imported(folder: Path, tag: str, state: dict[str, Any]) -> None:
-    """The loop's file, and `latest`, of a checkpoint that is there; values are `packed`."""
-    write_whole(_paths(folder, tag)[1], json.dumps({"format": _FORMAT, **state}, indent=1))
+def imported_text(state: dict[str, Any]) -> str:
+    """For `write_imported`, of values that are `packed`. UnsupportedError for too much."""
+    return _checked({"format": _FORMAT, **state})
+
+
+def write_imported(folder: Path, tag: str, text: str) -> None:
+    """The loop's file, and `latest`, of a checkpoint that is there."""
+    write_whole(_paths(folder, tag)[1], text)
     write_whole(folder / LATEST, tag)
 
 
@@ -69,7 +78,20 @@ def _text_of(engine: EngineModule, client: dict[str, Any]) -> str:
         "lr_scheduler": packed(scheduler, "lr_scheduler.state_dict()"),
         "client_state": packed(client, "client_state"),
     }
-    return json.dumps(state, indent=1)
+    return _checked(state)
+
+
+def _checked(state: dict[str, Any]) -> str:
+    """As text. UnsupportedError for more than can be read again."""
+    text = json.dumps(state, indent=1)
+    try:
+        bounded_json.check_size(text.encode())
+    except ValueError as error:
+        raise UnsupportedError(
+            f"the scheduler's and client's state could not be read again: {error}; save what is "
+            "large in a file of its own"
+        ) from None
+    return text
 
 
 def load_saved(
@@ -77,7 +99,7 @@ def load_saved(
     scheduler: bool, counters: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
     """See `EngineModule.load_checkpoint`."""
-    tag = _last_tag(folder) if tag is None else tag
+    tag = last_tag(folder) if tag is None else tag
     if tag is None:
         _log.warning("%s is not there: nothing was loaded; name a tag", folder / LATEST)
         return None, None
@@ -93,11 +115,11 @@ def load_saved(
     engine.zero_grad()
     engine.micro_steps = 0
     if scheduler and engine.lr_scheduler is not None and state["lr_scheduler"]:
-        engine.lr_scheduler.load_state_dict(unpacked(state["lr_scheduler"]))
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if counters:
-        for name in ("global_steps", "global_samples", "skipped_steps"):
-            setattr(engine, name, int(state[name]))
-    client: dict[str, Any] = unpacked(state["client_state"])
+        for name in _COUNTERS:
+            setattr(engine, name, state[name])
+    client: dict[str, Any] = state["client_state"]
     return str(path), client
 
 
@@ -124,16 +146,25 @@ def save_weights(engine: EngineModule, folder: Path, name: str) -> None:
 def folder_of(folder: Path, tag: str | int | None) -> Path:
     """The checkpoint that `tag` names, or the last one. CheckpointError where there is none, or it
     is DeepSpeed's."""
-    found = _last_tag(folder) if tag is None else str(tag)
+    found = last_tag(folder) if tag is None else str(tag)
     if found is None:
         raise CheckpointError(f"{folder / LATEST} is not there; name a tag")
     _refuse_theirs(folder / found)
     return folder / found
 
 
-def _last_tag(folder: Path) -> str | None:
+def last_tag(folder: Path) -> str | None:
+    """What `latest` names, if there is one. CheckpointError for what lies outside of the folder."""
     latest = folder / LATEST
-    return latest.read_text().strip() if latest.is_file() else None
+    if not latest.is_file():
+        return None
+    with storage_errors("reading", latest), latest.open("rb") as file:
+        tag = file.read(_MOST_TAG).decode(errors="replace").strip()
+    if not tag or "\0" in tag or os.path.isabs(tag) or ".." in Path(tag).parts:
+        raise CheckpointError(
+            f"{latest} names {tag[:80]!r}, which is no folder beside it; name a tag"
+        )
+    return tag
 
 
 def _paths(folder: Path, tag: str) -> tuple[Path, Path]:
@@ -142,10 +173,15 @@ def _paths(folder: Path, tag: str) -> tuple[Path, Path]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Counters, and the states of scheduler and client, unpacked."""
     try:
-        state = json.loads(path.read_text())
+        state = bounded_json.read(path)
         if state["format"] != _FORMAT:
-            raise CheckpointError(f"{path}: format {state['format']} is not {_FORMAT}")
+            raise CheckpointError(f"{path}: format {state['format']!r:.40} is not {_FORMAT}")
+        found = {name: unpacked(state[name]) for name in ("lr_scheduler", "client_state")}
+        if not all(isinstance(each, dict) for each in found.values()):
+            raise TypeError("its states are no objects")
+        return {**found, **{name: int(state[name]) for name in _COUNTERS}}
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: there is no such checkpoint, or saving it was cut short; load "
@@ -153,9 +189,9 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); load another tag") from None
-    return dict(state)
+    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+        # RuntimeError: of too few bytes for a tensor, or nested too deeply
+        raise CheckpointError(f"{path} is damaged ({error!s:.200}); load another tag") from None
 
 
 def _refuse_theirs(path: Path) -> None:

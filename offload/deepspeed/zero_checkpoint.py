@@ -4,24 +4,23 @@
     *_optim_states.pt    one per rank: fp32 masters and states, flat
 
 Stages 1 and 2 cut a param group's flat vector into one part per rank; stage 3 cuts each parameter,
-and lines up the parts. The files are pickles. They are read with an unpickler that makes tensors
-and containers, and inert objects of everything else: no function of a file is called.
+and lines up the parts. The files are pickles, which are read as data: nothing of a file is run.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-from collections import OrderedDict
+import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 
+from offload.checkpoint.model_files import own_file
+from offload.checkpoint.torch_archive import ArchivedTensor, Opaque, Window, read_archive
 from offload.tiers.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -131,7 +130,7 @@ class ZeroCheckpoint:
     def loss_scale(self) -> float:
         """fp16's, as it was; its first one where the file does not say."""
         scaler = self._parts[0].get("loss_scaler")
-        state = scaler.state if isinstance(scaler, _Inert) else None
+        state = scaler.state if isinstance(scaler, Opaque) else None
         return float(state["cur_scale"]) if isinstance(state, dict) else 65536.0
 
     def _state_dict(self, rank: int) -> dict[str, Any]:
@@ -219,79 +218,41 @@ def _is_flat(value: Any) -> bool:
 
 def _number(value: Any, folder: Path) -> int:
     """An enum of DeepSpeed's is inert here, and has its number as an argument."""
-    found = value.arguments[0] if isinstance(value, _Inert) and value.arguments else value
+    found = value.arguments[0] if isinstance(value, Opaque) and value.arguments else value
     if found not in (1, 2, 3):
         raise CheckpointError(f"{folder}: no checkpoint of ZeRO stage 1, 2 or 3")
     return int(found)
 
 
-# ---------------------------------------------------------------- unpickling
-class _Inert:
-    """In the place of an object of a class that is not needed."""
-
-    def __new__(cls, *arguments: Any, **_: Any) -> _Inert:
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
-
-    arguments: tuple[Any, ...]
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __call__(self, *_: Any, **__: Any) -> _Inert:
-        return self
-
-    def append(self, *_: Any) -> None:
-        pass
-
-    extend = __setitem__ = append
-
-
-def _without_state(data: Any, *_: Any) -> Any:
-    """A parameter's values: what else it carried is not needed."""
-    return data
-
-
-def _of_type(function: Any, _type: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
-    """A tensor that carried attributes."""
-    return function(*arguments)
-
-
-_CALLED = {
-    ("torch._utils", "_rebuild_parameter_with_state"): _without_state,
-    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CALLED:
-            return _CALLED[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return _Inert
-
-
+# ---------------------------------------------------------------- files
 def _load(path: Path) -> dict[str, Any]:
+    """What is in a file, whose tensors are views of it."""
     try:
-        found = torch.load(
-            path, map_location="cpu", mmap=True, weights_only=False,
-            pickle_module=SimpleNamespace(Unpickler=_Unpickler, __name__="inert"),
-        )  # fmt: skip
+        fd = os.open(own_file(path.parent, path.name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+                raise ValueError("it is no regular file")
+            nbytes = status.st_size
+            found = read_archive(Window(fd, 0, nbytes, path), opaque=True)
+        finally:
+            os.close(fd)
+        mapped = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is no checkpoint of DeepSpeed")
-    return found
+    made: dict[str, Any] = _with_tensors(found, mapped)
+    return made
+
+
+def _with_tensors(value: Any, file: torch.Tensor) -> Any:
+    if isinstance(value, ArchivedTensor):
+        return value.within(file)
+    if isinstance(value, dict):
+        return {key: _with_tensors(each, file) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_tensors(each, file) for each in value)
+    return value

@@ -13,28 +13,34 @@ are read when they are written to a file, and written to the tiers as they are r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils._pytree import tree_map_only
 
+from offload.integrations.entry_tensors import Entry, EntryTensor
 from offload.machine import trim_memory
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
-Slices = tuple[Any, ...]  # arguments of torch.ops.aten.slice, one after the other
 _TRIM_NBYTES = 64 << 20
 _HALF_LOADED = (
     "torch.distributed.checkpoint.load failed half-way, so parameters and optimizer states are a "
     "mixture; load a checkpoint again, or make a new engine"
 )
+
+
+def _steps(name: str, state: dict[str, Any]) -> int:
+    """CheckpointError for what is no count."""
+    found = float(state["step"])
+    if not 0 <= found < 1 << 62:  # not NaN either
+        raise CheckpointError(f"{name} was updated {found} times; load another checkpoint")
+    return int(found)
 
 
 class EngineState(Stateful):
@@ -83,8 +89,9 @@ class EngineState(Stateful):
             groups = engine.optimizer.param_groups
             for group, found in zip(groups, numbers, strict=True):
                 engine.optimizer.check_numbers(group, found)
+            steps = {name: _steps(name, optimizer["state"][name]) for name, _ in self._trained()}
             for name, param in self._trained():
-                engine.values.write_steps(param, int(optimizer["state"][name]["step"]))
+                engine.values.write_steps(param, steps[name])
             for group, found in zip(groups, numbers, strict=True):
                 group.update(found)
             engine.runtime.stepper.forget()
@@ -143,8 +150,8 @@ class EngineState(Stateful):
 
         engine = self._engine
         dtype = engine.runtime.options.dtype
-        entry = _Entry(self._access, param.numel() * dtype.itemsize, read, write)
-        return _Stored(entry, (), torch.empty(param.shape, dtype=dtype, device="meta"))
+        entry = Entry(self._access, param.numel() * dtype.itemsize, read, write)
+        return EntryTensor(entry, (), torch.empty(param.shape, dtype=dtype, device="meta"))
 
     def _field(self, param: nn.Parameter, field: str) -> Tensor:
         def write(value: Tensor) -> None:
@@ -153,10 +160,10 @@ class EngineState(Stateful):
             values.write(param, field, value)
 
         values = self._engine.values
-        entry = _Entry(
+        entry = Entry(
             self._access, param.numel() * 4, lambda: values.read(param, field).cpu(), write
         )
-        return _Stored(entry, (), torch.empty(param.shape, dtype=torch.float32, device="meta"))
+        return EntryTensor(entry, (), torch.empty(param.shape, dtype=torch.float32, device="meta"))
 
     @contextmanager
     def _access(self, nbytes: int, *, changes: bool) -> Iterator[None]:
@@ -175,89 +182,3 @@ class EngineState(Stateful):
                 yield
             finally:
                 store.unusable = _HALF_LOADED
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A whole tensor of the engine's."""
-
-    access: Callable[..., AbstractContextManager[None]]
-    nbytes: int
-    get: Callable[[], Tensor]
-    put: Callable[[Tensor], None]
-
-    def read(self, where: Slices) -> Tensor:
-        """A copy."""
-        with self.access(self.nbytes, changes=False):
-            whole = self.get()
-            return _sliced(whole, where).clone() if where else whole
-
-    def write(self, where: Slices, value: Tensor) -> None:
-        with self.access(self.nbytes, changes=True):
-            if not where:
-                self.put(value)
-                return
-            whole = self.get()
-            _sliced(whole, where).copy_(value)
-            self.put(whole)
-
-
-def _sliced(tensor: Tensor, where: Slices) -> Tensor:
-    for each in where:
-        tensor = torch.ops.aten.slice.Tensor(tensor, *each)
-    return tensor
-
-
-class _Stored(Tensor):
-    """An entry, or a slice of it, whose values are read when an operation needs them; `copy_` into
-    it writes them."""
-
-    entry: _Entry
-    at: Slices
-    like: Tensor  # of the same shape, on the meta device
-
-    @staticmethod
-    def __new__(cls, entry: _Entry, at: Slices, like: Tensor) -> _Stored:
-        # It has a storage of the tensor's size, without memory. DCP clones a tensor whose storage
-        # has another size, and keeps all that it has written until the end.
-        made: _Stored = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=torch.device("cpu")
-        )
-        made.entry, made.at, made.like = entry, at, like
-        return made
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """What `torch.save` writes: a plain tensor."""
-        return self.entry.read(self.at).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise UnsupportedError(
-            "EngineState cannot be copied, as async_save does: the copies would hold all states in "
-            "RAM; use dcp.save, or give async_save what get_state_dict(model, optimizer) returns"
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        aten, this = torch.ops.aten, args[0]
-        if func is aten.copy_.default and isinstance(this, _Stored):
-            this.entry.write(this.at, args[1].expand(this.shape))
-            return this
-        if func in (aten.detach.default, aten.alias.default):
-            return _Stored(this.entry, this.at, this.like)
-        if func is aten.slice.Tensor:
-            return _Stored(this.entry, (*this.at, args[1:]), _sliced(this.like, (args[1:],)))
-        if func is aten.is_pinned.default:
-            return False
-        if func._schema.is_mutable:
-            raise UnsupportedError(f"{func}: states are read by operations and written by copy_")
-        given = (args, dict(kwargs or {}))
-        args, kwargs = tree_map_only(_Stored, lambda each: each.entry.read(each.at), given)
-        return func(*args, **kwargs)

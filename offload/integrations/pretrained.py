@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,17 @@ from offload.checkpoint.model_files import (
     GENERATION_CONFIG,
     INDEX,
     SINGLE,
+    check_counts,
     read_json,
     weight_files,
 )
 from offload.config import OffloadConfig
+from offload.display.plain_text import plain
 from offload.engine import Engine, ParamGroups, initialize
 from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.quantised.reading import settings_in, settings_of, transposed_weights
 from offload.tiered_model import DTYPES
-from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
+from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,13 +137,25 @@ def open_pretrained(
     for name in kwargs.keys() & _REFUSED.keys():
         raise ConfigError(f"{name}=: {_REFUSED[name]}")
     variant = kwargs.pop("variant", None)
+    text = read_json(folder / CONFIG)
+    settings_of(text, folder)  # what is not read is refused before a class is looked for
+    files = _files(folder, variant, text.get("transformers_weights"))
+    check_counts(text, files, folder / CONFIG)
+    with _understood(folder / CONFIG):
+        return _opened(transformers, folder, files, model_class, dtype, kwargs)
+
+
+def _opened(
+    transformers: Any, folder: Path, files: list[Path], model_class: Any,
+    dtype: torch.dtype | str, kwargs: dict[str, Any],
+) -> nn.Module:  # fmt: skip
     settings, kind, kwargs = _settings(transformers, folder, model_class, kwargs)
-    named = getattr(settings, "transformers_weights", None)
     quantised = _take_quantisation(settings, folder)
     transposed = _transposed(kind, settings) if quantised is not None else set()
-    tensors = lazy_tensors(_files(folder, variant, named), quantised, transposed)
+    tensors = lazy_tensors(files, quantised, transposed)
     generation_class = transformers.GenerationConfig
     if (folder / GENERATION_CONFIG).is_file():
+        read_json(folder / GENERATION_CONFIG)  # what transformers would not, is refused before
         generation = generation_class.from_pretrained(str(folder))
     else:  # config.json may hold what is for `generate`, which `settings` leaves out
         generation = generation_class.from_model_config(read_json(folder / CONFIG))
@@ -180,9 +195,8 @@ def _settings(
     transformers: Any, folder: Path, model_class: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
     """The model's configuration, its class, and what of `kwargs` is for the class."""
-    text = read_json(folder / CONFIG)
-    settings_of(text, folder)  # what is not read is refused before a class is looked for
     if model_class is None:
+        text = read_json(folder / CONFIG)
         named = text.get("architectures")
         name = str(named[0]) if isinstance(named, list) and named else ""
         model_class = getattr(transformers, name, None) if name else None
@@ -210,6 +224,20 @@ def _settings(
         if not isinstance(settings, model_class.config_class):  # the text model of several
             settings = settings.get_text_config()
     return settings, model_class, left
+
+
+@contextmanager
+def _understood(path: Path) -> Iterator[None]:
+    """What transformers raises for a configuration as a ConfigError: that may be anything."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: transformers makes no model of it ({type(error).__name__}: "
+            f"{plain(' '.join(str(error)[:4000].split()), 1000)})"
+        ) from error
 
 
 def _take_quantisation(settings: Any, folder: Path) -> Mapping[str, Any] | None:

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint import bounded_json
 from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.units import format_bytes
-
-MOST_JSON_NBYTES = 256 << 20  # the index of 10^6 tensors has about 100 MB
 
 _NOT_OPENED = "may hold code and is not opened; name the config.json, or convert to safetensors"
 _MAGIC = {
@@ -84,12 +83,16 @@ def read_json(path: Path) -> Any:
     are refused where the size is asked for.
     """
     nbytes = file_nbytes(path)
-    if nbytes > MOST_JSON_NBYTES:
+    if nbytes > bounded_json.MOST_NBYTES:
         raise ConfigError(
             f"{path}: {format_bytes(nbytes)} is too much for a description of a model; "
-            f"at most {format_bytes(MOST_JSON_NBYTES)} are read"
+            f"at most {format_bytes(bounded_json.MOST_NBYTES)} are read"
         )
     where, data = str(path), read_start(path, nbytes)
+    try:
+        bounded_json.check_size(data)
+    except ValueError as error:
+        raise ConfigError(f"{where}: too much for a description of a model: {error}") from None
     try:
         return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_unique(where))
     except UnicodeDecodeError as error:

@@ -1,0 +1,155 @@
+"""JSON that anyone may have made takes no more memory than is known before it is parsed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.checkpoint import bounded_json
+from offload.checkpoint.model_files import INDEX, read_json, weight_files
+from offload.deepspeed.saved import _read, last_tag
+from offload.errors import CheckpointError, ConfigError, StorageError
+from offload.tools.memest.source.input_files import read_json as read_memest
+from tests.offload.test_checkpoint_forged import in_time
+
+BOMBS = {
+    "empty lists": b"[" + b"[]," * 19_000_000 + b"[]]",
+    "empty objects": b"[" + b"{}," * 2_000_000 + b"{}]",
+    "numbers": b'{"a": [' + b"1," * 28_000_000 + b"1]}",
+    "keys": b"{" + b",".join(b'"%d":0' % n for n in range(2_000_000)) + b"}",
+    "deep": b"[" * 60_000_000,
+    "one text": b'"' + b"a" * (65 << 20) + b'"',
+}
+
+
+@pytest.fixture(params=BOMBS)
+def bomb(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_bytes(BOMBS[request.param])
+    return path
+
+
+def test_a_bomb_is_refused_by_every_reader(bomb: Path) -> None:
+    with in_time(), pytest.raises(CheckpointError, match=r"config\.json is damaged"):
+        read_json(bomb)
+    with in_time(), pytest.raises(ConfigError):
+        read_memest(bomb)
+    with in_time(), pytest.raises(CheckpointError, match="damaged"):
+        _read(bomb)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from offload.checkpoint.model_files import read_json
+from offload.machine import peak_rss_nbytes
+from offload.tiers.errors import CheckpointError
+before = peak_rss_nbytes()
+try:
+    read_json(Path(sys.argv[1]))
+except CheckpointError:
+    print((peak_rss_nbytes() - before) >> 20)
+"""
+
+
+def test_a_bomb_takes_no_more_than_its_own_bytes(tmp_path: Path) -> None:
+    """A configuration of 57 MB took 1.2 GiB."""
+    path = tmp_path / "config.json"
+    path.write_bytes(BOMBS["empty lists"])
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, path], capture_output=True, text=True, check=True
+    )
+    assert int(ended.stdout) < 150
+
+
+def test_the_index_of_a_large_model_is_read(tmp_path: Path) -> None:
+    """200,000 tensors, 16 MB."""
+    names = [
+        f"model.layers.{n // 600}.mlp.experts.{n % 600}.down_proj.weight" for n in range(200_000)
+    ]
+    weight_map = {name: f"model-{n // 2000:05d}.safetensors" for n, name in enumerate(names)}
+    path = tmp_path / INDEX
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}, indent=2))
+    assert path.stat().st_size > 16_000_000
+    for file in set(weight_map.values()):
+        (tmp_path / file).touch()
+    assert len(weight_files(tmp_path)) == 100
+    assert len(read_memest(path)["weight_map"]) == 200_000
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "outside"])
+def test_what_is_no_file_of_the_folder_is_not_read(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = folder / "config.json"
+    (tmp_path / "secret").write_text("{}")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"loop": path, "outside": tmp_path / "secret"}[kind])
+    with in_time(), pytest.raises((CheckpointError, StorageError)):
+        read_json(path)
+
+
+def test_a_file_that_grows_is_not_read_beyond_its_bound(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    os.truncate(path, bounded_json.MOST_NBYTES + 1)
+    with pytest.raises(CheckpointError, match="more than the 67,108,864"):
+        read_json(path)
+
+
+@pytest.mark.parametrize("tag", ["..", "../other", "/etc", "a/../../b", "", " ", "a\0b"])
+def test_a_tag_is_a_folder_beside_the_file_that_names_it(tag: str, tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text(tag)
+    with pytest.raises(CheckpointError, match="which is no folder beside it"):
+        last_tag(tmp_path)
+
+
+STATE = {
+    "format": 1, "global_steps": 1, "global_samples": 2, "skipped_steps": 0, "lr_scheduler": {},
+    "client_state": {},
+}  # fmt: skip
+WRONG = [
+    {"format": 2}, {"format": None}, {"global_steps": "x"}, {"global_steps": None},
+    {"global_steps": float("inf")}, {"lr_scheduler": None}, {"lr_scheduler": []},
+    {"client_state": {"a": {"is": "pickle", "of": "x"}}}, {"client_state": {"is": "tuple"}},
+    {"client_state": {"a": {"is": "tensor", "dtype": "float32", "shape": [1 << 40], "of": "AA=="}}},
+    {"client_state": {"a": {"is": "tensor", "dtype": "load", "shape": [1], "of": "AAAAAA=="}}},
+    {"client_state": {"a": {"is": "tensor", "dtype": "float32", "shape": [1], "of": "not base64"}}},
+    {"client_state": {"a": {"is": "tensor", "dtype": "float32", "shape": "x", "of": "AAAAAA=="}}},
+    {"client_state": {"a": {"is": "tensor", "dtype": ["x"], "shape": [1], "of": "AAAAAA=="}}},
+    {"client_state": {"a": {"is": "array", "dtype": "bfloat16", "shape": [2], "of": "AAAAAA=="}}},
+    {"client_state": {"a": {"is": "dict", "of": [[[1], 2]]}}},
+    {"client_state": {"a": {"is": "dict", "of": [1]}}},
+    {"client_state": {"a": {"is": "tuple", "of": 3}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG, ids=str)
+def test_a_loops_state_that_was_made_up_is_refused(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    path = tmp_path / "tag.json"
+    path.write_text(json.dumps({**STATE, **change}))
+    with pytest.raises(CheckpointError):
+        _read(path)
+    path.write_text(json.dumps(STATE))
+    assert _read(path)["global_samples"] == 2
+
+
+def test_a_loops_state_nested_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tag.json"
+    deep = "[" * 900 + "]" * 900
+    path.write_text(
+        json.dumps(STATE).replace('"client_state": {}', f'"client_state": {{"a": {deep}}}')
+    )
+    with pytest.raises(CheckpointError):
+        _read(path)
