@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from offload.checkpoint.disk import read_all, storage_errors
+from offload.checkpoint.disk import storage_errors
 from offload.checkpoint.safetensors_file import StoredTensor, parse_header
 from offload.tiers.errors import CheckpointError
 
@@ -20,6 +20,7 @@ DTYPES = {
     "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
     "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
+_CALL_NBYTES = 256 << 20  # a system call moves less than 2 GiB; this one can be interrupted
 
 
 class TensorFile:
@@ -45,8 +46,15 @@ class TensorFile:
         return bytes(buffer)
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
-        with storage_errors("reading", self.path):
-            read_all(self._fd, buffer, offset_bytes, self.path)
+        """CheckpointError where the file ends before that, or StorageError."""
+        done = 0
+        with storage_errors("reading", self.path, offset_bytes, buffer.nbytes):
+            while done < buffer.nbytes:
+                part = buffer[done : done + _CALL_NBYTES]
+                count = os.preadv(self._fd, [part], offset_bytes + done)
+                if not count:
+                    raise CheckpointError(f"{self.path} ends at byte {offset_bytes + done}")
+                done += count
 
 
 @dataclass(frozen=True, slots=True)

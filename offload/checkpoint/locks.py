@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from offload.checkpoint.hands import keep, patiently
 from offload.tiers.errors import CheckpointError
 
 _PATIENCE_S = 60.0
@@ -27,20 +28,25 @@ class OpenFolder:
     before the caller has stored it."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.fd = -1
         self._pid = os.getpid()
-        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+        def opened() -> None:  # where no Ctrl-C comes between a call and what it returns
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+        patiently("open folder", path, opened)
 
     def lock(self) -> bool:
         """Exclusively; False where the file system has no locks. BlockingIOError if another holder
         has it."""
-        return _flock(self.fd, fcntl.LOCK_EX)
+        return patiently("lock", self.path, _flock, self.fd, fcntl.LOCK_EX)
 
     def share(self) -> bool:
         """Against its removal; False if it is being removed or about to be named, True also where
         the file system has no locks."""
         try:
-            _flock(self.fd, fcntl.LOCK_SH)
+            patiently("lock", self.path, _flock, self.fd, fcntl.LOCK_SH)
         except BlockingIOError:
             return False
         return True
@@ -92,7 +98,8 @@ def alone_in(parent: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        unlock(lock)
+        if not keep(lock, parent):  # else a rename that was given up may yet come
+            unlock(lock)
 
 
 def _wait_for(parent: Path) -> OpenFolder | None:

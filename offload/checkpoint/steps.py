@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.reader import CheckpointReader, is_complete
-from offload.tiers.errors import CheckpointError, PathError, StorageError
+from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
 _STEP = re.compile(r"step-(\d+)")
 _log = logging.getLogger("offload")
@@ -44,7 +44,9 @@ def latest(folder: Path) -> Path | None:
             with CheckpointReader(path) as reader:
                 reader.check(contents=False)
                 problem = other_step(path, reader.manifest.saved_as)
-        except CheckpointError as error:
+        except StuckError:
+            raise
+        except (CheckpointError, StorageError) as error:
             _log.warning("passed over %s: %s", path, error)
             continue
         if problem is None:

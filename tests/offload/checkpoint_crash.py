@@ -24,13 +24,17 @@ from typing import Any
 from torch import nn
 
 import offload
-from offload.checkpoint import folder
+from offload.checkpoint import folder, hands
 from offload.swap.block_store import BlockStore
 from offload.swap.file_state import FileState
 from offload.zero.trials import Trials
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
-_CALLS = ["mkdir", "pwrite", "fsync", "rename", "unlink", "rmdir"]
+# of a save, those that change something, and so after which something else is there
+_CALLS = {
+    "mkdir", "create", "pwrite", "sync_file_range", "fsync", "fsync folder", "rename", "exchange",
+    "unlink", "rmdir",
+}  # fmt: skip
 # what happens to an update on trial, in whichever thread
 _EVENTS: list[tuple[type, str]] = [
     (Trials, "begin"), (Trials, "keeps"), (Trials, "take_back"), (Trials, "_end"),
@@ -90,7 +94,7 @@ def _child(request: Request) -> None:
 
 def _save_for_ever(request: Request) -> None:
     if not request.exchange:
-        folder._exchange = lambda a, b: False
+        folder.exchange = lambda a, b: False
     keys = config(Path(request.swap), NVME, **KEYS)
     with offload.initialize(seeded(TinyLM), keys) as engine:
         if not request.fresh:
@@ -141,9 +145,13 @@ def _watch_calls(stop_at: int, *, trials: bool) -> Iterator[int]:
 
         return wrapper
 
-    for name in _CALLS:
-        setattr(os, name, watched(getattr(os, name)))
-    folder._exchange = watched(folder._exchange)
+    make_call = hands.make_call
+    counted = watched(make_call)
+
+    def made(operation: str, *args: Any) -> Any:
+        return (counted if operation in _CALLS else make_call)(operation, *args)
+
+    hands.make_call = made  # type: ignore[assignment]
     for kind, name in _EVENTS if trials else ():
         setattr(kind, name, watched(getattr(kind, name)))
     return counter

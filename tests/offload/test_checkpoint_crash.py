@@ -361,7 +361,7 @@ def test_without_an_exchange_of_names_a_failing_rename_is_undone(
             raise OSError(5, "Input/output error")
         rename(a, b)
 
-    monkeypatch.setattr(folders, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(folders, "exchange", lambda a, b: False)
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(offload.StorageError, match="EIO"):
         engine.save_checkpoint(path)
