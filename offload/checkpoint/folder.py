@@ -29,7 +29,7 @@ from offload.checkpoint.disk import (
     storage_errors,
     sync_folder,
 )
-from offload.checkpoint.hands import keep
+from offload.checkpoint.hands import when_returned
 from offload.checkpoint.locks import OpenFolder, alone_in, lock_folder, unlock
 from offload.checkpoint.ownership import Leftover, check_replaceable, leftovers, marked, remove
 from offload.checkpoint.reader import CheckpointReader
@@ -101,19 +101,20 @@ class PendingFolder:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        if error is not None:
+        if error is None:
+            self._unlock()
+        else:
             self._give_up()
-        self._unlock()
 
     def _give_up(self) -> None:
         """What was published stays, with what it has replaced: if that was not durable, a crash
         would bring the old names back. So does what a call that was left may still rename."""
-        if not self._is_published and not keep(self._lock, self.target.parent):
-            with suppress(OSError):  # it stays; what led here is the error
-                if is_there(self.path):
-                    remove(self.path)
-            self._unlock()
-        self._lock = None
+        if self._is_published or when_returned(self._unlock, self.target.parent):
+            return
+        with suppress(OSError):  # it stays; what led here is the error
+            if is_there(self.path):
+                remove(self.path)
+        self._unlock()
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
@@ -164,9 +165,9 @@ def _adopt(leftover: Leftover) -> bool:
 
 def discard(path: Path) -> bool:
     """Remove a checkpoint, by one rename; False if there is none. PathError, and nothing is
-    changed, where `path` holds something else."""
+    changed, where `path` holds something else. StorageError."""
     with ExitStack() as locks:
-        with alone_in(path.parent):
+        with storage_errors("removing", path), alone_in(path.parent):
             if not is_there(path):
                 return False
             check_replaceable(path)

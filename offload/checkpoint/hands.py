@@ -7,8 +7,8 @@ take a call back. So another thread asks, a *hand*, one call at a time:
     hand              ├──────── call ──────── ...
 
 A call that was left keeps its hand, its memory and its descriptor until it returns, if ever. It may
-change names yet: `keep` says so, and until then keeps what others must not use. Time is counted in
-looks, and none passes while this process is stopped or a computer sleeps.
+change names yet: `when_returned` says so, and puts off what lets others in until then. Time is
+counted in looks, and none passes while this process is stopped or a computer sleeps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Call:
         self.nbytes = nbytes
         self.result: Any = None
         self.error: BaseException | None = None
-        self.keeps: list[object] = []
+        self.then: list[Callable[[], None]] = []
         self._make = function, args
         self._began_s = time.monotonic()
         self._over = threading.Event()  # it has returned, or is not waited for any more
@@ -82,10 +82,11 @@ class Call:
         with _books:
             self._returned = True
             _left.discard(self)
-            kept, self.keeps = self.keeps, []
+            then, self.then = self.then, []
         self._over.set()
         _here.call = None  # memory that it has moved is not held until the next one
-        kept.clear()
+        for function in then:
+            function()
 
     def give_up(self) -> None:
         """Let nobody wait for it any longer."""
@@ -137,6 +138,7 @@ class Hand:
     def __init__(self) -> None:
         self._asked = SimpleQueue()
         self._stuck: Call | None = None
+        self._last: Call | None = None  # of those that are not waited for
         self._pid = os.getpid()
         self._thread = threading.Thread(
             target=_work, args=(self._asked,), name="offload-checkpoint-call", daemon=True
@@ -144,13 +146,17 @@ class Hand:
         self._thread.start()
 
     def end(self) -> None:
-        """Let the thread end behind the calls that it was asked for, and wait for that, unless one
-        of them does not return."""
+        """Let the thread end behind the calls that it was asked for, and wait for that, a little,
+        unless something does not return."""
         asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.put(None)
-            if self._stuck is None:
-                self._thread.join(_PATIENCE_S)
+        if asked is None:
+            return
+        asked.put(None)
+        if self._last is not None and not _left:
+            self._last.wait(_PATIENCE_S)
+            self._leave_unless_returned(self._last)
+        if self._stuck is None and not _left:
+            self._thread.join(_PATIENCE_S)
 
     def __del__(self) -> None:
         if self._asked is not None:  # may be called amid any wait: waits for nothing
@@ -203,7 +209,8 @@ class Hand:
     def ask(self, operation: str, path: Path, function: Callable[[], None]) -> None:
         """Have a call made behind all others, and do not wait for it."""
         assert self._asked is not None, "it has not ended"
-        self._asked.put(Call(operation, path, function, (), 0, 0))
+        self._last = Call(operation, path, function, (), 0, 0)
+        self._asked.put(self._last)
 
 
 def _work(asked: SimpleQueue[Call | None]) -> None:
@@ -212,7 +219,7 @@ def _work(asked: SimpleQueue[Call | None]) -> None:
         if call is None:
             return
         call.run()
-        del call  # with what it has kept
+        del call  # with its memory
 
 
 def patiently(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
@@ -224,11 +231,11 @@ def patiently(operation: str, path: Path, function: Callable[..., R], *args: Any
         hand.end()
 
 
-def keep(thing: object, below: Path) -> bool:
-    """Keep `thing` until the calls that were left at or below a path have returned. False if there
-    are none: nobody changes anything there unseen."""
+def when_returned(function: Callable[[], None], below: Path) -> bool:
+    """Call `function` when each of the calls that were left at or below a path has returned. False,
+    and it is not called, if there are none: nobody changes anything there unseen."""
     with _books:
         found = [call for call in _left if call.path.is_relative_to(below)]
         for call in found:
-            call.keeps.append(thing)
+            call.then.append(function)
     return bool(found)

@@ -9,16 +9,18 @@ On file systems without locks nothing is waited for, and what killed writers lef
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload.checkpoint.hands import keep, patiently
+from offload.checkpoint.hands import patiently, when_returned
 from offload.tiers.errors import CheckpointError
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _PATIENCE_S = 60.0
 POLL_S = 0.005
 
@@ -39,28 +41,44 @@ class OpenFolder:
 
     def lock(self) -> bool:
         """Exclusively; False where the file system has no locks. BlockingIOError if another holder
-        has it."""
-        return patiently("lock", self.path, _flock, self.fd, fcntl.LOCK_EX)
+        has it; OSError."""
+        return self._lock(fcntl.LOCK_EX)
 
     def share(self) -> bool:
         """Against its removal; False if it is being removed or about to be named, True also where
         the file system has no locks."""
         try:
-            patiently("lock", self.path, _flock, self.fd, fcntl.LOCK_SH)
+            self._lock(fcntl.LOCK_SH)
         except BlockingIOError:
             return False
         return True
 
+    def _lock(self, kind: int) -> bool:
+        try:
+            patiently("lock", self.path, fcntl.flock, self.fd, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
+        return True
+
     def close(self) -> None:
+        """With calls that were left below it, a rename, say, or the lock itself, it stays as it is
+        until they have returned."""
+        if not when_returned(self._close, self.path):
+            self._close()
+
+    def _close(self) -> None:
         if self.fd < 0:
             return
         if self._pid == os.getpid():  # else a forked child, which shares the lock
-            _flock(self.fd, fcntl.LOCK_UN)  # first: what a Ctrl-C cuts short, __del__ repeats
+            with suppress(OSError):  # no locks here
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # what a Ctrl-C cuts short, __del__ repeats
         fd, self.fd = self.fd, -1
         os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        self._close()
 
 
 def lock_folder(path: Path) -> OpenFolder | None:
@@ -69,18 +87,11 @@ def lock_folder(path: Path) -> OpenFolder | None:
     BlockingIOError if another holder has it.
     """
     folder = OpenFolder(path)
-    return folder if folder.lock() else None
-
-
-def _flock(fd: int, kind: int) -> bool:
-    """False where there are no locks."""
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return folder if folder.lock() else None
+    except BaseException:
+        folder.close()
         raise
-    except OSError:
-        return False
-    return True
 
 
 def unlock(folder: OpenFolder | None) -> None:
@@ -98,8 +109,7 @@ def alone_in(parent: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if not keep(lock, parent):  # else a rename that was given up may yet come
-            unlock(lock)
+        unlock(lock)
 
 
 def _wait_for(parent: Path) -> OpenFolder | None:

@@ -239,11 +239,12 @@ class CheckpointReader:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether `path` is a checkpoint with all its files in full length (contents not looked at)."""
+    """Whether `path` is a checkpoint with all its files in full length (contents not looked at).
+    StorageError where the disk does not say."""
     try:
         with CheckpointReader(path) as reader:
             reader.check(contents=False)
-    except (CheckpointError, StorageError):
+    except CheckpointError:
         return False
     return True
 
@@ -252,8 +253,13 @@ def _open_shared(path: Path) -> OpenFolder:
     """The folder that has this name, locked against its removal."""
     for _ in range(_OPEN_TRIES):
         folder = _open_folder(path)
-        if folder.share() and _is_at(folder.fd, path):
-            return folder
+        try:
+            with storage_errors("locking", path):
+                if folder.share() and _is_at(folder.fd, path):
+                    return folder
+        except BaseException:
+            folder.close()
+            raise
         folder.close()
         time.sleep(POLL_S)
     return _open_folder(path)  # it is locked for another reason
@@ -262,7 +268,7 @@ def _open_shared(path: Path) -> OpenFolder:
 def _is_at(fd: int, path: Path) -> bool:
     """False once another folder has taken its name."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(os.fstat(fd), patiently("stat", path, os.stat, path))
     except FileNotFoundError:
         return False
 

@@ -6,6 +6,7 @@ import logging
 import re
 from pathlib import Path
 
+from offload.checkpoint.disk import entries, storage_errors
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.reader import CheckpointReader, is_complete
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
@@ -71,23 +72,24 @@ def prune(folder: Path, keep_last: int) -> list[Path]:
     One that was saved as another step does not count and stays, as `latest` does not trust it.
 
     A folder that only has such a name, or holds other files as well, stays, with a warning.
+    StorageError, and nothing is removed, where the disk does not say which are whole.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
-    steps = [path for path in _steps(folder) if not _is_renamed(path)]
+    steps = [path for path in _steps(folder) if _counts(path)]
     kept = [path for path in steps if is_complete(path)][-keep_last:]
     return [path for path in steps[: steps.index(kept[0])] if _discard(path)] if kept else []
 
 
-def _is_renamed(path: Path) -> bool:
+def _counts(path: Path) -> bool:
     try:
         with CheckpointReader(path) as reader:
             problem = other_step(path, reader.manifest.saved_as)
-    except (CheckpointError, StorageError):
-        return False
+    except CheckpointError:  # torn: it goes with those around it
+        return True
     if problem is not None:
         _log.warning("not counted and not removed: %s", problem)
-    return problem is not None
+    return problem is None
 
 
 def _discard(path: Path) -> bool:
@@ -100,5 +102,7 @@ def _discard(path: Path) -> bool:
 
 def _steps(folder: Path) -> list[Path]:
     """By step, ascending."""
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
+    with storage_errors("looking at", folder):
+        paths = [folder / entry.name for entry in entries(folder)]
+    found = [(step, path) for path in paths if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found)]
