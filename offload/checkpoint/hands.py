@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -231,11 +231,17 @@ def patiently(operation: str, path: Path, function: Callable[..., R], *args: Any
         hand.end()
 
 
-def when_returned(function: Callable[[], None], below: Path) -> bool:
-    """Call `function` when each of the calls that were left at or below a path has returned. False,
-    and it is not called, if there are none: nobody changes anything there unseen."""
+def when_returned(
+    function: Callable[[], None], below: Path, operations: Collection[str] | None = None
+) -> bool:
+    """Call `function` when each of the calls (of some `operations`) that were left at or below a
+    path has returned. False, and it is not called, if there are none."""
     with _books:
-        found = [call for call in _left if call.path.is_relative_to(below)]
+        found = [
+            call for call in _left
+            if call.path.is_relative_to(below)
+            and (operations is None or call.operation in operations)
+        ]  # fmt: skip
         for call in found:
             call.then.append(function)
     return bool(found)

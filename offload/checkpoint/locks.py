@@ -23,6 +23,7 @@ from offload.tiers.errors import CheckpointError
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _PATIENCE_S = 60.0
 POLL_S = 0.005
+_PROTECTED = ("lock", "mkdir", "rename", "exchange", "unlink", "rmdir")
 
 
 class OpenFolder:
@@ -63,9 +64,9 @@ class OpenFolder:
         return True
 
     def close(self) -> None:
-        """With calls that were left below it, a rename, say, or the lock itself, it stays as it is
-        until they have returned."""
-        if not when_returned(self._close, self.path):
+        """If a rename below it was left, or the lock itself, it stays as it is until that has
+        returned."""
+        if not when_returned(self._close, self.path, _PROTECTED):
             self._close()
 
     def _close(self) -> None:
