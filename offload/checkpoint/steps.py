@@ -31,7 +31,8 @@ def latest(folder: Path) -> Path | None:
 
     Adopts a checkpoint that a killed writer had finished. Every file is there in full length;
     hashes are checked by the load. A torn checkpoint (a partial copy, say) is passed over with a
-    warning, and so is one that was saved as another step, unless there are no others.
+    warning, and so is one that was saved as another step, unless there are no others. StorageError
+    where there are some, and the disk lets none be read.
     """
     if not folder.is_dir():
         return None
@@ -40,6 +41,7 @@ def latest(folder: Path) -> Path | None:
     except OSError as error:  # a read-only file system
         _log.info("leftovers in %s stay: %s", folder, error.strerror)
     renamed: Path | None = None
+    unread: StorageError | None = None
     for path in reversed(_steps(folder)):
         try:
             with CheckpointReader(path) as reader:
@@ -49,11 +51,14 @@ def latest(folder: Path) -> Path | None:
             raise
         except (CheckpointError, StorageError) as error:
             _log.warning("passed over %s: %s", path, error)
+            unread = error if isinstance(error, StorageError) else unread
             continue
         if problem is None:
             return path
         _log.warning("taken only if there is no other: %s", problem)
         renamed = renamed or path
+    if renamed is None and unread is not None:  # None would have a run begin again
+        raise unread
     return renamed
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
+from offload.checkpoint.steps import step_of
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml
@@ -196,9 +197,13 @@ class RunFolder:
         self.metrics.flush()  # a run that goes on from there finds all steps before it
         path = self.checkpoint_path(state.step)
         write_whole(path.with_suffix(".json"), state.to_json())
-        for old in self._committed()[:-KEPT_CHECKPOINTS]:
+        committed = self._committed()
+        for old in committed[:-KEPT_CHECKPOINTS]:
             old.with_suffix(".json").unlink()
-            _remove(old)
+        oldest = committed[-KEPT_CHECKPOINTS:][0]
+        for old in self.checkpoints.glob("step-*"):  # also what a killed run did not get to
+            if step_of(old) is not None and old < oldest:
+                _remove(old)
 
     def latest_checkpoint(self) -> tuple[Path, LoopState]:
         """The newest complete checkpoint. CheckpointError when there is none."""
