@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 import offload
+from offload import checkpoint
 from offload.checkpoint import folder, hands
 from offload.swap.block_store import BlockStore
 from offload.swap.file_state import FileState
@@ -52,6 +53,7 @@ class Request:
     exchange: bool = True  # False: as on a system without RENAME_EXCHANGE
     stop_at: int | None = None  # the call during the first save at which to be killed; -1: count
     trials: bool = False  # `stop_at` counts events of the second step's trials, and its save's
+    keep: int = 0  # so many steps, each in a folder of its own in `path`
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -98,15 +100,22 @@ def _save_for_ever(request: Request) -> None:
     keys = config(Path(request.swap), NVME, **KEYS)
     with offload.initialize(seeded(TinyLM), keys) as engine:
         if not request.fresh:
-            engine.load_checkpoint(request.path)
+            newest = checkpoint.latest(Path(request.path)) if request.keep else request.path
+            assert newest is not None
+            engine.load_checkpoint(newest)
         print("loaded", engine.report().steps, flush=True)
         calls: Iterator[int] = iter(())
         for taken in itertools.count():
             if request.stop_at is not None and taken == int(request.trials):
                 calls = _watch_calls(request.stop_at, trials=request.trials)
             step_of(engine)
-            engine.save_checkpoint(request.path)
-            print("saved", engine.report().steps, bits_of(Path(request.path)), flush=True)
+            saved = Path(request.path)
+            if request.keep:
+                saved = checkpoint.step_path(saved, engine.report().steps)
+            engine.save_checkpoint(saved)
+            if request.keep:
+                checkpoint.prune(saved.parent, request.keep)
+            print("saved", engine.report().steps, bits_of(saved), flush=True)
             if request.stop_at is not None and taken == int(request.trials):
                 print("calls", next(calls), flush=True)
                 trials = engine.report().trials
