@@ -109,5 +109,6 @@ def check_run(run: Path, whole: Path, expected: int) -> None:
     for folder, other in ((run / "checkpoints", whole / "checkpoints"), (run, whole)):
         clean(folder)  # `offload doctor --clean`
         left = {*os.listdir(folder)} - {*os.listdir(other)}
-        assert not left, "by a kill"
-    assert len(os.listdir(run / "checkpoints")) == len(os.listdir(whole / "checkpoints"))
+        # killed amid the removal behind its last step, it has nothing left to do
+        most = 1 if folder.name == "checkpoints" else 0
+        assert len({name.partition(".")[0] for name in left}) <= most, left
