@@ -215,12 +215,13 @@ class SwapFile:
     def _growth_error(self, nbytes: int, error: OSError) -> StorageError:
         needed_nbytes = nbytes - self.nbytes
         if error.errno in _NO_SPACE or error.errno == errno.EFBIG:
-            free = ""
+            free = "?"
             with suppress(OSError):
-                free = f"{format_bytes(free_space(self.fd))} free "
+                free = format_bytes(free_space(self.fd))
             return NoSpaceError(
-                f"{self.path} needs {format_bytes(needed_nbytes)} more, {free}({error.strerror}); "
-                "lower budget.nvme, free space there or change nvme.paths",
+                f"{self.path} needs {format_bytes(needed_nbytes)} more, "
+                f"{free} free ({error.strerror}); lower "
+                "budget.nvme, free space there or change nvme.paths",
                 path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
                 errno=error.errno,
             )  # fmt: skip
