@@ -116,13 +116,17 @@ class OpenFile:
         done = 0
         with storage_errors("writing", self.path, offset_bytes, data.nbytes):
             while done < data.nbytes:
-                part, at = data[done : done + _CALL_NBYTES], offset_bytes + done
-                count = self._call(
-                    "pwrite", os.pwrite, self.fd, part, at, offset=at, n=part.nbytes
-                )  # fmt: skip
-                if not count:
-                    raise OSError(errno.EIO, "nothing was written")
-                done += count
+                done += self.write_some(data[done:], offset_bytes + done)
+
+    def write_some(self, data: memoryview, offset_bytes: int) -> int:
+        """One call: how many bytes it has written, at least 1. OSError, StuckError."""
+        part = data[:_CALL_NBYTES]
+        count = self._call(
+            "pwrite", os.pwrite, self.fd, part, offset_bytes, offset=offset_bytes, n=part.nbytes
+        )  # fmt: skip
+        if not count:
+            raise OSError(errno.EIO, "nothing was written")
+        return count
 
     def read_all(self, buffer: memoryview, offset_bytes: int) -> None:
         """Fill `buffer`. CheckpointError where the file ends before that, StuckError, StorageError.
