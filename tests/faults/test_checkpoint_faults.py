@@ -181,8 +181,9 @@ def test_drawn_faults_leave_the_bits_or_an_error(
     bench: Bench, long: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = {verb: bench.count(verb) for verb in bench.verbs}
-    met: Counter[tuple[str, str]] = Counter()
-    hits: Counter[tuple[str, str]] = Counter()
+    met: Counter[tuple[str, str]] = Counter()  # errors
+    cases: Counter[tuple[str, str]] = Counter()
+    hits: Counter[tuple[str, str]] = Counter()  # calls that went wrong
     for seed in range(10**9):
         case = Case.drawn(seed, calls)
         try:
@@ -190,23 +191,27 @@ def test_drawn_faults_leave_the_bits_or_an_error(
         except BaseException:
             print(seed, case, bench.calls.hit)  # by pytest, with the failure
             raise
-        hits[case.operation, case.kind] += bench.calls.hits > 0
-        met[case.operation, case.kind] += error is not None
-        if hits.total() >= (LONG_FAULTS if long else 60):
+        what = case.operation, case.kind
+        hits[what] += bench.calls.hits
+        cases[what] += bench.calls.hits > 0
+        met[what] += error is not None
+        if hits.total() >= (LONG_FAULTS if long else 0) and cases.total() >= 60:
             break
     with capsys.disabled():
-        print(table(hits, met))
+        print(table(cases, hits, met))
     assert len({operation for operation, _ in hits}) >= 12
 
 
-def table(hits: Counter[tuple[str, str]], met: Counter[tuple[str, str]]) -> str:
-    lines = [f"\n{'call':18}{'faults':>8}{'errors':>8}  kinds"]
-    for operation in sorted({operation for operation, _ in hits}):
-        kinds = {kind: n for (name, kind), n in hits.items() if name == operation and n}
-        errors = sum(n for (name, _), n in met.items() if name == operation)
+def table(*columns: Counter[tuple[str, str]]) -> str:
+    """Cases, faults in them and errors that ended them, by the call that went wrong."""
+    lines = [f"\n{'call':16}{'cases':>7}{'faults':>7}{'errors':>7}  cases of each kind"]
+    for operation in sorted({operation for operation, _ in columns[0]}):
+        kinds = {kind: n for (name, kind), n in columns[0].items() if name == operation and n}
+        sums = [sum(n for (name, _), n in each.items() if name == operation) for each in columns]
         text = ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
-        lines.append(f"{operation:18}{sum(kinds.values()):8}{errors:8}  {text}")
-    lines.append(f"{'all':18}{hits.total():8}{met.total():8}")
+        lines.append(f"{operation:16}{sums[0]:7}{sums[1]:7}{sums[2]:7}  {text}")
+    totals = [each.total() for each in columns]
+    lines.append(f"{'all':16}{totals[0]:7}{totals[1]:7}{totals[2]:7}")
     return "\n".join(lines)
 
 
