@@ -160,10 +160,11 @@ class OpenFile:
         with storage_errors("writing", self.path):
             self._call("sync_file_range", _sync_range, self.fd, 0, 0, _WRITE)
 
-    def sync(self, nbytes: int) -> None:
-        """Wait until the first `nbytes`, all that the file has, are on the device. Part by part, so
-        that a large file on a slow device is not taken for one that does not answer."""
+    def sync(self) -> None:
+        """Wait until all is on the device. Part by part, so that a large file on a slow device is
+        not taken for one that does not answer."""
         with storage_errors("writing", self.path):
+            nbytes = self.status().st_size
             for start in range(0, nbytes, _CALL_NBYTES):
                 self._call(
                     "sync_file_range", _sync_range, self.fd, start, _CALL_NBYTES,
@@ -202,7 +203,7 @@ def write_text(path: Path, text: str) -> None:
     data = text.encode()
     with new_file(path) as file:
         file.write_all(memoryview(data), 0)
-        file.sync(len(data))
+        file.sync()
 
 
 def _sync_range(fd: int, offset_bytes: int, nbytes: int, flags: int) -> None:

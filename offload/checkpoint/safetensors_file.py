@@ -154,7 +154,7 @@ class SafetensorsWriter:
                 raise IntegrityError(
                     f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
                 )
-        self._file.sync(self.nbytes)
+        self._file.sync()
         # written once and not read soon: leave the page cache to the training data
         self._file.forget(0, 0)
         records = [

@@ -119,7 +119,7 @@ def test_of_a_file_with_a_stuck_call_nothing_is_used_again(
         file.write_all(memoryview(b"12345678"), 4)
     assert (caught.value.offset_bytes, caught.value.nbytes) == (4, 8)
     with pytest.raises(StuckError, match="pwrite"):
-        file.sync(12)
+        file.sync()
     fd = file.fd
     file.close()  # does not wait
     os.fstat(fd)  # not another file's, as long as the call may use it
