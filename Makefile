@@ -19,12 +19,13 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long docs lint typecheck bench null-gpu gpu-check clean
+.PHONY: help venv demo test test-long torture docs lint typecheck bench null-gpu gpu-check clean
 
 help:
 	@echo "make demo       train a small language model over device, host and nvme, and in plain PyTorch"
 	@echo "make test       all tests"
 	@echo "make test-long  with all cases where a sample is the rule"
+	@echo "make torture    1,000 kills of runs, 10,000 faults of disks, flips of bits, 10,000 steps: hours"
 	@echo "make docs       docs/ as a site, in build/site; a broken link is an error"
 	@echo "make bench      limits, ours and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
 	@echo "make null-gpu   the engine's calls of CUDA, without a GPU; NULL_GPU_PYTHON=... has torch for CUDA"
@@ -52,6 +53,21 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --long $(PYTEST_ARGS)
+
+# what each file shows, and how often, is printed; in one process after the other, or side by side with -j
+TORTURE := train_kills checkpoint_faults step_faults swap_file_faults soak crash corruption
+.PHONY: $(addprefix torture-,$(TORTURE))
+torture: $(addprefix torture-,$(TORTURE))
+
+FAULTS = $(BIN)/python -m pytest --long -s -q -o faulthandler_timeout=0 $(PYTEST_ARGS)
+torture-train_kills torture-checkpoint_faults torture-step_faults torture-swap_file_faults \
+torture-soak: torture-%: $(STAMP)
+	$(FAULTS) tests/faults/test_$*.py
+torture-crash: $(STAMP)
+	$(FAULTS) tests/offload/test_checkpoint_crash.py tests/offload/test_checkpoint_savers.py
+torture-corruption: $(STAMP)
+	$(FAULTS) tests/offload/test_checkpoint_reads.py tests/offload/test_checkpoint_damage.py \
+		tests/offload/test_checkpoint_forged.py
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -263,7 +263,13 @@ class TieredHomes:
 
     def free_nvme_nbytes(self) -> int:
         """On all paths together, if each gets as much as the one that has least."""
-        return min(map(free_space, self._paths), default=0) * len(self._paths)
+        try:
+            return min(map(free_space, self._paths), default=0) * len(self._paths)
+        except OSError as error:
+            places = ", ".join(map(str, self._paths))
+            raise PathError(
+                f"nvme.paths: {places} cannot be looked at: {error.strerror}; name another"
+            ) from None
 
     def let_wait(
         self, for_updates: Callable[[], bool], uses_left: Callable[[], float] = lambda: math.inf

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from offload.checkpoint.disk import read_all, storage_errors
+from offload.checkpoint.disk import read_all
 from offload.checkpoint.safetensors_file import StoredTensor, parse_header
 from offload.tiers.errors import CheckpointError
 
@@ -45,8 +45,8 @@ class TensorFile:
         return bytes(buffer)
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
-        with storage_errors("reading", self.path):
-            read_all(self._fd, buffer, offset_bytes, self.path)
+        """CheckpointError where the file ends before that, or StorageError."""
+        read_all(self._fd, buffer, offset_bytes, self.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,12 +76,15 @@ class PinnedFolder:
                 f"nvme.paths: {self.path} cannot be created: {error.strerror}; name another"
             ) from error
         finally:
-            os.close(outer)
+            close(outer)
 
     def check_owner(self) -> None:
         """PathError where another user could replace what is made here, or exchange the folder for
         a file system of their own."""
-        status = os.fstat(self.fd)
+        try:
+            status = os.fstat(self.fd)
+        except OSError as error:
+            raise _refusal(self.path, error) from None
         mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
         remedy = "name a folder in it that does not exist yet, which is then made for this user"
         is_open = status.st_mode & stat.S_IWOTH
@@ -104,15 +107,19 @@ class PinnedFolder:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that this user can still write."""
-        status = os.statvfs(self.fd)
+        """Bytes that this user can still write. PathError where that is not said."""
+        try:
+            status = os.statvfs(self.fd)
+        except OSError as error:
+            raise PathError(
+                f"nvme.paths: {self.path} cannot be looked at: {error.strerror}; name another"
+            ) from None
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
         """Calling it again does nothing."""
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -132,8 +139,15 @@ def _opened(path: Path) -> int:
         try:
             fd = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
         finally:
-            os.close(outer)
+            close(outer)
     return fd
+
+
+def close(fd: int) -> None:
+    """Close a descriptor, if it is one, of which no byte is wanted any more: nothing can fail."""
+    if fd >= 0:
+        with suppress(OSError):
+            os.close(fd)
 
 
 def _refusal(path: Path, error: OSError) -> PathError:

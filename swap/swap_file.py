@@ -15,13 +15,14 @@ import logging
 import mmap
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from offload.swap.maker_marks import marked
-from offload.swap.pinned_folder import PinnedFolder
+from offload.swap.pinned_folder import PinnedFolder, close
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
@@ -152,7 +153,8 @@ class SwapFile:
             self._grow(nbytes)
         except OSError as error:
             # Half of the blocks may have been taken: give them back.
-            os.ftruncate(self.fd, self.nbytes)
+            with suppress(OSError):
+                os.ftruncate(self.fd, self.nbytes)
             raise self._growth_error(nbytes, error) from error
         self.nbytes = nbytes
 
@@ -213,9 +215,12 @@ class SwapFile:
     def _growth_error(self, nbytes: int, error: OSError) -> StorageError:
         needed_nbytes = nbytes - self.nbytes
         if error.errno in _NO_SPACE or error.errno == errno.EFBIG:
+            free = "?"
+            with suppress(OSError):
+                free = format_bytes(free_space(self.fd))
             return NoSpaceError(
                 f"{self.path} needs {format_bytes(needed_nbytes)} more, "
-                f"{format_bytes(free_space(self.fd))} free ({error.strerror}); lower "
+                f"{free} free ({error.strerror}); lower "
                 "budget.nvme, free space there or change nvme.paths",
                 path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
                 errno=error.errno,
@@ -238,6 +243,7 @@ class _Unnamed:
         self._path = folder.path
         try:
             self._open(folder)
+            self._check_private()
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -246,7 +252,6 @@ class _Unnamed:
                     "name another path"
                 ) from error
             raise
-        self._check_private()
 
     def _open(self, folder: PinnedFolder) -> None:
         try:
@@ -273,7 +278,7 @@ class _Unnamed:
                 if os.fstat(self.fd).st_uid != os.fstat(inner).st_uid:
                     raise OSError(errno.EPERM, "another user has put a folder in place of ours")
             finally:
-                os.close(inner)
+                close(inner)
         finally:
             self._forget_folder(in_use=self.fd >= 0)
 
@@ -294,7 +299,7 @@ class _Unnamed:
             )  # fmt: skip
         self._private = ""
         outer, self._outer = self._outer, -1
-        os.close(outer)
+        close(outer)
 
     def _check_private(self) -> None:
         mode = stat.S_IMODE(os.fstat(self.fd).st_mode)
@@ -308,8 +313,7 @@ class _Unnamed:
     def close(self) -> None:
         """The file's bytes are gone with that. Calling it again does nothing."""
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        close(fd)
         self._forget_folder(in_use=False)
 
 

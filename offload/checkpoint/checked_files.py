@@ -9,19 +9,17 @@ it once.
 from __future__ import annotations
 
 import logging
-import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
 from offload.checkpoint.blocks import BLOCK_NBYTES, DIGITS, BlockHashes, block_hash
-from offload.checkpoint.disk import forget, read_ahead, read_all
+from offload.checkpoint.disk import OpenFile
 from offload.checkpoint.manifest import FileRecord, Manifest, SectionRecord
-from offload.tiers.errors import CheckpointError, StorageError
+from offload.tiers.errors import CheckpointError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 
 REMEDY = "load another checkpoint, or restore this one from a copy"
@@ -44,11 +42,10 @@ class _Block:
 
 
 class _File:
-    """One file, open until the object goes."""
+    """One file, open until it is closed."""
 
-    def __init__(self, fd: int, path: Path, bound_to: str, sections: list[SectionRecord]) -> None:
-        self.fd = fd
-        self.path = path
+    def __init__(self, file: OpenFile, bound_to: str, sections: list[SectionRecord]) -> None:
+        self.file = file
         self._bound_to = bound_to
         self._starts: list[int] = []
         self._sections: list[SectionRecord] = []
@@ -58,9 +55,6 @@ class _File:
                 self._starts.append(end)
                 self._sections.append(section)
             end += section.nbytes
-
-    def __del__(self) -> None:
-        os.close(self.fd)
 
     def block_at(self, offset_bytes: int) -> _Block:
         """That which this byte of the file lies in."""
@@ -84,28 +78,27 @@ class _File:
         again before, from the device. StorageError where that failed each time."""
         found = ""
         for tries in range(1, TRIES + 1):
-            read_ahead(self.fd, block.start + _AHEAD_NBYTES, block.nbytes)
             try:
-                read_all(self.fd, into, block.start, self.path)
+                self.file.read_ahead(block.start + _AHEAD_NBYTES, block.nbytes)
+                self.file.read_all(into, block.start)
                 found = block_hash(into, self._bound_to, block.start)
                 if found == block.xxh3:
                     return None
                 why = f"XXH3 {found}"
             except StorageError as error:
-                if tries == TRIES:
+                if tries == TRIES or isinstance(error, StuckError):
                     raise
                 why = str(error)
             if tries < TRIES:
-                _log.warning("%s: %s is read again, after %s", self.path, block, why)
-                forget(self.fd, block.start, block.nbytes)
-        return f"{self.path} is damaged: {block} has XXH3 {found} instead of {block.xxh3}"
+                _log.warning("%s: %s is read again, after %s", self.file.path, block, why)
+                self.file.forget(block.start, block.nbytes)
+        return f"{self.file.path} is damaged: {block} has XXH3 {found} instead of {block.xxh3}"
 
 
 class CheckedFiles:
-    """Reads a checkpoint's files. `open_file` gives a descriptor of its own for a name."""
+    """Reads a checkpoint's files. `open_file` opens one by its name."""
 
-    def __init__(self, folder: Path, manifest: Manifest, open_file: Callable[[str], int]) -> None:
-        self._folder = folder
+    def __init__(self, manifest: Manifest, open_file: Callable[[str], OpenFile]) -> None:
         self._manifest = manifest
         self._open_file = open_file
         self._open: OrderedDict[str, _File] = OrderedDict()  # used last at the end, as of the next
@@ -115,7 +108,8 @@ class CheckedFiles:
         self._old: dict[str, list[SectionRecord]] = {}  # with hashes of blocks, see `_rehashed`
 
     def close(self) -> None:
-        self._open.clear()
+        while self._open:
+            self._open.popitem()[1].file.close()
         self._kept.clear()
 
     # ---------------------------------------------------------------- reading
@@ -174,16 +168,15 @@ class CheckedFiles:
         found = self._open.get(name)
         if found is None:
             record, bound_to = self._manifest.files[name], self._manifest.bound_to(name)
-            path = self._folder / name
-            fd = self._open_file(name)
+            file = self._open_file(name)
             try:
-                sections = self._sections(name, record, fd, path, bound_to)
+                sections = self._sections(name, record, file, bound_to)
             except BaseException:
-                os.close(fd)
+                file.close()
                 raise
-            found = self._open[name] = _File(fd, path, bound_to, sections)
+            found = self._open[name] = _File(file, bound_to, sections)
             if len(self._open) > _MOST_OPEN:
-                self._open.popitem(last=False)
+                self._open.popitem(last=False)[1].file.close()
         self._open.move_to_end(name)
         return found
 
@@ -206,16 +199,16 @@ class CheckedFiles:
 
     # ---------------------------------------------------------------- versions 1 and 2
     def _sections(
-        self, name: str, record: FileRecord, fd: int, path: Path, bound_to: str
+        self, name: str, record: FileRecord, file: OpenFile, bound_to: str
     ) -> list[SectionRecord]:
         if self._manifest.version >= 3:
             return record.sections
         if name not in self._old:
-            self._old[name] = list(_rehashed(record, fd, path, bound_to))
+            self._old[name] = list(_rehashed(record, file, bound_to))
         return self._old[name]
 
 
-def _rehashed(record: FileRecord, fd: int, path: Path, bound_to: str) -> Iterator[SectionRecord]:
+def _rehashed(record: FileRecord, file: OpenFile, bound_to: str) -> Iterator[SectionRecord]:
     """Sections that have one hash each, compared with it, and then with hashes of their blocks: a
     file of an older version is read once more, whole, before anything of it is used."""
     buffer, offset = memoryview(bytearray(BLOCK_NBYTES)), 0
@@ -223,13 +216,13 @@ def _rehashed(record: FileRecord, fd: int, path: Path, bound_to: str) -> Iterato
         digest, hashes = xxhash.xxh3_64(), BlockHashes(bound_to, offset)
         for start in range(0, section.nbytes, BLOCK_NBYTES):
             part = buffer[: min(BLOCK_NBYTES, section.nbytes - start)]
-            read_ahead(fd, offset + start + _AHEAD_NBYTES, part.nbytes)
-            read_all(fd, part, offset + start, path)
+            file.read_ahead(offset + start + _AHEAD_NBYTES, part.nbytes)
+            file.read_all(part, offset + start)
             digest.update(part)
             hashes.update(part)
         if digest.hexdigest() != section.xxh3:
             raise CheckpointError(
-                f"{path} is damaged: {section.name} ({format_bytes(section.nbytes)} at byte "
+                f"{file.path} is damaged: {section.name} ({format_bytes(section.nbytes)} at byte "
                 f"{offset}) has XXH3 {digest.hexdigest()} instead of {section.xxh3}; {REMEDY}"
             )
         offset += section.nbytes

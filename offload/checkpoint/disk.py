@@ -1,21 +1,29 @@
-"""Bytes to and from files, with typed errors: short writes completed, ENOSPC named."""
+"""Bytes, files and names of checkpoints: typed errors, short writes completed, ENOSPC named, and no
+wait for ever (see `hands`). What changes or looks up names raises plain OSErrors."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
+from offload.checkpoint.hands import Hand, patiently
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError
 from offload.tiers.units import format_bytes
 
-_LIBC = ctypes.CDLL(None)
-_SYNC_FILE_RANGE_WRITE = 2
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_CALL_NBYTES = 256 << 20  # a system call moves less than 2 GiB; this one can be interrupted
+R = TypeVar("R")
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
+_CALL_NBYTES = 16 << 20  # that a call moves: a slow disk, too, ends one long before it is given up
+_READ_NBYTES = 2 << 20
 
 
 @contextmanager
@@ -26,17 +34,18 @@ def storage_errors(
     try:
         yield
     except OSError as error:
-        raise _storage_error(error, doing, path, offset_bytes, nbytes) from error
+        raise storage_error(error, doing, path, offset_bytes, nbytes) from error
 
 
-def _storage_error(
-    error: OSError, doing: str, path: Path, offset_bytes: int, nbytes: int
+def storage_error(
+    error: OSError, doing: str, path: Path, offset_bytes: int = 0, nbytes: int = 0
 ) -> StorageError:
+    """NoSpaceError or StorageError of a call that failed."""
     code = errno.errorcode.get(error.errno or 0, "error")
     where = f" ({format_bytes(nbytes)} at byte {offset_bytes})" if nbytes else ""
     message = f"{doing} {path}{where} failed: {error.strerror} [{code}]"
     kind: type[StorageError] = StorageError
-    if error.errno in _FULL:
+    if error.errno in FULL:
         kind = NoSpaceError
         message += "; free space there, or save to another file system"
     return kind(
@@ -44,63 +53,254 @@ def _storage_error(
     )
 
 
-def write_all(fd: int, data: memoryview, offset_bytes: int, path: Path) -> None:
-    """Write all of `data`. `path` is for the message of NoSpaceError or StorageError."""
-    data = data.cast("B")
-    with storage_errors("writing", path, offset_bytes, data.nbytes):
+# --------------------------------------------------------------------------- files
+class OpenFile:
+    """A file with a hand of its own, which closes it behind all other calls: a descriptor is never
+    another file's while a call that was given up may still use it."""
+
+    _hand: Hand | None = None
+
+    def __init__(self, operation: str, path: Path, *args: Any, **options: Any) -> None:
+        """`args` and `options` are those of `os.open`."""
+        self.path = path
+        self.fd = -1
+        self._read: bytearray | None = None  # never the caller's memory, see `read_all`
+        self._hand = Hand()
+
+        def opened() -> None:  # where no Ctrl-C comes between a call and what it returns
+            self.fd = os.open(*args, **options)
+
+        try:
+            self._call(operation, opened)
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(
+        self, operation: str, function: Callable[..., R], *args: Any, offset: int = 0, n: int = 0
+    ) -> R:
+        assert self._hand is not None, "it is open"
+        return self._hand.make(
+            operation, self.path, function, *args, offset_bytes=offset, nbytes=n
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Waits, unless a call is stuck. Says no error: what was to be durable was synced."""
+        hand = self._let_go()
+        if hand is not None and hand.is_here:
+            hand.end()
+
+    def _let_go(self) -> Hand | None:
+        hand, self._hand = self._hand, None
+        if hand is not None and hand.is_here:
+            hand.ask("close", self.path, self._close)
+        elif hand is not None:  # a forked child, which has a descriptor of its own
+            self._close()
+        return hand
+
+    def _close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with suppress(OSError):  # its bytes were synced, or are not wanted
+                os.close(fd)
+
+    def __del__(self) -> None:
+        self._let_go()
+
+    def status(self) -> os.stat_result:
+        return self._call("stat", os.fstat, self.fd)
+
+    def write_all(self, data: memoryview, offset_bytes: int) -> None:
+        """Write all of `data`, or NoSpaceError, StuckError or StorageError."""
+        data = data.cast("B")
         done = 0
-        while done < data.nbytes:
-            done += os.pwrite(fd, data[done : done + _CALL_NBYTES], offset_bytes + done)
+        with storage_errors("writing", self.path, offset_bytes, data.nbytes):
+            while done < data.nbytes:
+                done += self.write_some(data[done:], offset_bytes + done)
+
+    def write_some(self, data: memoryview, offset_bytes: int) -> int:
+        """One call: how many bytes it has written, at least 1. OSError, StuckError."""
+        part = data[:_CALL_NBYTES]
+        count = self._call(
+            "pwrite", os.pwrite, self.fd, part, offset_bytes, offset=offset_bytes, n=part.nbytes
+        )  # fmt: skip
+        if not count:
+            raise OSError(errno.EIO, "nothing was written")
+        return count
+
+    def read_all(self, buffer: memoryview, offset_bytes: int) -> None:
+        """Fill `buffer`. CheckpointError where the file ends before that, StuckError, StorageError.
+
+        Reads into memory of its own: a read that was given up and returns later must not change
+        weights, which may be others by then.
+        """
+        buffer = buffer.cast("B")
+        own, self._read = self._read or bytearray(_READ_NBYTES), None
+        whole, done = memoryview(own), 0
+        with storage_errors("reading", self.path, offset_bytes, buffer.nbytes):
+            while done < buffer.nbytes:
+                part, at = whole[: min(_READ_NBYTES, buffer.nbytes - done)], offset_bytes + done
+                count = self._call(
+                    "preadv", os.preadv, self.fd, [part], at, offset=at, n=part.nbytes
+                )  # fmt: skip
+                if not count:
+                    raise CheckpointError(
+                        f"{self.path} ends at byte {at}, {buffer.nbytes - done} bytes short; load "
+                        "another checkpoint"
+                    )
+                buffer[done : done + count] = part[:count]
+                done += count
+        self._read = own
+
+    def start_writeback(self) -> None:
+        """Let the device begin on what was written so far; does not wait for it.
+
+        Without it the device idles until fsync: copying and writing would take turns.
+        """
+        with storage_errors("writing", self.path):
+            self._call("sync_file_range", _sync_range, self.fd, 0, 0, _WRITE)
+
+    def sync(self) -> None:
+        """Wait until all is on the device. Part by part, so that a large file on a slow device is
+        not taken for one that does not answer."""
+        with storage_errors("writing", self.path):
+            nbytes = self.status().st_size
+            for start in range(0, nbytes, _CALL_NBYTES):
+                self._call(
+                    "sync_file_range", _sync_range, self.fd, start, _CALL_NBYTES,
+                    _WAIT_BEFORE | _WRITE | _WAIT_AFTER, offset=start,
+                    n=min(_CALL_NBYTES, nbytes - start),
+                )  # fmt: skip
+            self._call("fsync", os.fsync, self.fd)
+
+    def read_ahead(self, offset_bytes: int, nbytes: int) -> None:
+        """Let the device begin to read a range into the page cache; does not wait for it."""
+        self._advise(offset_bytes, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def forget(self, offset_bytes: int, nbytes: int) -> None:
+        """Let the page cache give up a range, so that the next read asks the device."""
+        self._advise(offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def _advise(self, offset_bytes: int, nbytes: int, advice: int) -> None:
+        with storage_errors("reading", self.path):
+            self._call("fadvise", os.posix_fadvise, self.fd, offset_bytes, nbytes, advice)
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def read_all(fd: int, buffer: memoryview, offset_bytes: int, path: Path) -> None:
-    """Fill `buffer`. CheckpointError where the file ends before that."""
-    buffer = buffer.cast("B")
-    done = 0
+    """Fill `buffer` from a file that is no checkpoint of ours; a call is waited for until it ends.
+    CheckpointError where the file ends before that, StorageError."""
+    buffer, done = buffer.cast("B"), 0
     with storage_errors("reading", path, offset_bytes, buffer.nbytes):
         while done < buffer.nbytes:
             part = buffer[done : done + _CALL_NBYTES]
             count = os.preadv(fd, [part], offset_bytes + done)
             if not count:
-                raise CheckpointError(
-                    f"{path} ends at byte {offset_bytes + done}, {buffer.nbytes - done} bytes "
-                    "short; load another checkpoint"
-                )
+                raise CheckpointError(f"{path} ends at byte {offset_bytes + done}")
             done += count
 
 
-def start_writeback(fd: int) -> None:
-    """Let the device begin on what was written so far; does not wait (nothing where unsupported).
+def new_file(path: Path) -> OpenFile:
+    """To write. NoSpaceError, StuckError or StorageError where it cannot be made, or is there."""
+    with storage_errors("creating", path):
+        return OpenFile("create", path, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
-    Without it the device idles until fsync: copying and writing would take turns.
-    """
+
+def write_text(path: Path, text: str) -> None:
+    """A new file with a text, durably but for its name."""
+    data = text.encode()
+    with new_file(path) as file:
+        file.write_all(memoryview(data), 0)
+        file.sync()
+
+
+def _sync_range(fd: int, offset_bytes: int, nbytes: int, flags: int) -> None:
+    """sync_file_range(2), where there is such a thing. What it says of a failed write no later
+    fsync says again."""
     call = getattr(_LIBC, "sync_file_range", None)
-    if call is not None:
-        call(fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+    if call is None or not call(fd, ctypes.c_int64(offset_bytes), ctypes.c_int64(nbytes), flags):
+        return
+    code = ctypes.get_errno()
+    if code not in _UNKNOWN:
+        raise OSError(code, os.strerror(code))
 
 
-def read_ahead(fd: int, offset_bytes: int, nbytes: int) -> None:
-    """Let the device begin to read a range into the page cache; does not wait."""
-    os.posix_fadvise(fd, offset_bytes, nbytes, os.POSIX_FADV_WILLNEED)
+# --------------------------------------------------------------------------- names
+def make_folder(path: Path, *, parents: bool = False) -> None:
+    """`parents`: with those above it, and it may be there already."""
+    patiently("mkdir", path, lambda: path.mkdir(parents=parents, exist_ok=parents))
 
 
-def forget(fd: int, offset_bytes: int, nbytes: int) -> None:
-    """Let the page cache give up a range, so that the next read asks the device."""
-    os.posix_fadvise(fd, offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
+def rename(old: Path, new: Path) -> None:
+    patiently("rename", new, lambda: os.rename(old, new))
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step; False where the system or the file system cannot."""
+    return patiently("exchange", b, _exchange, a, b)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    call = getattr(_LIBC, "renameat2", None)
+    if call is None:
+        return False
+    if not call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
+        return True
+    code = ctypes.get_errno()
+    if code in _UNKNOWN:
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def remove_file(path: Path) -> None:
+    patiently("unlink", path, lambda: os.unlink(path))
+
+
+def remove_folder(path: Path) -> None:
+    patiently("rmdir", path, lambda: os.rmdir(path))
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What a folder holds."""
+    return patiently("scandir", folder, lambda: list(os.scandir(folder)))
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything has this name, a broken link, too."""
+
+    def look() -> bool:
+        try:
+            os.lstat(path)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+                return False
+            raise
+        return True
+
+    return patiently("stat", path, look)
 
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+
+    def sync() -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    patiently("fsync folder", path, sync)
 
 
 def free_nbytes(path: Path) -> int:
     """Bytes that this process may still write below `path`."""
-    status = os.statvfs(path)
+    status = patiently("statvfs", path, os.statvfs, path)
     blocks = status.f_bfree if os.geteuid() == 0 else status.f_bavail
     return blocks * status.f_frsize
 

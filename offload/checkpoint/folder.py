@@ -11,21 +11,30 @@ that is locked.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-from offload.checkpoint.disk import storage_errors, sync_folder
+from offload.checkpoint.disk import (
+    FULL,
+    entries,
+    exchange,
+    is_there,
+    make_folder,
+    rename,
+    storage_error,
+    storage_errors,
+    sync_folder,
+)
+from offload.checkpoint.hands import when_returned
 from offload.checkpoint.locks import OpenFolder, alone_in, lock_folder, unlock
 from offload.checkpoint.ownership import Leftover, check_replaceable, leftovers, marked, remove
-from offload.checkpoint.reader import is_complete
-from offload.tiers.errors import PathError
+from offload.checkpoint.reader import CheckpointReader
+from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _log = logging.getLogger("offload")
 
 
@@ -43,36 +52,45 @@ class PendingFolder:
         except ValueError as error:  # the root folder, or a NUL
             raise PathError(f"{str(target)!r} cannot be a checkpoint's folder: {error}") from None
         self._lock: OpenFolder | None = None
+        self._is_published = False
 
     def __enter__(self) -> PendingFolder:
-        parent = self.target.parent
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            recover(parent)
-            with alone_in(parent):  # between mkdir and lock it must not be taken for a leftover
-                check_replaceable(self.target)
-                self.path.mkdir()
-                self._lock = lock_folder(self.path)
+            self._make()
         except OSError as error:
+            self._give_up()
+            if error.errno in (errno.EIO, *FULL):
+                raise storage_error(error, "making", self.path) from error
             raise PathError(
                 f"cannot write a checkpoint to {self.target}: {error.strerror}; name a folder that "
                 "you may write to"
             ) from None
-        except KeyboardInterrupt:
+        except BaseException:
             self._give_up()
             raise
         return self
+
+    def _make(self) -> None:
+        parent = self.target.parent
+        make_folder(parent, parents=True)
+        recover(parent)
+        with alone_in(parent):  # between mkdir and lock it must not be taken for a leftover
+            check_replaceable(self.target)
+            make_folder(self.path)
+            self._lock = lock_folder(self.path)
 
     def commit(self) -> None:
         """Let `target` be this folder, durably. The manifest must be in it, everything synced."""
         parent = self.target.parent
         with ExitStack() as locks:
             with storage_errors("writing", self.path):
-                for folder in (*(p for p in self.path.iterdir() if p.is_dir()), self.path):
+                inner = (self.path / each.name for each in entries(self.path) if each.is_dir())
+                for folder in (*inner, self.path):
                     sync_folder(folder)
                 with alone_in(parent):
                     check_replaceable(self.target)  # another process may have put something there
                     replaced = _publish(self.path, self.target)
+                    self._is_published = True
                     self._unlock()  # it can be read
                     doomed = None if replaced is None else _condemn(replaced, self.target, locks)
                 sync_folder(parent)
@@ -83,13 +101,19 @@ class PendingFolder:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        if error is not None:
+        if error is None:
+            self._unlock()
+        else:
             self._give_up()
-        self._unlock()
 
     def _give_up(self) -> None:
-        if self.path.exists():
-            remove(self.path)
+        """What was published stays, with what it has replaced: if that was not durable, a crash
+        would bring the old names back. So does what a call that was left may still rename."""
+        if self._is_published or when_returned(self._unlock, self.target.parent):
+            return
+        with suppress(OSError):  # it stays; what led here is the error
+            if is_there(self.path):
+                remove(self.path)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -116,25 +140,35 @@ def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
     if lock is None:
         return False  # nothing says that its writer is dead
     locks.callback(unlock, lock)
-    return not _adopt(leftover) and leftover.removable
+    try:
+        return not _adopt(leftover) and leftover.removable
+    except StuckError:
+        raise
+    except StorageError as error:  # it may be complete
+        _log.warning("%s stays: %s", leftover.path, error)
+        return False
 
 
 def _adopt(leftover: Leftover) -> bool:
-    if leftover.kind == "del" or os.path.lexists(leftover.target):
+    """False for what is not complete, or has been replaced."""
+    if leftover.kind == "del" or is_there(leftover.target):
         return False
-    if not is_complete(leftover.path, shared=False):
+    try:
+        with CheckpointReader(leftover.path, shared=False) as reader:
+            reader.check(contents=False)
+    except CheckpointError:
         return False
-    os.rename(leftover.path, leftover.target)
+    rename(leftover.path, leftover.target)
     _log.info("adopted %s: its writer was stopped just before naming it so", leftover.target)
     return True
 
 
 def discard(path: Path) -> bool:
     """Remove a checkpoint, by one rename; False if there is none. PathError, and nothing is
-    changed, where `path` holds something else."""
+    changed, where `path` holds something else. StorageError."""
     with ExitStack() as locks:
-        with alone_in(path.parent):
-            if not os.path.lexists(path):
+        with storage_errors("removing", path), alone_in(path.parent):
+            if not is_there(path):
                 return False
             check_replaceable(path)
             doomed = _condemn(path, path, locks)
@@ -147,7 +181,7 @@ def _condemn(folder: Path, target: Path, locks: ExitStack) -> Path | None:
     """Give it a name that is never adopted, and lock it; None if it is still being read: the next
     `recover` then finds it."""
     doomed = marked(target, "del")
-    os.rename(folder, doomed)
+    rename(folder, doomed)
     try:
         locks.callback(unlock, lock_folder(doomed))
     except BlockingIOError:
@@ -157,31 +191,19 @@ def _condemn(folder: Path, target: Path, locks: ExitStack) -> Path | None:
 
 def _publish(new: Path, target: Path) -> Path | None:
     """Give `new` the name `target`; returns the new path of the folder that had it before."""
-    if not os.path.lexists(target):
-        os.rename(new, target)
+    if not is_there(target):
+        rename(new, target)
         return None
-    if _exchange(new, target):
+    if exchange(new, target):
         return new
     old = marked(target, "old")
     try:
-        os.rename(target, old)
-        os.rename(new, target)
+        rename(target, old)
+        rename(new, target)
+    except StuckError:  # it may yet come
+        raise
     except BaseException:
-        if not os.path.lexists(target):
-            os.rename(old, target)
+        if not is_there(target):
+            rename(old, target)
         raise
     return old
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    names = os.fsencode(a), os.fsencode(b)
-    if renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(b))

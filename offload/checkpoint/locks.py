@@ -9,17 +9,21 @@ On file systems without locks nothing is waited for, and what killed writers lef
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from offload.checkpoint.hands import patiently, when_returned
 from offload.tiers.errors import CheckpointError
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _PATIENCE_S = 60.0
 POLL_S = 0.005
+_PROTECTED = ("lock", "mkdir", "rename", "exchange", "unlink", "rmdir")
 
 
 class OpenFolder:
@@ -27,34 +31,55 @@ class OpenFolder:
     before the caller has stored it."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.fd = -1
         self._pid = os.getpid()
-        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+        def opened() -> None:  # where no Ctrl-C comes between a call and what it returns
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+        patiently("open folder", path, opened)
 
     def lock(self) -> bool:
         """Exclusively; False where the file system has no locks. BlockingIOError if another holder
-        has it."""
-        return _flock(self.fd, fcntl.LOCK_EX)
+        has it; OSError."""
+        return self._lock(fcntl.LOCK_EX)
 
     def share(self) -> bool:
         """Against its removal; False if it is being removed or about to be named, True also where
         the file system has no locks."""
         try:
-            _flock(self.fd, fcntl.LOCK_SH)
+            self._lock(fcntl.LOCK_SH)
         except BlockingIOError:
             return False
         return True
 
+    def _lock(self, kind: int) -> bool:
+        try:
+            patiently("lock", self.path, fcntl.flock, self.fd, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
+        return True
+
     def close(self) -> None:
+        """If a rename below it was left, or the lock itself, it stays as it is until that has
+        returned."""
+        if not when_returned(self._close, self.path, _PROTECTED):
+            self._close()
+
+    def _close(self) -> None:
         if self.fd < 0:
             return
         if self._pid == os.getpid():  # else a forked child, which shares the lock
-            _flock(self.fd, fcntl.LOCK_UN)  # first: what a Ctrl-C cuts short, __del__ repeats
+            with suppress(OSError):  # no locks here
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # what a Ctrl-C cuts short, __del__ repeats
         fd, self.fd = self.fd, -1
         os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        self._close()
 
 
 def lock_folder(path: Path) -> OpenFolder | None:
@@ -63,18 +88,11 @@ def lock_folder(path: Path) -> OpenFolder | None:
     BlockingIOError if another holder has it.
     """
     folder = OpenFolder(path)
-    return folder if folder.lock() else None
-
-
-def _flock(fd: int, kind: int) -> bool:
-    """False where there are no locks."""
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return folder if folder.lock() else None
+    except BaseException:
+        folder.close()
         raise
-    except OSError:
-        return False
-    return True
 
 
 def unlock(folder: OpenFolder | None) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import xxhash
 
+from offload.checkpoint.disk import entries, is_there, remove_file, remove_folder
 from offload.checkpoint.manifest import FORMAT, MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
 from offload.checkpoint.reader import CheckpointReader
 from offload.tiers.errors import CheckpointError, PathError
@@ -61,7 +62,7 @@ def is_marked(name: str) -> bool:
 def leftovers(parent: Path) -> list[Leftover]:
     """Those in `parent`, newest first; `tmp` before `old`, which it replaces."""
     found = []
-    for entry in os.scandir(parent):
+    for entry in entries(parent):
         match = _MARKED.fullmatch(entry.name) or _UNMARKED.fullmatch(entry.name)
         if match is None or not entry.is_dir(follow_symlinks=False):
             continue
@@ -77,11 +78,11 @@ def leftovers(parent: Path) -> list[Leftover]:
 def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
     """Names in the folder and in the two that a checkpoint has, and whether what they name can be
     part of a checkpoint: no link, pipe or the like."""
-    for entry in os.scandir(folder):
+    for entry in entries(folder):
         inner = entry.name in (PARAMETERS, OPTIMIZER)
         if inner and entry.is_dir(follow_symlinks=False):
             yield entry.name, True
-            for below in os.scandir(entry.path):
+            for below in entries(folder / entry.name):
                 yield f"{entry.name}/{below.name}", below.is_file(follow_symlinks=False)
         else:
             yield entry.name, not inner and entry.is_file(follow_symlinks=False)
@@ -104,17 +105,18 @@ def check_replaceable(target: Path) -> None:
     """
     if is_marked(target.name):
         raise PathError(f"{target} is a name for what is not complete yet; name another path")
-    if not os.path.lexists(target):
+    if not is_there(target):
         return
     if not target.is_dir():
         raise PathError(f"{target} is a file, a checkpoint is a folder; name another path")
     if os.path.ismount(target):
         raise PathError(f"{target} is where a disk is mounted; name a folder in it")
-    if not os.listdir(target):
+    names = [entry.name for entry in entries(target)]
+    if not names:
         return
-    if not os.path.lexists(target / MANIFEST):
+    if MANIFEST not in names:
         _, foreign = _sorted_out(target, lambda name: False)
-        _refuse(target, foreign or os.listdir(target), f"there is no {MANIFEST} that says so")
+        _refuse(target, foreign or names, f"there is no {MANIFEST} that says so")
     try:
         with CheckpointReader(target, shared=False) as reader:
             files = reader.manifest.files
@@ -146,8 +148,8 @@ def remove(folder: Path) -> None:
         for name in sorted(ours, key=lambda each: (each != MANIFEST, "/" not in each)):
             # the manifest first: what is left of a removal that is killed must not look complete
             with suppress(FileNotFoundError):
-                (os.rmdir if name in (PARAMETERS, OPTIMIZER) else os.unlink)(folder / name)
-        os.rmdir(folder)
+                (remove_folder if name in (PARAMETERS, OPTIMIZER) else remove_file)(folder / name)
+        remove_folder(folder)
     except FileNotFoundError:
         return  # another process has removed it
     except OSError as error:

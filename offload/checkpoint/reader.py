@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -11,7 +12,8 @@ from types import TracebackType
 
 from offload.checkpoint.bounded_json import MOST_NBYTES
 from offload.checkpoint.checked_files import REMEDY, TRIES, CheckedFiles
-from offload.checkpoint.disk import forget, read_all, storage_errors
+from offload.checkpoint.disk import OpenFile, storage_error, storage_errors
+from offload.checkpoint.hands import patiently
 from offload.checkpoint.locks import POLL_S, OpenFolder
 from offload.checkpoint.manifest import (
     MANIFEST,
@@ -29,9 +31,10 @@ from offload.checkpoint.safetensors_file import (
     parse_header,
 )
 from offload.display.progress import progress
-from offload.tiers.errors import CheckpointError, StorageError
+from offload.tiers.errors import CheckpointError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 
+_NOT_THERE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # for this user
 _OPEN_TRIES = 200  # to open what is just being replaced: a second
 
 
@@ -53,19 +56,20 @@ class CheckpointReader:
         except BaseException:
             self._folder.close()
             raise
-        self._files = CheckedFiles(path, self.manifest, self._open_data)
+        self._files = CheckedFiles(self.manifest, self._open_data)
 
     def _read_manifest(self) -> Manifest:
         """Read again, from the device, where it cannot be used; not if the same bytes come."""
         path = self.path / MANIFEST
         try:
-            fd = self._open(MANIFEST)
+            file = self._open(MANIFEST)
         except FileNotFoundError:
             raise CheckpointError(_foreign(self.path)) from None
         except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}; {REMEDY}") from None
-        try:
-            nbytes = os.fstat(fd).st_size
+            raise storage_error(error, "opening", path) from None
+        with file:
+            with storage_errors("looking at", path):
+                nbytes = file.status().st_size
             if nbytes > MOST_NBYTES:
                 raise CheckpointError(
                     f"{path} has {format_bytes(nbytes)}, no manifest has more than "
@@ -74,31 +78,37 @@ class CheckpointReader:
             raw, before = bytearray(nbytes), b""
             for tries in range(1, TRIES + 1):
                 try:
-                    read_all(fd, memoryview(raw), 0, path)
+                    file.read_all(memoryview(raw), 0)
                     return Manifest.from_json(raw, str(path))
-                except StorageError:
-                    if tries == TRIES:
+                except StorageError as error:
+                    if tries == TRIES or isinstance(error, StuckError):
                         raise
                 except CheckpointError:
                     if tries == TRIES or raw == before:
                         raise
                     before = bytes(raw)
-                forget(fd, 0, nbytes)
+                file.forget(0, nbytes)
             raise AssertionError("the last try returns or raises")
-        finally:
-            os.close(fd)
 
-    def _open(self, name: str) -> int:
-        """A descriptor. CheckpointError for what is no regular file."""
+    def _open(self, name: str) -> OpenFile:
+        """CheckpointError for what is no regular file."""
         # a pipe would wait for its writer
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        fd = os.open(name, flags, dir_fd=self._folder.fd)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise CheckpointError(f"{self.path / name} is no regular file; {REMEDY}")
-        return fd
+        try:
+            file = OpenFile("open", self.path / name, name, flags, dir_fd=self._folder.fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CheckpointError(f"{self.path / name} is no regular file; {REMEDY}") from None
+            raise
+        try:
+            if not stat.S_ISREG(file.status().st_mode):
+                raise CheckpointError(f"{self.path / name} is no regular file; {REMEDY}")
+        except BaseException:
+            file.close()
+            raise
+        return file
 
-    def _open_data(self, name: str) -> int:
+    def _open_data(self, name: str) -> OpenFile:
         with storage_errors("opening", self.path / name):
             return self._open(name)
 
@@ -158,13 +168,13 @@ class CheckpointReader:
 
     # ---------------------------------------------------------------- checks
     def check(self, *, contents: bool) -> None:
-        """CheckpointError at the first problem."""
+        """CheckpointError at the first problem, or StorageError."""
         for problem in self.problems(contents=contents):
             raise CheckpointError(problem if problem.endswith(REMEDY) else f"{problem}; {REMEDY}")
 
     def problems(self, *, contents: bool) -> Iterator[str]:
         """The files' problems: missing, of another size or, with `contents`, changed, or without a
-        tensor that the manifest has. All bytes are read for that."""
+        tensor that the manifest has. All bytes are read for that. StorageError."""
         sound = []
         for name, record in self.manifest.files.items():
             problem = self._size_problem(name, record)
@@ -202,11 +212,13 @@ class CheckpointReader:
     def _size_problem(self, name: str, record: FileRecord) -> str | None:
         path = self.path / name
         try:
-            found = os.stat(name, dir_fd=self._folder.fd)
+            found = patiently("stat", path, lambda: os.stat(name, dir_fd=self._folder.fd))
         except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing ({format_bytes(record.nbytes)})"
         except OSError as error:
-            return f"{path} cannot be looked at: {error.strerror}"
+            if error.errno == errno.ELOOP:
+                return f"{path} is no regular file"
+            raise storage_error(error, "looking at", path) from None
         if not stat.S_ISREG(found.st_mode):
             return f"{path} is no regular file"
         if found.st_size != record.nbytes:
@@ -227,12 +239,13 @@ class CheckpointReader:
         self.close()
 
 
-def is_complete(path: Path, *, shared: bool = True) -> bool:
-    """Whether `path` is a checkpoint with all its files in full length (contents not looked at)."""
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a checkpoint with all its files in full length (contents not looked at).
+    StorageError where the disk does not say."""
     try:
-        with CheckpointReader(path, shared=shared) as reader:
+        with CheckpointReader(path) as reader:
             reader.check(contents=False)
-    except (CheckpointError, StorageError):
+    except CheckpointError:
         return False
     return True
 
@@ -241,8 +254,13 @@ def _open_shared(path: Path) -> OpenFolder:
     """The folder that has this name, locked against its removal."""
     for _ in range(_OPEN_TRIES):
         folder = _open_folder(path)
-        if folder.share() and _is_at(folder.fd, path):
-            return folder
+        try:
+            with storage_errors("locking", path):
+                if folder.share() and _is_at(folder.fd, path):
+                    return folder
+        except BaseException:
+            folder.close()
+            raise
         folder.close()
         time.sleep(POLL_S)
     return _open_folder(path)  # it is locked for another reason
@@ -251,7 +269,7 @@ def _open_shared(path: Path) -> OpenFolder:
 def _is_at(fd: int, path: Path) -> bool:
     """False once another folder has taken its name."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(os.fstat(fd), patiently("stat", path, os.stat, path))
     except FileNotFoundError:
         return False
 
@@ -266,7 +284,9 @@ def _open_folder(path: Path) -> OpenFolder:
     except NotADirectoryError:
         raise CheckpointError(f"{path} is {_kind(path)}, a checkpoint is a folder") from None
     except OSError as error:
-        raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None
+        if error.errno in _NOT_THERE:
+            raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None
+        raise storage_error(error, "opening", path) from None
 
 
 def _kind(path: Path) -> str:

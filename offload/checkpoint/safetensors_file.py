@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 from offload.checkpoint import bounded_json
 from offload.checkpoint.blocks import BlockHashes
 from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.disk import start_writeback, storage_errors, write_all
+from offload.checkpoint.disk import new_file
 from offload.checkpoint.manifest import (
     ITEMSIZE,
     BufferRecord,
@@ -127,12 +126,11 @@ class SafetensorsWriter:
             end += nbytes
         self.nbytes = end
         self._unstarted = 0  # bytes that the device was not asked to write yet
-        with storage_errors("creating", path):
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._file = new_file(path)
         try:
             self.append("header", memoryview(header))
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
 
     def append(self, section: str, data: memoryview) -> None:
@@ -142,11 +140,11 @@ class SafetensorsWriter:
             raise IntegrityError(f"{self.path}: {data.nbytes} bytes too many for {section}")
         data = data.cast("B")
         into.hashes.update(data)
-        write_all(self._fd, data, into.start + into.filled, self.path)
+        self._file.write_all(data, into.start + into.filled)
         into.filled += data.nbytes
         self._unstarted += data.nbytes
         if self._unstarted >= _WRITEBACK_NBYTES:
-            start_writeback(self._fd)
+            self._file.start_writeback()
             self._unstarted = 0
 
     def finish(self) -> FileRecord:
@@ -156,10 +154,9 @@ class SafetensorsWriter:
                 raise IntegrityError(
                     f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
                 )
-        with storage_errors("writing", self.path):
-            os.fsync(self._fd)
-            # written once and not read soon: leave the page cache to the training data
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._file.sync()
+        # written once and not read soon: leave the page cache to the training data
+        self._file.forget(0, 0)
         records = [
             SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.hashes.text())
             for section in self._sections.values()
@@ -173,7 +170,7 @@ class SafetensorsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        os.close(self._fd)
+        self._file.close()
 
 
 def parse_header(

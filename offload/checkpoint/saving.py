@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from offload import __version__
 from offload.checkpoint import model
-from offload.checkpoint.disk import check_room, storage_errors
+from offload.checkpoint.disk import check_room, make_folder, storage_errors, write_text
 from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.manifest import (
     BUFFERS,
@@ -200,15 +199,15 @@ class _Saver:
         nbytes = self._nbytes()
         check_room(folder, nbytes)
         with storage_errors("creating", folder):
-            (folder / PARAMETERS).mkdir()
-            (folder / OPTIMIZER).mkdir()
+            make_folder(folder / PARAMETERS)
+            make_folder(folder / OPTIMIZER)
         with progress(f"saving {name}", nbytes) as self._came:
             self._write_tensors(folder, BUFFERS, self._other_sections(), self._others)
             self._write_tensors(folder, RUN, self._run_sections(), self._run.tensors)
             for number in range(len(self._saved)):
                 self._write_group(folder, number)
         manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
-        _write_text(folder / MANIFEST, manifest.to_json())
+        write_text(folder / MANIFEST, manifest.to_json())
 
     # ---------------------------------------------------------------- what each file holds
     def _nbytes(self) -> int:
@@ -319,10 +318,3 @@ class _Saver:
                     file.append(_TENSORS, flat.numpy().data)
             self._files[name] = file.finish()
         self._meet()
-
-
-def _write_text(path: Path, text: str) -> None:
-    with storage_errors("writing", path), path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

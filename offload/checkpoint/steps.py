@@ -6,9 +6,10 @@ import logging
 import re
 from pathlib import Path
 
+from offload.checkpoint.disk import entries, storage_errors
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.reader import CheckpointReader, is_complete
-from offload.tiers.errors import CheckpointError, PathError, StorageError
+from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
 _STEP = re.compile(r"step-(\d+)")
 _log = logging.getLogger("offload")
@@ -30,7 +31,8 @@ def latest(folder: Path) -> Path | None:
 
     Adopts a checkpoint that a killed writer had finished. Every file is there in full length;
     hashes are checked by the load. A torn checkpoint (a partial copy, say) is passed over with a
-    warning, and so is one that was saved as another step, unless there are no others.
+    warning, and so is one that was saved as another step, unless there are no others. StorageError
+    where there are some, and the disk lets none be read.
     """
     if not folder.is_dir():
         return None
@@ -39,18 +41,24 @@ def latest(folder: Path) -> Path | None:
     except OSError as error:  # a read-only file system
         _log.info("leftovers in %s stay: %s", folder, error.strerror)
     renamed: Path | None = None
+    unread: StorageError | None = None
     for path in reversed(_steps(folder)):
         try:
             with CheckpointReader(path) as reader:
                 reader.check(contents=False)
                 problem = other_step(path, reader.manifest.saved_as)
-        except CheckpointError as error:
+        except StuckError:
+            raise
+        except (CheckpointError, StorageError) as error:
             _log.warning("passed over %s: %s", path, error)
+            unread = error if isinstance(error, StorageError) else unread
             continue
         if problem is None:
             return path
         _log.warning("taken only if there is no other: %s", problem)
         renamed = renamed or path
+    if renamed is None and unread is not None:  # None would have a run begin again
+        raise unread
     return renamed
 
 
@@ -70,12 +78,13 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
     does not count and stays, as `latest` does not trust it.
 
     A folder that only has such a name, or holds other files as well, stays, with a warning.
+    StorageError, and nothing is removed, where the disk does not say which are whole.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every is {keep_every}; it is a number of steps")
-    steps = [path for path in _steps(folder) if not _is_renamed(path)]
+    steps = [path for path in _steps(folder) if _counts(path)]
     whole = [path for path in steps if is_complete(path)]
     if not whole:
         return []
@@ -85,15 +94,15 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
     return [path for path in older if path not in stays and _discard(path)]
 
 
-def _is_renamed(path: Path) -> bool:
+def _counts(path: Path) -> bool:
     try:
         with CheckpointReader(path) as reader:
             problem = other_step(path, reader.manifest.saved_as)
-    except (CheckpointError, StorageError):
-        return False
+    except CheckpointError:  # torn: it goes with those around it
+        return True
     if problem is not None:
         _log.warning("not counted and not removed: %s", problem)
-    return problem is not None
+    return problem is None
 
 
 def _discard(path: Path) -> bool:
@@ -106,5 +115,7 @@ def _discard(path: Path) -> bool:
 
 def _steps(folder: Path) -> list[Path]:
     """By step, ascending."""
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
+    with storage_errors("looking at", folder):
+        paths = [folder / entry.name for entry in entries(folder)]
+    found = [(step, path) for path in paths if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.disk import check_room, storage_errors
+from offload.checkpoint.disk import check_room, make_folder, storage_errors, write_text
 from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.manifest import MANIFEST, OPTIMIZER, PARAMETERS, Manifest
 from offload.checkpoint.reader import CheckpointReader
@@ -143,16 +143,13 @@ def _download(store: ObjectStore, destination: Path) -> int:
     with PendingFolder(destination) as folder:
         check_room(folder.path, manifest.nbytes)
         with storage_errors("creating", folder.path):
-            (folder.path / PARAMETERS).mkdir()
-            (folder.path / OPTIMIZER).mkdir()
+            make_folder(folder.path / PARAMETERS)
+            make_folder(folder.path / OPTIMIZER)
         with progress(f"copying {store.url}", manifest.nbytes) as came:
             for name, record in manifest.files.items():
                 store.get(name, folder.path / name, record.nbytes)
                 came(record.nbytes)
-        with storage_errors("writing", folder.path), (folder.path / MANIFEST).open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
+        write_text(folder.path / MANIFEST, raw.decode())
         with CheckpointReader(folder.path, shared=False) as reader:
             reader.check(contents=True)
         folder.commit()

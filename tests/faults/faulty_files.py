@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from offload import homes
+from offload.swap.io_backend import IOBackend
 from offload.swap.io_watch import LOOKS
+from offload.swap.libaio_backend import LibaioBackend
 from offload.swap.threads_backend import ThreadsBackend
+from offload.tiers.extent import PAGE_NBYTES
 
 _NEVER_S = 1e6  # time is what a fault says it is: nobody else looks at the calls
 _RELEASE_S = 60.0
@@ -62,7 +65,47 @@ class FaultyFiles:
             patched.setattr(homes, "open_backend", self._open)
             yield
 
-    def _open(self, _name: str, **options: Any) -> ThreadsBackend:
+    def _open(self, name: str, **options: Any) -> IOBackend:
+        options = {**options, "timeout_s": _NEVER_S}
+        return self._open_libaio(options) if name == "libaio" else self._open_threads(options)
+
+    def _open_libaio(self, options: dict[str, Any]) -> LibaioBackend:
+        """What is handed to the kernel is changed, or what it says of it."""
+        backend = LibaioBackend(**options)
+        aio, real_events = backend._libaio, backend._context.getEvents
+        handed: dict[Any, tuple[str, memoryview]] = {}
+
+        def block_of(mode: Any, fd: int, buffers: list[Any], offset: int) -> Any:
+            reads, buffer = mode == aio.AIOBLOCK_MODE_READ, memoryview(buffers[0]).cast("B")
+            kind = self._fault(offset, reads=reads)
+            if kind == "short":
+                buffer = buffer[: max(buffer.nbytes // 2 // PAGE_NBYTES, 1) * PAGE_NBYTES]
+            elif not reads and kind in ("flip", "torn"):
+                buffer = _damaged(buffer, kind)
+            block = aio.AIOBlock(mode, fd, [buffer], offset)
+            handed[block] = kind, buffer
+            return block
+
+        def events(*args: Any) -> list[tuple[Any, int, int]]:
+            return [
+                (block, self._said(*handed.pop(block), result), other)
+                for block, result, other in real_events(*args)
+            ]
+
+        backend._libaio = _Replaced(aio, AIOBlock=block_of)
+        backend._context = _Replaced(backend._context, getEvents=events)
+        return backend
+
+    @staticmethod
+    def _said(kind: str, buffer: memoryview, result: int) -> int:
+        number = getattr(errno, kind.split()[0], None) if kind else None
+        if number is not None:
+            return -int(number)
+        if kind == "flip read":
+            buffer[result // 3] ^= 16
+        return 0 if kind == "end of file" else result
+
+    def _open_threads(self, options: dict[str, Any]) -> ThreadsBackend:
         def on(real: Call, *, reads: bool) -> Call:
             def call(fd: int, buffers: Any, offset: int) -> int:
                 kind = self._fault(offset, reads=reads)
@@ -72,7 +115,6 @@ class FaultyFiles:
 
             return call
 
-        options = {**options, "timeout_s": _NEVER_S}
         backend = ThreadsBackend(
             preadv=on(os.preadv, reads=True), pwritev=on(os.pwritev, reads=False), **options
         )
@@ -130,6 +172,17 @@ class FaultyFiles:
             with self._lock:
                 self._inside -= 1
                 self._out.notify_all()
+
+
+class _Replaced:
+    """An object with some attributes exchanged."""
+
+    def __init__(self, real: Any, **others: Any) -> None:
+        self._real = real
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
 
 def _can_happen(kind: str, *, reads: bool) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import offload
 from offload.errors import ChecksumError, NoSpaceError, StorageError, StuckError
+from tests.aio import needs_libaio
 from tests.faults.faulty_files import FATAL, KINDS, MENDED, FaultyFiles
 from tests.offload.engine_cases import (
     HOST,
@@ -31,6 +33,8 @@ from tests.offload.engine_cases import (
 
 DATA = batches(4)
 SAVED, CALLS = 2, 320  # steps before the first save; most calls from there to the end
+NOT_OF_LIBAIO = ("slow", "stuck", "ragged")  # of its waits, see tests/swap/test_stuck.py
+HITS: Counter[str] = Counter()
 SAYS = {"ENOSPC": NoSpaceError, "flip": ChecksumError, "torn": ChecksumError, "stuck": StuckError}
 
 
@@ -44,6 +48,7 @@ class Case:
     precision: str = "fp32"
     clips: bool = True
     always: bool = False  # and all that follow
+    backend: str = "threads"
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -60,8 +65,9 @@ class Case:
         keys = config(
             folder, placement, budget={"host": host, "nvme": "64MiB"},
             # buffered: with O_DIRECT half a piece would be refused as no whole number of blocks
-            nvme={"paths": [str(folder)], "direct": False}, precision=self.precision,
-            clip_grad_norm=1.0 if self.clips else None, optimizer={"lr": 1e-2, "chunk": 1024},
+            nvme={"paths": [str(folder)], "direct": False, "backend": self.backend},
+            precision=self.precision, clip_grad_norm=1.0 if self.clips else None,
+            optimizer={"lr": 1e-2, "chunk": 1024},
         )  # fmt: skip
         with offload.initialize(seeded(TinyLM), keys) as engine:
             yield engine
@@ -112,6 +118,8 @@ def meet(
             making.__exit__(None, None, None)
         finally:
             files.release()
+    if files.hit:
+        HITS[f"{case.backend}: {files.hit.rpartition(' at ')[0]}"] += 1
     if caught is not None:
         assert str(folder) in str(caught), files.hit
         for path, steps in ((saved, rest), (later, rest[1:])):
@@ -121,6 +129,14 @@ def meet(
                     train(engine, steps)
                     assert_same_bits(states_of(engine), whole)
     return caught, files
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What happened, and how often; shown with -s."""
+    yield
+    lines = [f"{what:45}{number:7}" for what, number in sorted(HITS.items())]
+    print(*lines, f"{'all':45}{HITS.total():7}", sep="\n")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -135,6 +151,20 @@ def test_drawn_faults_leave_the_bits_or_an_error(
     case = Case.drawn(case_seed)
     error, files = meet(case, tmp_path, monkeypatch)
     assert error is None or case.kind in FATAL, files.hit
+
+
+@needs_libaio
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_OF_LIBAIO])
+def test_with_libaio_it_ends_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: bool
+) -> None:
+    draw = random.Random(kind)
+    for number in range(100 if long else 1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        case = Case(kind, draw.randrange(CALLS), backend="libaio", always=draw.random() < 0.2)
+        error, files = meet(case, folder, monkeypatch)
+        assert error is None or kind in FATAL or case.always, files.hit
 
 
 @pytest.mark.parametrize("kind", MENDED)

@@ -24,14 +24,19 @@ from typing import Any
 from torch import nn
 
 import offload
-from offload.checkpoint import folder
+from offload import checkpoint
+from offload.checkpoint import folder, hands
 from offload.checkpoint.manifest import RUN
 from offload.swap.block_store import BlockStore
 from offload.swap.file_state import FileState
 from offload.zero.trials import Trials
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
-_CALLS = ["mkdir", "pwrite", "fsync", "rename", "unlink", "rmdir"]
+# of a save, those that change something, and so after which something else is there
+_CALLS = {
+    "mkdir", "create", "pwrite", "sync_file_range", "fsync", "fsync folder", "rename", "exchange",
+    "unlink", "rmdir",
+}  # fmt: skip
 # what happens to an update on trial, in whichever thread
 _EVENTS: list[tuple[type, str]] = [
     (Trials, "begin"), (Trials, "keeps"), (Trials, "take_back"), (Trials, "_end"),
@@ -49,6 +54,7 @@ class Request:
     exchange: bool = True  # False: as on a system without RENAME_EXCHANGE
     stop_at: int | None = None  # the call during the first save at which to be killed; -1: count
     trials: bool = False  # `stop_at` counts events of the second step's trials, and its save's
+    keep: int = 0  # so many steps, each in a folder of its own in `path`
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -91,19 +97,26 @@ def _child(request: Request) -> None:
 
 def _save_for_ever(request: Request) -> None:
     if not request.exchange:
-        folder._exchange = lambda a, b: False
+        folder.exchange = lambda a, b: False
     keys = config(Path(request.swap), NVME, **KEYS)
     with offload.initialize(seeded(TinyLM), keys) as engine:
         if not request.fresh:
-            engine.load_checkpoint(request.path)
+            newest = checkpoint.latest(Path(request.path)) if request.keep else request.path
+            assert newest is not None
+            engine.load_checkpoint(newest)
         print("loaded", engine.report().steps, flush=True)
         calls: Iterator[int] = iter(())
         for taken in itertools.count():
             if request.stop_at is not None and taken == int(request.trials):
                 calls = _watch_calls(request.stop_at, trials=request.trials)
             step_of(engine)
-            engine.save_checkpoint(request.path)
-            print("saved", engine.report().steps, bits_of(Path(request.path)), flush=True)
+            saved = Path(request.path)
+            if request.keep:
+                saved = checkpoint.step_path(saved, engine.report().steps)
+            engine.save_checkpoint(saved)
+            if request.keep:
+                checkpoint.prune(saved.parent, request.keep)
+            print("saved", engine.report().steps, bits_of(saved), flush=True)
             if request.stop_at is not None and taken == int(request.trials):
                 print("calls", next(calls), flush=True)
                 trials = engine.report().trials
@@ -144,9 +157,13 @@ def _watch_calls(stop_at: int, *, trials: bool) -> Iterator[int]:
 
         return wrapper
 
-    for name in _CALLS:
-        setattr(os, name, watched(getattr(os, name)))
-    folder._exchange = watched(folder._exchange)
+    make_call = hands.make_call
+    counted = watched(make_call)
+
+    def made(operation: str, *args: Any) -> Any:
+        return (counted if operation in _CALLS else make_call)(operation, *args)
+
+    hands.make_call = made  # type: ignore[assignment]
     for kind, name in _EVENTS if trials else ():
         setattr(kind, name, watched(getattr(kind, name)))
     return counter

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--no-exchange", action="store_true")
     chosen = parser.parse_args()
     if chosen.no_exchange:
-        folders._exchange = lambda a, b: False
+        folders.exchange = lambda a, b: False
     with tempfile.TemporaryDirectory() as swap:
         with _engine(Path(swap)) as engine:  # compiles; no thread is left over for a fork to lose
             for name in NAMES:

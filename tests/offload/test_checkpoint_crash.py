@@ -118,7 +118,7 @@ def test_killed_before_each_system_call_of_the_end_of_a_save(
     ended = victim.end()
     step, calls = ended["saved"], ended["calls"]
     # from the fsync of the manifest to the removal of what was replaced
-    for stop_at in [0, 1, 2, calls // 3, *range(calls - 28, calls)]:
+    for stop_at in range(calls) if long else [0, 1, 2, calls // 3, *range(calls - 28, calls, 3)]:
         request = Request(str(path), str(tmp_path), exchange=exchange, stop_at=stop_at)
         found = victim.start(request)
         assert found in (step, step + 1)
@@ -128,6 +128,27 @@ def test_killed_before_each_system_call_of_the_end_of_a_save(
     assert victim.start(final) in (step, step + 1)
     victim.end()
     assert os.listdir(path.parent) == ["saved"]
+
+
+def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_steps(
+    victim: Victim, tmp_path: Path, long: bool
+) -> None:
+    path = tmp_path / "run"
+    victim.start(Request(str(path), str(tmp_path), fresh=True, keep=2, stop_at=-1))
+    step = victim.end()["saved"]
+    for _ in range(2):
+        victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=-1))
+        ended = victim.end()
+        step, calls = ended["saved"], ended["calls"]
+    for stop_at in range(calls) if long else [0, 1, calls // 3, *range(calls - 28, calls, 3)]:
+        found = victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=stop_at))
+        assert found in (step, step + 1), "neither the old nor the new one"
+        step = found
+        assert victim.end()["ended"] == signal.SIGKILL
+    assert victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=-1)) in (step, step + 1)
+    step = victim.end()["saved"]
+    names = [checkpoint.step_path(path, number).name for number in (step - 1, step)]
+    assert sorted(os.listdir(path)) == names
 
 
 def test_killed_between_an_update_on_trial_and_its_step_a_run_goes_on_to_the_same_bits(
@@ -361,7 +382,7 @@ def test_without_an_exchange_of_names_a_failing_rename_is_undone(
             raise OSError(5, "Input/output error")
         rename(a, b)
 
-    monkeypatch.setattr(folders, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(folders, "exchange", lambda a, b: False)
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(offload.StorageError, match="EIO"):
         engine.save_checkpoint(path)

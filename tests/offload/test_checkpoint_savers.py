@@ -71,7 +71,7 @@ def test_interrupted_at_any_moment_a_save_leaves_a_whole_checkpoint_and_no_lock(
     tmp_path: Path, exchange: bool, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(folders, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(folders, "exchange", lambda a, b: False)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     path, draw, interrupted = tmp_path / "run" / "saved", random.Random(0), 0
     with offload.initialize(torch.nn.Linear(8, 8), config(tmp_path, HOST)) as engine:

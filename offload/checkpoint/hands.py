@@ -1,0 +1,247 @@
+"""Calls of the system that may never return, made by threads that can be left behind.
+
+A disk or a server that does not answer keeps the thread that asks, and the kernel has no way to
+take a call back. So another thread asks, a *hand*, one call at a time:
+
+    caller   ├─ asks ─┤ waits ............... │ the result or, after TIMEOUT_S, a StuckError
+    hand              ├──────── call ──────── ...
+
+A call that was left keeps its hand, its memory and its descriptor until it returns, if ever. It may
+change names yet: `when_returned` says so, and puts off what lets others in until then. Time is
+counted in looks, and none passes while this process is stopped or a computer sleeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from offload.tiers.errors import StuckError
+from offload.tiers.units import format_bytes
+
+R = TypeVar("R")
+
+# From when on Linux itself calls a task hung (hung_task_timeout_secs). A server that is started
+# anew or a busy disk's journal may take a minute; data goes in calls of few MiB (`disk`).
+TIMEOUT_S = 120.0
+_WARN_S = 30.0
+_LOOK_S = 1.0
+_PATIENCE_S = 5.0  # of a Ctrl-C, with the call that is under way
+
+_log = logging.getLogger("offload")
+_books = threading.Lock()
+_left: set[Call] = set()  # calls that nobody waits for any more, until they return
+_here = threading.local()  # of a hand: the call that it makes
+
+
+def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
+    """Every call of the system that a checkpoint needs, in the hand's thread. Tests put one in its
+    place that fails; `operation` and `path` say what it is."""
+    return function(*args)
+
+
+def hand_call() -> Call:
+    """The call that this thread, a hand, makes."""
+    found: Call = _here.call
+    return found
+
+
+class Call:
+    """One call. `result` and `error` hold once it is done."""
+
+    def __init__(
+        self, operation: str, path: Path, function: Callable[..., Any], args: tuple[Any, ...],
+        offset_bytes: int, nbytes: int,
+    ) -> None:  # fmt: skip
+        self.operation = operation
+        self.path = path
+        self.offset_bytes = offset_bytes
+        self.nbytes = nbytes
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.then: list[Callable[[], None]] = []
+        self._make = function, args
+        self._began_s = time.monotonic()
+        self._over = threading.Event()  # it has returned, or is not waited for any more
+        self._returned = False
+
+    def run(self) -> None:
+        """In the hand's thread."""
+        _here.call = self
+        function, args = self._make
+        try:
+            self.result = make_call(self.operation, self.path, function, *args)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self.error = error
+        with _books:
+            self._returned = True
+            _left.discard(self)
+            then, self.then = self.then, []
+        self._over.set()
+        _here.call = None  # memory that it has moved is not held until the next one
+        for function in then:
+            function()
+
+    def give_up(self) -> None:
+        """Let nobody wait for it any longer."""
+        with _books:
+            if not self._returned:
+                _left.add(self)
+        self._over.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is over, at most so long."""
+        warn_at = _WARN_S
+        looked = 0.0
+        while not self._over.wait(_LOOK_S) and looked < timeout_s:
+            looked += _LOOK_S
+            if looked >= warn_at:
+                warn_at = timeout_s + 1
+                _log.warning(
+                    "%s: not ended for %.3g s; see `dmesg`; an error after %.3g s", self, looked,
+                    timeout_s,
+                )  # fmt: skip
+
+    @property
+    def has_returned(self) -> bool:
+        with _books:
+            return self._returned
+
+    def stuck(self) -> StuckError:
+        """The error of a call that was given up, and of those that come after it."""
+        seconds = time.monotonic() - self._began_s
+        return StuckError(
+            f"{self} has not ended for {seconds:.3g} s: the device or its server does not answer, "
+            "see `dmesg`; what was complete before is there; go on once the device answers, or "
+            "with a folder on another one",
+            path=str(self.path), offset_bytes=self.offset_bytes, nbytes=self.nbytes,
+            seconds=seconds,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        where = f" ({format_bytes(self.nbytes)} at byte {self.offset_bytes})" if self.nbytes else ""
+        return f"{self.operation} of {self.path}{where}"
+
+
+class Hand:
+    """A thread that makes calls for one caller at a time, in order. It ends with this object, once
+    the calls that it was asked for have returned."""
+
+    _asked: SimpleQueue[Call | None] | None = None
+
+    def __init__(self) -> None:
+        self._asked = SimpleQueue()
+        self._stuck: Call | None = None
+        self._last: Call | None = None  # of those that are not waited for
+        self._pid = os.getpid()
+        self._thread = threading.Thread(
+            target=_work, args=(self._asked,), name="offload-checkpoint-call", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let the thread end behind the calls that it was asked for, and wait for that, a little,
+        unless something does not return."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        asked.put(None)
+        if self._last is not None and not _left:
+            self._last.wait(_PATIENCE_S)
+            self._leave_unless_returned(self._last)
+        if self._stuck is None and not _left:
+            self._thread.join(_PATIENCE_S)
+
+    def __del__(self) -> None:
+        if self._asked is not None:  # may be called amid any wait: waits for nothing
+            self._asked.put(None)
+
+    @property
+    def is_here(self) -> bool:
+        """False in a forked child, which has not got the thread."""
+        return self._pid == os.getpid()
+
+    def make(
+        self, operation: str, path: Path, function: Callable[..., R], *args: Any,
+        offset_bytes: int = 0, nbytes: int = 0,
+    ) -> R:  # fmt: skip
+        """The result of `function(*args)`, or its error. StuckError if it does not return for
+        `TIMEOUT_S`, or an earlier one has not. A Ctrl-C is raised when the call has returned, or
+        soon."""
+        assert self._asked is not None, "it has not ended"
+        if self._stuck is not None:
+            raise self._stuck.stuck()
+        call = Call(operation, path, function, args, offset_bytes, nbytes)
+        try:
+            self._asked.put(call)
+            call.wait(TIMEOUT_S)
+        except BaseException:
+            self._hurry(call)
+            raise
+        self._leave_unless_returned(call)
+        if self._stuck is not None:
+            raise call.stuck()
+        if call.error is not None:
+            try:
+                raise call.error
+            finally:
+                call.error = None  # its traceback leads to the call, and so to the caller's memory
+        result: R = call.result
+        return result
+
+    def _hurry(self, call: Call) -> None:
+        try:
+            call.wait(_PATIENCE_S)
+        finally:  # another Ctrl-C may end that
+            self._leave_unless_returned(call)
+
+    def _leave_unless_returned(self, call: Call) -> None:
+        call.give_up()
+        if not call.has_returned:
+            self._stuck = call
+
+    def ask(self, operation: str, path: Path, function: Callable[[], None]) -> None:
+        """Have a call made behind all others, and do not wait for it."""
+        assert self._asked is not None, "it has not ended"
+        self._last = Call(operation, path, function, (), 0, 0)
+        self._asked.put(self._last)
+
+
+def _work(asked: SimpleQueue[Call | None]) -> None:
+    while True:
+        call = asked.get()
+        if call is None:
+            return
+        call.run()
+        del call  # with its memory
+
+
+def patiently(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
+    """One call, by a hand of its own. Raises as `Hand.make`."""
+    hand = Hand()
+    try:
+        return hand.make(operation, path, function, *args)
+    finally:
+        hand.end()
+
+
+def when_returned(
+    function: Callable[[], None], below: Path, operations: Collection[str] | None = None
+) -> bool:
+    """Call `function` when each of the calls (of some `operations`) that were left at or below a
+    path has returned. False, and it is not called, if there are none."""
+    with _books:
+        found = [
+            call for call in _left
+            if call.path.is_relative_to(below)
+            and (operations is None or call.operation in operations)
+        ]  # fmt: skip
+        for call in found:
+            call.then.append(function)
+    return bool(found)

@@ -1,0 +1,152 @@
+"""Calls of the system of which one goes wrong, for whatever makes them through
+`checkpoint.hands`; which one and how is said before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.checkpoint import hands
+
+_RELEASE_S = 60.0
+
+# What can happen to every call, to calls that need room, and to those that move bytes.
+ANY = ("EIO", "slow", "stuck", "stuck and done late")
+ROOM = ("ENOSPC", "EDQUOT")
+NEED_ROOM = {
+    "mkdir", "create", "pwrite", "sync_file_range", "fsync", "rename", "exchange", "fsync folder"
+}  # fmt: skip
+MOVING = {
+    "pwrite": ("short", "nothing", "flip", "torn"), "preadv": ("short", "end", "flip", "torn"),
+}  # fmt: skip
+UNSEEN = ("flip", "torn")  # of a write nobody knows before the next load
+
+Made = Callable[..., Any]
+
+
+def kinds_of(operation: str) -> tuple[str, ...]:
+    room = ROOM if operation in NEED_ROOM else ()
+    return (*ANY, *room, *MOVING.get(operation, ()))
+
+
+class FaultyCalls:
+    """A context manager, inside of which calls pass here. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        self._inside = 0
+        self._out = threading.Condition(self._lock)
+        self._operation = self._kind = ""
+        self._left = -1
+        self._always = False
+        self.seen: Counter[str] = Counter()  # calls, by operation
+        self.hits = 0
+        self.hit = ""
+
+    def arm(self, operation: str, number: int, kind: str, *, always: bool = False) -> None:
+        """The `number`th call of that operation from now on goes wrong; `always`: and all behind
+        it."""
+        with self._lock:
+            self._operation, self._left, self._kind = operation, number, kind
+            self._always, self.hits, self.hit = always, 0, ""
+            self.seen.clear()
+            self._released.clear()
+
+    def release(self) -> None:
+        """Nothing goes wrong any more, and what is stuck returns; waits for it."""
+        with self._lock:
+            self._left = -1
+            self._released.set()
+            assert self._out.wait_for(lambda: not self._inside, _RELEASE_S)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hands, "make_call", self._made)
+            try:
+                yield
+            finally:
+                self.release()
+
+    def _made(self, operation: str, path: Path, function: Made, *args: Any) -> Any:
+        kind = self._fault(operation, path)
+        if not kind:
+            return function(*args)
+        number = getattr(errno, kind, None)
+        if number is not None:
+            if operation == "close":  # it is closed all the same
+                function(*args)
+            raise OSError(number, os.strerror(number))
+        if kind == "slow":
+            time.sleep(0.002)
+            return function(*args)
+        if kind.startswith("stuck"):
+            self._hold()
+            if kind == "stuck":
+                raise OSError(errno.EIO, "it came back at last")
+            return function(*args)
+        return (_wrong_write if operation == "pwrite" else _wrong_read)(kind, function, *args)
+
+    def _fault(self, operation: str, path: Path) -> str:
+        with self._lock:
+            self.seen[operation] += 1
+            if self._left < 0 or operation != self._operation:
+                return ""
+            if self._left:
+                self._left -= 1
+                return ""
+            self._left = 0 if self._always else -1
+            self.hits += 1
+            self.hit = f"{self._kind} of {operation} of {path}"
+            return self._kind
+
+    def _hold(self) -> None:
+        """As if it did not return for ever, and nobody waits for so long."""
+        with self._lock:
+            self._inside += 1
+        try:
+            hands.hand_call().give_up()
+            assert self._released.wait(_RELEASE_S)
+        finally:
+            with self._lock:
+                self._inside -= 1
+                self._out.notify_all()
+
+
+def _wrong_write(kind: str, pwrite: Made, fd: int, data: memoryview, offset: int) -> int:
+    if kind == "nothing":
+        return 0
+    if kind == "short":
+        return int(pwrite(fd, data[: len(data) // 2 or 1], offset))
+    other = bytearray(data)
+    _damage(memoryview(other), kind)
+    return int(pwrite(fd, other, offset))
+
+
+def _wrong_read(kind: str, preadv: Made, fd: int, buffers: list[memoryview], offset: int) -> int:
+    (buffer,) = buffers
+    if kind == "end":
+        return 0
+    if kind == "short":
+        return int(preadv(fd, [buffer[: len(buffer) // 2 or 1]], offset))
+    count = int(preadv(fd, buffers, offset))
+    _damage(buffer[:count], kind)
+    return count
+
+
+def _damage(data: memoryview, kind: str) -> None:
+    if kind == "flip":
+        data[len(data) // 3] ^= 16
+    else:  # the second half has not arrived
+        half = len(data) // 2
+        data[half:] = bytes(len(data) - half)
