@@ -115,10 +115,15 @@ class HostRegion(AnonymousMemory):
         with self._lock:
             end = 0
             for start, stop in [*self._seen(), (len(self), len(self))]:
-                if start > end:
-                    with suppress(OSError):  # locked in memory (mlockall): it goes with its tensors
-                        self.madvise(mmap.MADV_DONTNEED, end, start - end)
+                self.drop(end, start)
                 end = stop
+
+    def drop(self, start: int, stop: int) -> None:
+        """The RAM of the whole pages of `[start, stop)`, where no values count any more."""
+        first, last = round_up(start, mmap.PAGESIZE), stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            with suppress(OSError):  # locked in memory (mlockall): it goes with its tensors
+                self.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _seen(self) -> list[Range]:
         """What tensors beside those that were given out view, in whole pages."""

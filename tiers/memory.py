@@ -18,6 +18,8 @@ from offload.tiers.host_region import HostRegion
 from offload.tiers.pinning import Pins
 from offload.tiers.units import format_bytes
 
+_BLOCK_NBYTES = 64 << 10  # in which it is known what was touched
+
 
 class Memory(Protocol):
     """An address range. Tensors of it are bytes (uint8), each with a storage of its own."""
@@ -32,6 +34,15 @@ class Memory(Protocol):
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         """The same range for a file transfer. Unlike a tensor it does not count as a use."""
+        ...
+
+    @property
+    def touched_nbytes(self) -> int:
+        """Of the pages that cost RAM, at most: in whole blocks."""
+        ...
+
+    def give_back(self, start: int, stop: int) -> None:
+        """The RAM of `[start, stop)`, as far as it can go: what was there is not read again."""
         ...
 
     def close(self) -> None: ...
@@ -49,6 +60,8 @@ class HostMemory:
                 f"cannot reserve {format_bytes(nbytes)} of address space for the host tier "
                 f"({error}); lower budget.host or raise `ulimit -v`"
             ) from error
+        self._nbytes = nbytes
+        self._touched = bytearray(-(-nbytes // _BLOCK_NBYTES))  # by block: 1 where it was used
         self._pins: Pins | None = None
         if pin_for is not None and accelerator.is_accelerator(pin_for):
             self._pins = Pins(self._region.address, len(self._region), pin_for)
@@ -61,12 +74,27 @@ class HostMemory:
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         stop, pins = offset_bytes + nbytes, self._pins
         found = self._region.tensor(offset_bytes, stop)
+        first, last = offset_bytes // _BLOCK_NBYTES, -(-stop // _BLOCK_NBYTES)
+        self._touched[first:last] = b"\1" * (last - first)
         if pins is not None:
             pins.use(offset_bytes, stop)
         return found
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         return memoryview(self._region)[offset_bytes : offset_bytes + nbytes]
+
+    @property
+    def touched_nbytes(self) -> int:
+        pinned = 0 if self._pins is None else self._pins.nbytes  # in larger extents
+        return max(pinned, min(self._nbytes, self._touched.count(1) * _BLOCK_NBYTES))
+
+    def give_back(self, start: int, stop: int) -> None:
+        """All but what is pinned: a device goes on using the pages that it was told of."""
+        pins = self._pins
+        for part in [slice(start, stop)] if pins is None else pins.unpinned(start, stop):
+            self._region.drop(part.start, part.stop)
+            first, last = -(-part.start // _BLOCK_NBYTES), part.stop // _BLOCK_NBYTES
+            self._touched[first:last] = bytes(max(0, last - first))
 
     def close(self) -> None:
         """Unpin, and give back the RAM of all that nobody keeps a tensor of; the rest goes with
@@ -92,6 +120,13 @@ class DeviceMemory:
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         raise UnsupportedError("files are read into host memory, never into GPU memory directly")
+
+    @property
+    def touched_nbytes(self) -> int:
+        return self._block.numel()
+
+    def give_back(self, start: int, stop: int) -> None:
+        """It was taken in one piece."""
 
     def close(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)

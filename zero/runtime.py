@@ -86,6 +86,15 @@ class Homes(WeightHomes, Protocol):
         """Memory where the model computes, for what belongs to several ranks."""
         ...
 
+    def left_nbytes(self) -> int | None:
+        """Bytes of memory that can be taken before this process is killed, where these are few;
+        None otherwise."""
+        ...
+
+    def check_memory(self) -> None:
+        """LowMemoryError where these are few."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
@@ -135,6 +144,7 @@ class Runtime:
                 memory = homes.shared_memory()
                 ep_size = max((group.ep_size for group in discovery.groups), default=1)
                 self.rank_work = RankWork(ranks, memory, options.dtype, options.wire, ep_size)
+                ranks.alarm.left_nbytes = homes.left_nbytes
             begun.callback(lambda: self.rank_work.close())
             self.store = WeightStore(
                 discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
@@ -255,6 +265,8 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
+        # all ranks stop at the same forward, or they would wait for each other
+        (self._homes.check_memory if self.ranks is None else self.ranks.alarm.check)()
         if self.on_forward is not None:
             self.on_forward()
         if not in_backward():  # where a backward that was announced has failed

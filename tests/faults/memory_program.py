@@ -1,0 +1,123 @@
+"""Trains with everything on nvme in a memory cgroup that another process fills; reports in JSON.
+
+python memory_program.py CGROUP FOLDER guarded|alone EAT_MIB...
+
+`CGROUP/` is a memory cgroup of its own, with a limit, that this process enters. After so many steps
+a child of it touches EAT_MIB, and more with each further number. `alone`: nobody guards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import offload
+from offload import machine
+from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
+from offload.swap.memory_guard import MemoryGuard
+
+STEPS = 6  # before each meal, and after the last
+MIB = 1 << 20
+EATER = """
+import mmap, sys
+eaten = []
+for line in sys.stdin:
+    for _ in range(int(line)):
+        part = mmap.mmap(-1, 1 << 20)
+        part[::4096] = b"x" * 256
+        eaten.append(part)
+    print(len(eaten), flush=True)
+"""
+
+
+def config_of(folder: str, host: str = "768MiB") -> OffloadConfig:
+    return OffloadConfig.load(
+        {
+            "budget": {"host": host, "nvme": "3GiB"},
+            "nvme": {"paths": [folder]},
+            "placement": {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"},
+            "optimizer": {"chunk": 262144, "lr": 1e-3},
+            "train": {"model": {"layers": 16, "hidden": 512, "heads": 8, "mlp": 2048}},
+        }
+    )  # fmt: skip
+
+
+class Eater:
+    """Another process, in the same cgroup."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", EATER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )  # fmt: skip
+
+    def eat(self, mib: int) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(f"{mib}\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def train(engine: offload.Engine, steps: int) -> list[float]:
+    losses = []
+    for number in range(steps):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 256, (1, 17), generator=generator)
+        loss = engine.module(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        losses.append(loss.item())
+    engine.settle()
+    return losses
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    cgroup, folder, guarded, *meals = sys.argv[1:]
+    Path(cgroup, "cgroup.procs").write_text(str(os.getpid()))
+    if guarded == "alone":
+        MemoryGuard.start = lambda self: None  # type: ignore[method-assign]
+    config = config_of(folder)
+    model = build_meta_model(config)
+    with offload.initialize(model, config) as engine:
+        eater = Eater()
+        Path("/proc/self/oom_score_adj").write_text("1000")  # of the two the kernel kills this one
+        try:
+            run(engine, eater, [int(meal) for meal in meals], Path(folder))
+        finally:
+            eater.end()
+        Path("/proc/self/oom_score_adj").write_text("0")
+        deadline = time.monotonic() + 20
+        while engine.report().memory.limit_nbytes is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        say(after=engine.report().memory.limit_nbytes, losses=train(engine, STEPS))
+
+
+def run(engine: offload.Engine, eater: Eater, meals: list[int], folder: Path) -> None:
+    say(losses=train(engine, STEPS), rss=machine.rss_nbytes())
+    for meal in meals:
+        eater.eat(meal)
+        try:
+            say(losses=train(engine, STEPS), rss=machine.rss_nbytes(),
+                report=str(engine.report().memory))  # fmt: skip
+        except offload.LowMemoryError as error:
+            engine.save_checkpoint(folder / "saved")
+            say(error=str(error), saved=sorted(p.name for p in (folder / "saved").iterdir()))
+
+
+if __name__ == "__main__":
+    main()
