@@ -5,6 +5,7 @@ Reads `/proc` and `/sys` below `root`, so that a made-up machine can be given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from offload import machine
@@ -14,17 +15,31 @@ from offload.swap.memory_guard import Headroom, MachineMemory
 _ROOT = Path("/")
 
 
-def read_memory(root: Path = _ROOT) -> MachineMemory:
-    """RAM, each limit of this process's cgroups and, where the kernel has them, stalls."""
-    total, free = machine.total_memory_nbytes(root), machine.free_memory_nbytes(root)
-    swap = machine.free_swap_nbytes(root)
-    limits = [Headroom("RAM", total, free, free + swap, reserve_of(total))]
-    for limit in machine.memory_limits(root):
-        size = limit.limit_nbytes
-        room = max(0, size - limit.used_nbytes + limit.active_cache_nbytes)
-        last = room + _swap_nbytes(limit.folder, swap) if limit.kills else size
-        limits.append(Headroom(f"cgroup {limit.folder}", size, room, last, reserve_of(size)))
-    return MachineMemory(tuple(limits), stalls_us(root))
+class MemoryReader:
+    """Reads RAM, each limit of this process's cgroups and, where the kernel has them, stalls, in
+    some 0.2 ms: which cgroups these are is looked up only where that has changed."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+        self._cgroups: str | None = None
+        self._folders: list[Path] = []
+
+    def __call__(self) -> MachineMemory:
+        root, cgroups = self._root, machine.read_setting("/proc/self/cgroup", self._root)
+        if cgroups != self._cgroups:
+            self._cgroups, self._folders = cgroups, list(machine.cgroup_folders("memory", root))
+        total, free = machine.total_memory_nbytes(root), machine.free_memory_nbytes(root)
+        swap = machine.free_swap_nbytes(root)
+        limits = [Headroom("RAM", total, free, free + swap, reserve_of(total))]
+        limits += [_headroom(limit, swap) for limit in machine.limits_of(self._folders)]
+        return MachineMemory(tuple(limits), _stalls_us(root, self._folders))
+
+
+def _headroom(limit: machine.MemoryLimit, swap_nbytes: int) -> Headroom:
+    size = limit.limit_nbytes
+    room = max(0, size - limit.used_nbytes + limit.active_cache_nbytes)
+    last = room + _swap_nbytes(limit.folder, swap_nbytes) if limit.kills else size
+    return Headroom(f"cgroup {limit.folder}", size, room, last, reserve_of(size))
 
 
 def reserve_of(limit_nbytes: int) -> int:
@@ -34,13 +49,11 @@ def reserve_of(limit_nbytes: int) -> int:
     return min(wanted, limit_nbytes // 8)
 
 
-def stalls_us(root: Path = _ROOT) -> dict[str, int]:
+def _stalls_us(root: Path, folders: Sequence[Path]) -> dict[str, int]:
     """Microseconds for which all tasks waited for memory at once (PSI) since the start, of the
-    machine and of this process's cgroups, by the file that says so. Empty from a kernel without."""
-    files = [root / "proc/pressure/memory"]
-    files += [folder / "memory.pressure" for folder in machine.cgroup_folders("memory", root)]
+    machine and of its cgroups `folders`, by the file that says so. Empty from a kernel without."""
     found = {}
-    for file in files:
+    for file in (root / "proc/pressure/memory", *(each / "memory.pressure" for each in folders)):
         for line in (machine.read_setting(str(file)) or "").splitlines():
             total = line.rpartition("total=")[2]
             if line.startswith("full ") and total.isdigit():

@@ -18,7 +18,7 @@ import torch
 
 from offload import machine
 from offload.device_homes import DeviceHomes
-from offload.headroom import read_memory
+from offload.headroom import MemoryReader
 from offload.kernels import triton_launch
 from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nbytes
 from offload.swap.activation_window import ActivationWindow
@@ -98,7 +98,7 @@ class TieredHomes:
                 self.store = self._open_store(nvme)
             self.activations = self._open_activations(device)
             self.guard = MemoryGuard(
-                self.pool, read_memory, sharing=ranks_here(), trim=machine.trim_memory
+                self.pool, MemoryReader(), sharing=ranks_here(), trim=machine.trim_memory
             )
             self.guard.start()
             opened.pop_all()

@@ -12,7 +12,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -88,8 +88,13 @@ def total_memory_nbytes(root: Path = _ROOT) -> int:
 
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
     """Every cgroup memory limit that binds this process, innermost first."""
+    return limits_of(cgroup_folders("memory", root))
+
+
+def limits_of(folders: Iterable[Path]) -> list[MemoryLimit]:
+    """Every limit of these cgroups, in their order."""
     limits = []
-    for folder in cgroup_folders("memory", root):
+    for folder in folders:
         for name in ("memory.high", "memory.max", "memory.limit_in_bytes"):
             limit = read_int(folder / name)
             if limit is not None and limit < _UNLIMITED:

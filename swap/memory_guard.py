@@ -18,6 +18,7 @@ grow as fast as the kernel clears pages, and the less is left, the sooner comes 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ _log = logging.getLogger("offload")
 _FASTEST = 4 << 30  # bytes per second at which others take memory
 _LEAST_S, _MOST_S = 0.05, 1.0  # between two looks
 _AT_ONCE_NBYTES = 64 << 20  # given back with the lock held
-_CALM_S = 30.0  # without a limit, and it is said that there is none
+_CALM_S = 30.0  # nothing had to be given up, and it is said that there is room again
 _STALLED = 0.2  # of the time in which no task went on for want of memory: others are killed for 0.5
 
 
@@ -50,6 +51,10 @@ class Headroom:
     room_nbytes: int
     last_nbytes: int
     reserve_nbytes: int
+
+    def __str__(self) -> str:
+        of = format_bytes(self.limit_nbytes)
+        return f"{self.where}: {format_bytes(self.room_nbytes)} of {of} are left"
 
     @property
     def spare_nbytes(self) -> int:
@@ -110,7 +115,8 @@ class MemoryGuard:
         self._stalled: tuple[float, Mapping[str, int]] | None = None  # when, and how long by then
         self._tightest = Headroom("RAM", 0, 0, 0, 0)
         self._given_up = self._times = 0
-        self._held_at: float | None = None  # when there was a limit last; None: it is said that not
+        self._held_at: float | None = None  # when something was given up last, until that is over
+        self._trimmed_at = -math.inf
         self.short: Headroom | None = None  # nothing is left to give up
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offload-memory", daemon=True)
@@ -152,48 +158,43 @@ class MemoryGuard:
             state = self._read()
             self._tightest = at = min(state.limits, key=lambda each: each.spare_nbytes)
             touched = self._pool.tier.touched_nbytes
-            spare = at.spare_nbytes
+            spare, why = at.spare_nbytes, f"{at}, {format_bytes(at.reserve_nbytes)} should be"
             if self._is_stalled(state.stalled_us):
                 spare = min(spare, -(touched // 16))
+                why = "all tasks have waited for memory for a fifth of the last second (PSI)"
             limit = max(0, touched + (spare // 2 // self._sharing if spare > 0 else spare))
             if spare < 0:
-                self._hold(limit, at)
+                self._hold(limit, why)
             else:
-                self._allow(limit)
+                self._allow(limit, at)
             self.short = self._short(state)
             return self.short
 
-    def _hold(self, limit: int, at: Headroom) -> None:
-        given_up = self._pool.keep_within(limit)
-        self._trim()
-        self._give_back()
-        self._given_up += given_up
+    def _hold(self, limit: int, why: str) -> None:
+        now, tier = time.monotonic(), self._pool.tier
+        self._given_up += self._pool.keep_within(limit)
         self._times += 1
+        self._give_back()
+        if now - self._trimmed_at >= _MOST_S:
+            self._trimmed_at = now
+            self._trim()
         if self._held_at is None:
             _log.warning(
-                "%s: %s of %s are left, %s should be: copies of states give up room, and less is "
-                "fetched ahead (the host tier takes %s of %s now); results stay the same, steps "
-                "get slower; close other programs, or lower budget.host or the batch",
-                at.where, format_bytes(at.room_nbytes), format_bytes(at.limit_nbytes),
-                format_bytes(at.reserve_nbytes), format_bytes(self._pool.tier.touched_nbytes),
-                format_bytes(self._pool.tier.arena.nbytes),
+                "%s: copies of states give up room, and less is fetched ahead (the host tier takes "
+                "%s of %s now); results stay the same, steps get slower; close other programs, or "
+                "lower budget.host or the batch",
+                why, format_bytes(tier.touched_nbytes), format_bytes(tier.arena.nbytes),
             )  # fmt: skip
-        self._held_at = time.monotonic()
+        self._held_at = now
 
-    def _allow(self, limit: int) -> None:
+    def _allow(self, limit: int, at: Headroom) -> None:
         budget = self._pool.tier.arena.nbytes
         self._pool.keep_within(limit if limit < budget else None)
-        if self._held_at is None:
-            return
-        if limit < budget:
-            self._held_at = time.monotonic()
-        elif time.monotonic() - self._held_at >= _CALM_S:
+        if self._held_at is not None and time.monotonic() - self._held_at >= _CALM_S:
             self._held_at = None
-            at = self._tightest
             _log.info(
-                "%s: %s of %s are left again: copies of states may take all of the host tier (%s)",
-                at.where, format_bytes(at.room_nbytes), format_bytes(at.limit_nbytes),
-                format_bytes(budget),
+                "%s: copies of states may take %s of the host tier's %s again",
+                at, format_bytes(min(limit, budget)), format_bytes(budget),
             )  # fmt: skip
 
     def _give_back(self) -> None:
@@ -202,9 +203,11 @@ class MemoryGuard:
         with lock:
             ranges = tier.arena.free_ranges()
         for start, stop in ranges:
-            for part in range(start, stop, _AT_ONCE_NBYTES):
+            while start < stop:
+                end = min(stop, (start // _AT_ONCE_NBYTES + 1) * _AT_ONCE_NBYTES)
                 with lock:
-                    tier.give_back(part, min(part + _AT_ONCE_NBYTES, stop))
+                    tier.give_back(start, end)
+                start = end
 
     def _short(self, state: MachineMemory) -> Headroom | None:
         worst = max(state.limits, key=lambda each: each.missing_nbytes)

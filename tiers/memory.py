@@ -18,7 +18,7 @@ from offload.tiers.host_region import HostRegion
 from offload.tiers.pinning import Pins
 from offload.tiers.units import format_bytes
 
-_BLOCK_NBYTES = 64 << 10  # in which it is known what was touched
+_LEAST_BLOCK_NBYTES, _MOST_BLOCKS = 64 << 10, 1 << 16  # in which it is known what was touched
 
 
 class Memory(Protocol):
@@ -61,7 +61,8 @@ class HostMemory:
                 f"({error}); lower budget.host or raise `ulimit -v`"
             ) from error
         self._nbytes = nbytes
-        self._touched = bytearray(-(-nbytes // _BLOCK_NBYTES))  # by block: 1 where it was used
+        self._block_nbytes = max(_LEAST_BLOCK_NBYTES, 1 << (nbytes // _MOST_BLOCKS).bit_length())
+        self._touched = bytearray(-(-nbytes // self._block_nbytes))  # 1 where it was used
         self._pins: Pins | None = None
         if pin_for is not None and accelerator.is_accelerator(pin_for):
             self._pins = Pins(self._region.address, len(self._region), pin_for)
@@ -74,7 +75,7 @@ class HostMemory:
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         stop, pins = offset_bytes + nbytes, self._pins
         found = self._region.tensor(offset_bytes, stop)
-        first, last = offset_bytes // _BLOCK_NBYTES, -(-stop // _BLOCK_NBYTES)
+        first, last = offset_bytes // self._block_nbytes, -(-stop // self._block_nbytes)
         self._touched[first:last] = b"\1" * (last - first)
         if pins is not None:
             pins.use(offset_bytes, stop)
@@ -86,15 +87,15 @@ class HostMemory:
     @property
     def touched_nbytes(self) -> int:
         pinned = 0 if self._pins is None else self._pins.nbytes  # in larger extents
-        return max(pinned, min(self._nbytes, self._touched.count(1) * _BLOCK_NBYTES))
+        return max(pinned, min(self._nbytes, self._touched.count(1) * self._block_nbytes))
 
     def give_back(self, start: int, stop: int) -> None:
         """All but what is pinned: a device goes on using the pages that it was told of."""
         pins = self._pins
         for part in [slice(start, stop)] if pins is None else pins.unpinned(start, stop):
-            self._region.drop(part.start, part.stop)
-            first, last = -(-part.start // _BLOCK_NBYTES), part.stop // _BLOCK_NBYTES
-            self._touched[first:last] = bytes(max(0, last - first))
+            first, last = -(-part.start // self._block_nbytes), part.stop // self._block_nbytes
+            if self._region.drop(part.start, part.stop) and last > first:
+                self._touched[first:last] = bytes(last - first)
 
     def close(self) -> None:
         """Unpin, and give back the RAM of all that nobody keeps a tensor of; the rest goes with

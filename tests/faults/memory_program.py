@@ -1,9 +1,10 @@
 """Trains with everything on nvme in a memory cgroup that another process fills; reports in JSON.
 
-python memory_program.py CGROUP FOLDER guarded|alone EAT_MIB...
+python memory_program.py CGROUP FOLDER guarded|alone EAT_MIB...|all
 
 `CGROUP/` is a memory cgroup of its own, with a limit, that this process enters. After so many steps
-a child of it touches EAT_MIB, and more with each further number. `alone`: nobody guards.
+a child of it touches EAT_MIB, and more with each further number; `all`: until there is nothing to
+give up any more. `alone`: nobody guards.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ for line in sys.stdin:
 """
 
 
-def config_of(folder: str, host: str = "768MiB") -> OffloadConfig:
+def config_of(folder: str, host: str = "512MiB") -> OffloadConfig:
     return OffloadConfig.load(
         {
             "budget": {"host": host, "nvme": "3GiB"},
@@ -58,7 +59,8 @@ class Eater:
         )  # fmt: skip
 
     def eat(self, mib: int) -> None:
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(f"{mib}\n")
         self._process.stdin.flush()
         self._process.stdout.readline()
@@ -97,20 +99,24 @@ def main() -> None:
         eater = Eater()
         Path("/proc/self/oom_score_adj").write_text("1000")  # of the two the kernel kills this one
         try:
-            run(engine, eater, [int(meal) for meal in meals], Path(folder))
+            run(engine, eater, meals, Path(folder))
         finally:
             eater.end()
         Path("/proc/self/oom_score_adj").write_text("0")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while engine.report().memory.limit_nbytes is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        say(after=engine.report().memory.limit_nbytes, losses=train(engine, STEPS))
+            say(losses=train(engine, STEPS), after=engine.report().memory.limit_nbytes)
 
 
-def run(engine: offload.Engine, eater: Eater, meals: list[int], folder: Path) -> None:
+def run(engine: offload.Engine, eater: Eater, meals: list[str], folder: Path) -> None:
     say(losses=train(engine, STEPS), rss=machine.rss_nbytes())
     for meal in meals:
-        eater.eat(meal)
+        if meal == "all":
+            while engine._homes.guard.short is None:
+                eater.eat(1)
+                time.sleep(0.005)
+        else:
+            eater.eat(int(meal))
         try:
             say(losses=train(engine, STEPS), rss=machine.rss_nbytes(),
                 report=str(engine.report().memory))  # fmt: skip
