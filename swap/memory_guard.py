@@ -79,13 +79,13 @@ class MachineMemory:
 class MemoryGuardReport:
     """`limit_nbytes` of the host tier are used for copies and what is needed now; None: all of it.
     `free_nbytes` of `of_nbytes` were left of the tightest limit, `where`, at the last look.
-    `given_up_nbytes` of copies were given up so far, at `times` looks."""
+    `given_back_nbytes` of the tier's memory were given back so far, at `times` looks."""
 
     limit_nbytes: int | None
     free_nbytes: int
     of_nbytes: int
     where: str
-    given_up_nbytes: int
+    given_back_nbytes: int
     times: int
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class MemoryGuardReport:
         if self.limit_nbytes is not None:
             now = f"at most {format_bytes(self.limit_nbytes)} of the host tier now"
         return (
-            f"{format_bytes(self.given_up_nbytes)} of copies given up for others, {now}; "
+            f"{format_bytes(self.given_back_nbytes)} of copies given back for others, {now}; "
             f"{format_bytes(self.free_nbytes)} are left of {self.where}"
         )
 
@@ -114,7 +114,7 @@ class MemoryGuard:
         self._looking = threading.Lock()
         self._stalled: tuple[float, Mapping[str, int]] | None = None  # when, and how long by then
         self._tightest = Headroom("RAM", 0, 0, 0, 0)
-        self._given_up = self._times = 0
+        self._given_back = self._times = 0
         self._held_at: float | None = None  # when something was given up last, until that is over
         self._trimmed_at = -math.inf
         self.short: Headroom | None = None  # nothing is left to give up
@@ -146,7 +146,7 @@ class MemoryGuard:
     def report(self) -> MemoryGuardReport:
         at = self._tightest
         return MemoryGuardReport(
-            self._pool.limit_nbytes, at.room_nbytes, at.limit_nbytes, at.where, self._given_up,
+            self._pool.limit_nbytes, at.room_nbytes, at.limit_nbytes, at.where, self._given_back,
             self._times,
         )  # fmt: skip
 
@@ -172,9 +172,11 @@ class MemoryGuard:
 
     def _hold(self, limit: int, why: str) -> None:
         now, tier = time.monotonic(), self._pool.tier
-        self._given_up += self._pool.keep_within(limit)
-        self._times += 1
+        before = tier.touched_nbytes
+        self._pool.keep_within(limit)
         self._give_back()
+        self._given_back += max(0, before - tier.touched_nbytes)
+        self._times += 1
         if now - self._trimmed_at >= _MOST_S:
             self._trimmed_at = now
             self._trim()
@@ -231,12 +233,15 @@ class MemoryGuard:
     def _run(self) -> None:
         wait_s = 0.0
         while not self._closing.wait(wait_s):
+            before = self._given_back
             try:
                 self.look()
             except (OSError, RuntimeError, ValueError):  # of /proc: it is there again next time
                 _log.exception("the guard over memory goes on")
             left_s = self._tightest.spare_nbytes / 2 / _FASTEST
             wait_s = min(_MOST_S, max(_LEAST_S, left_s))
+            if self._given_back > before:  # what is missing may be more than was seen
+                wait_s = 0.0
 
     def close(self) -> None:
         self._closing.set()

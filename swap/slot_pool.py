@@ -107,12 +107,12 @@ class SlotPool:
         """Bytes of the tier that are used at most, but for what is needed now; None: all of it."""
         return self._limit
 
-    def keep_within(self, limit_nbytes: int | None) -> int:
-        """Set the limit, and give up copies that are not needed now down to it. Returns the bytes
-        that were given up; dirty copies go home as they are replaced."""
+    def keep_within(self, limit_nbytes: int | None) -> None:
+        """Set the limit, and give up copies that are not needed now down to it. Gradients, which
+        may stay in half of it, go home as they come."""
         with self.lock:
             self._limit = limit_nbytes
-            return self._give_up_for(0)
+            self._give_up_for(0)
 
     def has_more_to_give(self) -> bool:
         """Whether any copy that is not needed now can be given up, or is on its way home."""
@@ -122,22 +122,20 @@ class SlotPool:
                 for piece in self._held.values()
             )
 
-    def _give_up_for(self, nbytes: int) -> int:
+    def _give_up_for(self, nbytes: int) -> None:
         """Give up clean copies, the one used last first, until `nbytes` more are within the
         limit."""
-        arena, given_up = self.tier.arena, 0
+        arena = self.tier.arena
         while self._limit is not None and arena.used_nbytes + nbytes > self._limit:
             piece = self._next_to_drop()
             if piece is None:
-                break
+                return
             if piece.next_use() <= 0:  # or two that are needed now would take turns
                 if len(self._held) >= _PER_LOOK:
                     self._furthest.append(piece)
-                break
-            given_up += piece.held_nbytes
+                return
             piece.drop()
             self.evictions += 1
-        return given_up
 
     def register(self, piece: CachedPiece) -> None:
         """`piece` holds a copy now (under the lock)."""

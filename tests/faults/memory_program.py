@@ -24,7 +24,7 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.swap.memory_guard import MemoryGuard
 
-STEPS = 6  # before each meal, and after the last
+STEPS = 3  # before each meal, and after the last
 MIB = 1 << 20
 EATER = """
 import mmap, sys
@@ -104,8 +104,11 @@ def main() -> None:
             eater.end()
         Path("/proc/self/oom_score_adj").write_text("0")
         deadline = time.monotonic() + 60
-        while engine.report().memory.limit_nbytes is not None and time.monotonic() < deadline:
-            say(losses=train(engine, STEPS), after=engine.report().memory.limit_nbytes)
+        limit: int | None = 0
+        while limit is not None and time.monotonic() < deadline:
+            losses = train(engine, STEPS)
+            limit = engine.report().memory.limit_nbytes
+            say(losses=losses, after=limit)
 
 
 def run(engine: offload.Engine, eater: Eater, meals: list[str], folder: Path) -> None:

@@ -154,7 +154,7 @@ def differs(seed: int, folder: Path, machine: Machine) -> int:
             if pressed:
                 with looked_at(guard, Drawn(machine, drawn, used)):
                     losses = train(engine, accumulate)
-                given_up = engine.report().memory.given_up_nbytes
+                given_up = engine.report().memory.given_back_nbytes
             else:
                 losses = train(engine, accumulate)
             machine.now = PLENTY
@@ -212,7 +212,7 @@ def test_what_is_given_up_costs_no_ram_and_comes_back(
         assert not pool.has_more_to_give()
         assert pool.tier.touched_nbytes < before // 2
         seen = engine.report()
-        assert seen.memory.given_up_nbytes > 0
+        assert seen.memory.given_back_nbytes > 0
         assert f"memory  {seen.memory}" in str(seen)
         (line,) = caplog.messages
         assert "RAM: 0 B of 1.0 GiB are left, 64.0 MiB should be: copies of states" in line
