@@ -22,7 +22,7 @@ import offload
 from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
-from offload.errors import CheckpointError, ConfigError, PathError
+from offload.errors import CheckpointError, ConfigError, LowMemoryError, PathError
 from offload.runs.folder import LoopState, RunFolder, check_same_run, default_path
 from offload.swap.link_use import LinkUse
 from offload.train.loop import RunResult, readable, run
@@ -284,6 +284,31 @@ def test_an_interrupt_ends_the_step_saves_and_says_how_to_go_on(
     assert output.endswith(":\n  offload train file.yaml --run-dir RUN --resume\n")
     assert capfd.readouterr().err.count("Ctrl-C: this step ends and is saved") == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run_quietly(config, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+class Starving(PlainEngine):
+    """Before a pass of the third step too little memory is left."""
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.passes = getattr(self, "passes", 0) + 1
+        if self.passes == 5:
+            torch.rand(7)
+            raise LowMemoryError("RAM: nothing is left", free_nbytes=0)
+
+
+def test_too_little_memory_ends_a_run_with_a_checkpoint_of_the_steps_before(
+    make_config: Any, tmp_path: Path
+) -> None:
+    config = make_config(gradient_accumulation_steps=2)
+    run_quietly(config, tmp_path / "whole")
+    console = Console(file=io.StringIO(), width=120)
+    with pytest.raises(LowMemoryError):
+        run(config, RunFolder.new(tmp_path / "cut"), console=console, initialize=Starving)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in " in said
     run_quietly(config, tmp_path / "cut", resume=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
