@@ -11,8 +11,9 @@ in time:
     no copy is left   an error before the next forward, where what may kill is nearer than a quarter
                       of the reserve
 
-Copies can be made again from their homes: no bit of a result depends on them. Others' memory can
-grow as fast as the kernel clears pages, and the less is left, the sooner comes the next look.
+Pinned memory (beside a GPU) is not given back: there the tier grows no more. Copies can be made
+again from their homes: no bit of a result depends on them. Others' memory can grow as fast as the
+kernel clears pages, and the less is left, the sooner comes the next look, of some 0.3 ms.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class MemoryGuard:
             if self._is_stalled(state.stalled_us):
                 spare = min(spare, -(touched // 16))
                 why = "all tasks have waited for memory for a fifth of the last second (PSI)"
-            limit = max(0, touched + (spare // 2 // self._sharing if spare > 0 else spare))
+            least = 0 if self._pool.tier.gives_back else touched  # nobody would have more
+            limit = max(least, touched + (spare // 2 // self._sharing if spare > 0 else spare))
             if spare < 0:
                 self._hold(limit, why)
             else:
@@ -181,11 +183,13 @@ class MemoryGuard:
             self._trimmed_at = now
             self._trim()
         if self._held_at is None:
+            what = "copies of states give up room, and less is fetched ahead"
+            if not tier.gives_back:
+                what = "pinned memory stays, and grows no more"
             _log.warning(
-                "%s: copies of states give up room, and less is fetched ahead (the host tier takes "
-                "%s of %s now); results stay the same, steps get slower; close other programs, or "
-                "lower budget.host or the batch",
-                why, format_bytes(tier.touched_nbytes), format_bytes(tier.arena.nbytes),
+                "%s: %s (the host tier takes %s of %s now); results stay the same, steps get "
+                "slower; close other programs, or lower budget.host or the batch",
+                why, what, format_bytes(tier.touched_nbytes), format_bytes(tier.arena.nbytes),
             )  # fmt: skip
         self._held_at = now
 
@@ -213,7 +217,9 @@ class MemoryGuard:
 
     def _short(self, state: MachineMemory) -> Headroom | None:
         worst = max(state.limits, key=lambda each: each.missing_nbytes)
-        has_more = not worst.missing_nbytes or self._pool.has_more_to_give()
+        if not worst.missing_nbytes:
+            return None
+        has_more = self._pool.tier.gives_back and self._pool.has_more_to_give()
         return None if has_more else worst
 
     def _is_stalled(self, now_us: Mapping[str, int]) -> bool:

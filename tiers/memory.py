@@ -41,6 +41,11 @@ class Memory(Protocol):
         """Of the pages that cost RAM, at most: in whole blocks."""
         ...
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether `give_back` does anything."""
+        ...
+
     def give_back(self, start: int, stop: int) -> None:
         """The RAM of `[start, stop)`, as far as it can go: what was there is not read again."""
         ...
@@ -89,13 +94,16 @@ class HostMemory:
         pinned = 0 if self._pins is None else self._pins.nbytes  # in larger extents
         return max(pinned, min(self._nbytes, self._touched.count(1) * self._block_nbytes))
 
+    @property
+    def gives_back(self) -> bool:
+        """Not where it is pinned: a device goes on using the pages that it was told of, and to
+        unpin them waits for all of its work."""
+        return self._pins is None
+
     def give_back(self, start: int, stop: int) -> None:
-        """All but what is pinned: a device goes on using the pages that it was told of."""
-        pins = self._pins
-        for part in [slice(start, stop)] if pins is None else pins.unpinned(start, stop):
-            first, last = -(-part.start // self._block_nbytes), part.stop // self._block_nbytes
-            if self._region.drop(part.start, part.stop) and last > first:
-                self._touched[first:last] = bytes(last - first)
+        first, last = -(-start // self._block_nbytes), stop // self._block_nbytes
+        if self.gives_back and self._region.drop(start, stop) and last > first:
+            self._touched[first:last] = bytes(last - first)
 
     def close(self) -> None:
         """Unpin, and give back the RAM of all that nobody keeps a tensor of; the rest goes with
@@ -125,6 +133,10 @@ class DeviceMemory:
     @property
     def touched_nbytes(self) -> int:
         return self._block.numel()
+
+    @property
+    def gives_back(self) -> bool:
+        return False
 
     def give_back(self, start: int, stop: int) -> None:
         """It was taken in one piece."""

@@ -69,6 +69,11 @@ class MemoryTier:
         """Bytes of memory that it takes now, with what is free again."""
         return self._memory.touched_nbytes
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether what is free can be given back before the tier is closed."""
+        return self._memory.gives_back
+
     def give_back(self, start: int, stop: int) -> None:
         """The memory of the range `[start, stop)`, if that is still free."""
         if self.arena.is_free(start, stop):

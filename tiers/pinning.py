@@ -65,13 +65,6 @@ class Pins:
         """That are pinned."""
         return sum(self._extents[i].stop - self._extents[i].start for i in list(self._pinned))
 
-    def unpinned(self, start: int, stop: int) -> Iterator[slice]:
-        """The parts of `[start, stop)` of the range that are not pinned."""
-        for index in self._indices(start, stop):
-            extent = self._extents[index]
-            if index not in self._pinned:
-                yield slice(max(start, extent.start), min(stop, extent.stop))
-
     def use(self, start: int, stop: int) -> None:
         """Pin `[start, stop)` of the range, as far as it is not. Where that fails once it is said,
         and what is not pinned yet stays so: it is copied from and to all the same, slower."""

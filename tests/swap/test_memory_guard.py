@@ -260,6 +260,26 @@ def test_stalls_of_all_tasks_make_copies_give_way_though_much_is_left(
     assert guard.report().times == 1
 
 
+def test_pinned_memory_grows_no_more_and_its_copies_stay(
+    pool: SlotPool, copies: list[Copy], machine: Machine, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(HostMemory, "gives_back", False)
+    for copy in copies[:2]:
+        copy.drop()
+    machine.others = 32 * MIB
+    guard = MemoryGuard(pool, machine)
+    settle(guard)
+    assert all(copy.lease is not None for copy in copies[2:])
+    assert pool.limit_nbytes == pool.tier.touched_nbytes == 12 * MIB
+    assert pool.offer(2 * MIB, "in place", StateClass.PARAMETERS, next_use=0.5) is not None
+    assert pool.offer(5 * MIB, "more", StateClass.PARAMETERS, next_use=0.5) is not None
+    assert pool.tier.arena.used_nbytes <= 12 * MIB
+    with pytest.raises(LowMemoryError):
+        guard.check()
+    assert "pinned memory stays, and grows no more" in caplog.text
+
+
 def test_several_processes_let_their_copies_grow_by_a_share_each(
     pool: SlotPool, machine: Machine
 ) -> None:
