@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -17,8 +17,7 @@ import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offload.tiers import accelerator
-from offload.tiers.errors import ConfigError, LowMemoryError, RankError
-from offload.tiers.units import format_bytes
+from offload.tiers.errors import ConfigError, RankError
 from offload.zero.collectives import Collectives, Group, Wire, all_gather_flat
 from offload.zero.rank_watch import RankWatch, limit_waits
 from offload.zero.sharding import Sharding
@@ -26,38 +25,6 @@ from offload.zero.sharding import Sharding
 _MOST_TEXT_NBYTES = 500  # of an error that other ranks are told of
 _FEW = 6  # numbers that go with the question
 _AFTER_OURS = timedelta(seconds=60)  # NCCL's own watch ends the process
-
-
-@dataclass(slots=True)
-class MemoryAlarm:
-    """Which rank is short of memory: all know it after a step."""
-
-    left_nbytes: Callable[[], int | None] = lambda: None  # here, if it is short
-    of_rank: int | None = None
-    nbytes: int = 0  # that are left there
-
-    def mine(self) -> float:
-        """For the others."""
-        left = self.left_nbytes()
-        return -1.0 if left is None else float(left)
-
-    def hear(self, left: Sequence[float]) -> None:
-        """Of all ranks."""
-        short = [rank for rank, nbytes in enumerate(left) if nbytes >= 0]
-        self.of_rank = short[0] if short else None
-        self.nbytes = int(left[short[0]]) if short else 0
-
-    def check(self) -> None:
-        """LowMemoryError, on all ranks, once after each step after which one of them is short."""
-        rank, self.of_rank = self.of_rank, None
-        if rank is not None:
-            raise LowMemoryError(
-                f"rank {rank} has {format_bytes(self.nbytes)} of RAM left, the kernel may kill it, "
-                "and it has no copies left to give up; save a checkpoint, on all ranks, close "
-                "other programs there, or go on with less memory: lower budget.host or the batch, "
-                "or move a class to nvme",
-                free_nbytes=self.nbytes,
-            )
 
 
 @dataclass(frozen=True)
@@ -72,7 +39,6 @@ class Ranks:
     owns_world: bool  # the process group was made here
     is_world: bool = True  # all of its ranks
     notes: list[str] = field(default_factory=list)  # since the last exchange
-    alarm: MemoryAlarm = field(default_factory=MemoryAlarm)
     of: str = ""  # the part of the model that they have together, if not all of it
 
     @classmethod
@@ -152,7 +118,7 @@ class Ranks:
         mesh = _mesh_of(ranks, sharding, self.device)
         return replace(
             self, sharding=sharding, mesh=mesh, control=control, owns_world=False, is_world=False,
-            notes=[], alarm=MemoryAlarm(), of="experts ",
+            notes=[], of="experts ",
         )  # fmt: skip
 
     def collectives(self, wire: Wire) -> Collectives:
@@ -239,15 +205,12 @@ class Ranks:
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
-        """Numbers of each rank, one row each. Whether one is short of memory goes with them."""
-        said = [*mine, self.alarm.mine()]
-        sums = torch.tensor(said, dtype=torch.float64, device=self._control_device)
-        rows = sums.new_empty(self.world_size * len(said))
+        """Numbers of each rank, one row each."""
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._control_device)
+        rows = sums.new_empty(self.world_size * len(mine))
         with self._together("the all-gather of gradient norms"):
             all_gather_flat(rows, sums, self.control)
-        found = rows.cpu().numpy().reshape(-1, len(said))
-        self.alarm.hear(found[:, -1].tolist())
-        return found[:, :-1]
+        return rows.cpu().numpy().reshape(-1, len(mine))
 
     def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
         """The whole of the tensor `name`, of which each rank of this shard group has its part, and

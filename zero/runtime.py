@@ -37,6 +37,7 @@ from offload.zero.handles import Keeper
 from offload.zero.hyper import HyperOf
 from offload.zero.local_tensors import spread_as
 from offload.zero.loss_scale import LossScale
+from offload.zero.memory_alarm import MemoryAlarm
 from offload.zero.micro_batch_sums import GradientSums
 from offload.zero.micro_batches import MicroBatching
 from offload.zero.optimizer_state import Gradients, OptimizerState
@@ -144,7 +145,6 @@ class Runtime:
                 memory = homes.shared_memory()
                 ep_size = max((group.ep_size for group in discovery.groups), default=1)
                 self.rank_work = RankWork(ranks, memory, options.dtype, options.wire, ep_size)
-                ranks.alarm.left_nbytes = homes.left_nbytes
             begun.callback(lambda: self.rank_work.close())
             self.store = WeightStore(
                 discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
@@ -167,6 +167,8 @@ class Runtime:
                 self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
                 shared, self.reductions, tensor_parallel, self.store.tables,
             )  # fmt: skip
+            self._alarm = MemoryAlarm(homes.left_nbytes)
+            self.stepper.norms.alarm = self._alarm
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
                 self._comes_in_parts, self.store.one_thread.check_process, self.store.packed,
@@ -265,8 +267,10 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
-        # all ranks stop at the same forward, or they would wait for each other
-        (self._homes.check_memory if self.ranks is None else self.ranks.alarm.check)()
+        if self.ranks is None and self.tensor_parallel is None:
+            self._homes.check_memory()
+        else:  # all ranks stop at the same forward, or they would wait for each other
+            self._alarm.check()
         if self.on_forward is not None:
             self.on_forward()
         if not in_backward():  # where a backward that was announced has failed
