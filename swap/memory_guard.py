@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from offload.swap.shield import uninterrupted
 from offload.swap.slot_pool import SlotPool
-from offload.tiers.errors import LowMemoryError
+from offload.tiers.errors import LowMemoryError, OffloadError
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload")
@@ -37,6 +37,16 @@ _LEAST_S, _MOST_S = 0.05, 1.0  # between two looks
 _AT_ONCE_NBYTES = 64 << 20  # given back with the lock held
 _CALM_S = 30.0  # nothing had to be given up, and it is said that there is room again
 _STALLED = 0.2  # of the time in which no task went on for want of memory: others are killed for 0.5
+
+_GIVES_BACK = (
+    "%s: copies of states give up room, and less is fetched ahead (the host tier takes %s of %s "
+    "now); results stay the same, steps get slower; close other programs, or lower budget.host or "
+    "the batch"
+)
+_IS_PINNED = (
+    "%s: the host tier is pinned, and grows no more (it takes %s of %s now); close other programs, "
+    "or lower budget.host or the batch"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +193,9 @@ class MemoryGuard:
             self._trimmed_at = now
             self._trim()
         if self._held_at is None:
-            what = "copies of states give up room, and less is fetched ahead"
-            if not tier.gives_back:
-                what = "pinned memory stays, and grows no more"
             _log.warning(
-                "%s: %s (the host tier takes %s of %s now); results stay the same, steps get "
-                "slower; close other programs, or lower budget.host or the batch",
-                why, what, format_bytes(tier.touched_nbytes), format_bytes(tier.arena.nbytes),
+                _GIVES_BACK if tier.gives_back else _IS_PINNED,
+                why, format_bytes(tier.touched_nbytes), format_bytes(tier.arena.nbytes),
             )  # fmt: skip
         self._held_at = now
 
@@ -242,7 +248,9 @@ class MemoryGuard:
             before = self._given_back
             try:
                 self.look()
-            except (OSError, RuntimeError, ValueError):  # of /proc: it is there again next time
+            except ReferenceError:  # the model is gone, and its tiers are being closed
+                return
+            except (OSError, RuntimeError, ValueError, OffloadError):  # here again next time
                 _log.exception("the guard over memory goes on")
             left_s = self._tightest.spare_nbytes / 2 / _FASTEST
             wait_s = min(_MOST_S, max(_LEAST_S, left_s))

@@ -30,7 +30,8 @@ class MemoryAlarm:
     def look(self) -> None:
         """Begin a round of exchanges with what is known here."""
         left = self._left_nbytes()
-        self._known = (_ENOUGH, 0.0) if left is None else (float(left), float(dist.get_rank()))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._known = (_ENOUGH, 0.0) if left is None else (float(left), float(rank))
 
     def spread(
         self, exchange: Callable[[list[float]], np.ndarray], numbers: Sequence[float]

@@ -154,11 +154,13 @@ def differs(seed: int, folder: Path, machine: Machine) -> int:
             if pressed:
                 with looked_at(guard, Drawn(machine, drawn, used)):
                     losses = train(engine, accumulate)
+                    engine.save_checkpoint(folder / "saved")
+                    engine.load_checkpoint(folder / "saved")
+                    states = states_of(engine)
                 given_up = engine.report().memory.given_back_nbytes
             else:
-                losses = train(engine, accumulate)
-            machine.now = PLENTY
-            runs.append((losses, states_of(engine)))
+                losses, states = train(engine, accumulate), states_of(engine)
+            runs.append((losses, states))
             engine.check_integrity()
     assert runs[0][0] == runs[1][0], keys
     assert_same_bits(runs[0][1], runs[1][1])
@@ -264,6 +266,21 @@ def test_a_dispatched_model_refuses_too_and_answers_with_the_same_bits(
             model(tokens)
         machine.now = PLENTY
         assert torch.equal(model(tokens), expected)
+
+
+def test_a_model_that_is_dropped_while_copies_are_given_up_leaves_no_error(
+    tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = batches(1)[0][:, :-1]
+    for _ in range(10):
+        model = seeded(TinyLM)
+        offload.dispatch(model, config(tmp_path, {"parameters": "nvme"}))
+        with torch.no_grad():
+            model(tokens)
+        machine.has(-(64 << 10))  # its thread looks again and again
+        del model
+        gc.collect()
+    assert "the guard over memory" not in caplog.text
 
 
 def test_the_guard_ends_with_its_engine_and_keeps_it_from_nothing(tmp_path: Path) -> None:
