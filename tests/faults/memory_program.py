@@ -2,9 +2,9 @@
 
 python memory_program.py CGROUP FOLDER guarded|alone EAT_MIB...|all
 
-`CGROUP/` is a memory cgroup of its own, with a limit, that this process enters. After so many steps
-a child of it touches EAT_MIB, and more with each further number; `all`: until there is nothing to
-give up any more. `alone`: nobody guards.
+`CGROUP/` is a memory cgroup of its own that this process enters. After so many steps it gets a
+limit, `LEFT_MIB` more than it has taken, and a child of it touches EAT_MIB, and more with each
+further number; `all`: until there is nothing to give up any more. `alone`: nobody guards.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import offload
 from offload import machine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
+from offload.headroom import MemoryReader
 from offload.swap.memory_guard import MemoryGuard
 
 STEPS = 3  # before each meal, and after the last
 MIB = 1 << 20
+LEFT_MIB = 330
 EATER = """
 import mmap, sys
 eaten = []
@@ -99,27 +101,37 @@ def main() -> None:
         eater = Eater()
         Path("/proc/self/oom_score_adj").write_text("1000")  # of the two the kernel kills this one
         try:
-            run(engine, eater, meals, Path(folder))
+            run(engine, eater, meals, Path(cgroup), Path(folder))
         finally:
             eater.end()
         Path("/proc/self/oom_score_adj").write_text("0")
         deadline = time.monotonic() + 60
-        limit: int | None = 0
-        while limit is not None and time.monotonic() < deadline:
+        after: int | None = 0
+        while after is not None and time.monotonic() < deadline:
             losses = train(engine, STEPS)
-            limit = engine.report().memory.limit_nbytes
-            say(losses=losses, after=limit)
+            after = engine.report().memory.limit_nbytes
+            say(losses=losses, after=after)
 
 
-def run(engine: offload.Engine, eater: Eater, meals: list[str], folder: Path) -> None:
+def limit(cgroup: Path) -> None:
+    """What it has taken, page cache left out, and `LEFT_MIB`."""
+    names = ("memory.limit_in_bytes", "memory.max")
+    (file,) = (cgroup / name for name in names if (cgroup / name).exists())
+    file.write_text(str(64 << 30))
+    of = next(each for each in MemoryReader()().limits if str(cgroup) in each.where)
+    file.write_text(str(of.limit_nbytes - of.room_nbytes + LEFT_MIB * MIB))
+    time.sleep(2)  # as much was left before that nobody has looked for a second
+
+
+def run(engine: offload.Engine, eater: Eater, meals: list[str], cgroup: Path, folder: Path) -> None:
     say(losses=train(engine, STEPS), rss=machine.rss_nbytes())
+    limit(cgroup)
     for meal in meals:
-        if meal == "all":
-            while engine._homes.guard.short is None:
-                eater.eat(1)
-                time.sleep(0.005)
-        else:
-            eater.eat(int(meal))
+        eaten = 0
+        while engine._homes.guard.short is None if meal == "all" else eaten < int(meal):
+            eater.eat(4)
+            eaten += 4
+            time.sleep(0.01)  # on a busy machine somebody else has to get his turn
         try:
             say(losses=train(engine, STEPS), rss=machine.rss_nbytes(),
                 report=str(engine.report().memory))  # fmt: skip
