@@ -115,7 +115,8 @@ def _memory() -> list[Check]:
     checks = [Check("memory", "ok", f"{format_bytes(total)} in the machine")]
     for limit in limits:
         found = f"{format_bytes(limit.limit_nbytes)}, {format_bytes(limit.used_nbytes)} used"
-        checks.append(Check("cgroup memory limit", "ok", f"{found}, in {limit.folder}"))
+        name = "cgroup memory limit" if limit.kills else "cgroup memory.high"
+        checks.append(Check(name, "ok", f"{found}, in {limit.folder}"))
     if not limits:
         checks.append(Check("cgroup memory limit", "ok", "none"))
     checks.append(_available())

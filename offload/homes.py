@@ -18,6 +18,7 @@ import torch
 
 from offload import machine
 from offload.device_homes import DeviceHomes
+from offload.headroom import MemoryReader
 from offload.kernels import triton_launch
 from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nbytes
 from offload.swap.activation_window import ActivationWindow
@@ -30,6 +31,7 @@ from offload.swap.file_state import FileState
 from offload.swap.lanes import Lane, WaitFor
 from offload.swap.link_use import LinkUse
 from offload.swap.measure import Bandwidth, measure_bandwidth
+from offload.swap.memory_guard import MemoryGuard
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream, mark_here
@@ -95,6 +97,10 @@ class TieredHomes:
             if plan.opens_files:
                 self.store = self._open_store(nvme)
             self.activations = self._open_activations(device)
+            self.guard = MemoryGuard(
+                self.pool, MemoryReader(), sharing=ranks_here(), trim=machine.trim_memory
+            )
+            self.guard.start()
             opened.pop_all()
 
     def _open_memory(self, tier: Tier, device: torch.device) -> MemoryTier:
@@ -349,6 +355,15 @@ class TieredHomes:
             "host to device": device.saved_reads_nbytes,
         }
 
+    def left_nbytes(self) -> int | None:
+        """Of RAM, where there is too little."""
+        short = self.guard.short
+        return None if short is None else short.last_nbytes
+
+    def check_memory(self) -> None:
+        """LowMemoryError where there is too little RAM, and nothing to give up."""
+        self.guard.check()
+
     def lanes(self) -> list[Lane]:
         """What the model's thread waits for."""
         files = [] if self.store is None else [self.store.backend.lane]
@@ -356,6 +371,7 @@ class TieredHomes:
 
     def close(self) -> None:
         """Close files (their bytes are gone with that) and unpin memory."""
+        self.guard.close()
         try:
             self._device.close()
         finally:

@@ -12,7 +12,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -55,11 +55,15 @@ class Mount:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A cgroup's memory limit and what of it cannot be reclaimed."""
+    """A cgroup's memory limit and what of it cannot be reclaimed. Page cache in use counts as used;
+    the kernel gives up `active_cache_nbytes` of it, which no process has mapped, before it kills.
+    """
 
     folder: Path
     limit_nbytes: int
     used_nbytes: int
+    active_cache_nbytes: int = 0
+    kills: bool = True  # beyond memory.high processes only wait, soon for most of the time
 
 
 def rank_here() -> int:
@@ -84,11 +88,18 @@ def total_memory_nbytes(root: Path = _ROOT) -> int:
 
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
     """Every cgroup memory limit that binds this process, innermost first."""
+    return limits_of(cgroup_folders("memory", root))
+
+
+def limits_of(folders: Iterable[Path]) -> list[MemoryLimit]:
+    """Every limit of these cgroups, in their order."""
     limits = []
-    for folder in _cgroup_folders("memory", root):
-        limit = _read_int(folder / "memory.max") or _read_int(folder / "memory.limit_in_bytes")
-        if limit is not None and limit < _UNLIMITED:
-            limits.append(MemoryLimit(folder, limit, _used_nbytes(folder)))
+    for folder in folders:
+        for name in ("memory.high", "memory.max", "memory.limit_in_bytes"):
+            limit = read_int(folder / name)
+            if limit is not None and limit < _UNLIMITED:
+                used = _used_nbytes(folder)
+                limits.append(MemoryLimit(folder, limit, *used, kills=name != "memory.high"))
     return limits
 
 
@@ -100,8 +111,18 @@ def memory_limit_nbytes(root: Path = _ROOT) -> int:
 def available_memory_nbytes(root: Path = _ROOT) -> int:
     """Bytes this process can still take without swapping or being killed."""
     rooms = [max(0, limit.limit_nbytes - limit.used_nbytes) for limit in memory_limits(root)]
-    available = _meminfo("MemAvailable", root) or int(psutil.virtual_memory().available)
-    return min([available, *rooms])
+    return min([free_memory_nbytes(root), *rooms])
+
+
+def free_memory_nbytes(root: Path = _ROOT) -> int:
+    """RAM of the whole machine that can be taken without swapping."""
+    available = _meminfo("MemAvailable", root)
+    return int(psutil.virtual_memory().available) if available is None else available
+
+
+def free_swap_nbytes(root: Path = _ROOT) -> int:
+    """Of the whole machine."""
+    return _meminfo("SwapFree", root) or 0
 
 
 def memlock_limit_nbytes() -> int | None:
@@ -121,7 +142,7 @@ def aio_room(root: Path = _ROOT) -> int | None:
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """Cores' worth of time the tightest cgroup grants; None without a quota."""
-    shares = [share for folder in _cgroup_folders("cpu", root) if (share := _quota_of(folder))]
+    shares = [share for folder in cgroup_folders("cpu", root) if (share := _quota_of(folder))]
     return min(shares, default=None)
 
 
@@ -227,7 +248,7 @@ def read_setting(path: str, root: Path = _ROOT) -> str | None:
     return _read(root / path.lstrip("/"))
 
 
-def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
+def cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
     """Folders of this process's cgroups for `controller`, innermost first, v2 then v1."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -249,19 +270,23 @@ def _upwards(point: Path, mounted: str, path: str) -> Iterator[Path]:
             yield folder
 
 
-def _used_nbytes(folder: Path) -> int:
-    used = _read_int(folder / "memory.current") or _read_int(folder / "memory.usage_in_bytes") or 0
+def _used_nbytes(folder: Path) -> tuple[int, int]:
+    """In use, and of that page cache."""
+    used = read_int(folder / "memory.current") or read_int(folder / "memory.usage_in_bytes") or 0
     stats = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
     # inactive page cache is given back on demand
-    cached = int(stats.get("total_inactive_file", stats.get("inactive_file", 0)))
-    return max(0, used - cached)
+    inactive, active, mapped = (
+        int(stats.get(f"total_{v1}", stats.get(v2, 0)))
+        for v1, v2 in (("inactive_file",) * 2, ("active_file",) * 2, ("mapped_file", "file_mapped"))
+    )
+    return max(0, used - inactive), max(0, active - mapped)
 
 
 def _quota_of(folder: Path) -> float | None:
     words = (_read(folder / "cpu.max") or "").split()
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
-    quota, period = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
+    quota, period = read_int(folder / "cpu.cfs_quota_us"), read_int(folder / "cpu.cfs_period_us")
     return quota / period if quota and period and quota > 0 else None
 
 
@@ -280,7 +305,8 @@ def _meminfo(name: str, root: Path) -> int | None:
     return None
 
 
-def _read_int(path: Path) -> int | None:
+def read_int(path: Path) -> int | None:
+    """The number in a file of /proc or /sys; None where there is none."""
     text = _read(path)
     return int(text) if text and text.lstrip("-").isdigit() else None
 

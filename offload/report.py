@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offload.swap.link_use import LinkUse
+from offload.swap.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -59,6 +60,9 @@ class TierTraffic:
 
     `links` say how each link has spent the time since the beginning (`LinkUse`): `nvme`, all paths
     together, where there are files, and beside a GPU `host to device` and `device to host`.
+
+    `memory` says what is left of the machine's RAM, or of the cgroup that has least, and which
+    copies were given up for it (`MemoryGuardReport`).
     """
 
     tiers: dict[str, TierReport]
@@ -70,6 +74,7 @@ class TierTraffic:
     placements: dict[str, str] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
     links: dict[str, LinkUse] = field(default_factory=dict)
+    memory: MemoryGuardReport
 
     def __str__(self) -> str:
         """A few lines to read: what tiers hold, what moved, what was waited for, how links spent
@@ -90,6 +95,7 @@ class TierTraffic:
             *lines, f"moved   {', '.join(moved) or 'nothing'}",
             f"waited  {', '.join(waited) or 'for nothing'}",
             *([f"links   {'; '.join(used)}"] if used else []),
+            *([f"memory  {self.memory}"] if self.memory.times else []),
         ])  # fmt: skip
 
 

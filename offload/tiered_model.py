@@ -234,6 +234,7 @@ class TieredModel(abc.ABC):
             "prefetch_hits": store.trace.hits,
             "prefetch_misses": store.trace.misses,
             "evictions": self._homes.pool.evictions,
+            "memory": self._homes.guard.report(),
             "placements": {str(c): p.describe() for c, p in self.plan.placements.items()},
         }
 

@@ -9,6 +9,9 @@ given up by the next ones, too, unless it is used sooner now, and then what was 
 Gradients exist nowhere else and are used up soon: they stay while others have room, in at most half
 of the memory. A prefetch that finds none starts taking those home that are needed last.
 
+Where the machine is short of memory (`swap/memory_guard.py`) copies take less than the tier has: up
+to a limit, beyond which only what is needed now gets a lease.
+
 Values that are made in memory, from codes there, need a slot that is a multiple of the codes. The
 largest such slot is left for the next values: prefetches of codes that took its place would have to
 go again, and be read again.
@@ -89,6 +92,7 @@ class SlotPool:
         self._sent: CachedPiece | None = None  # the last one that was sent home for that
         self._before_look = 0  # so many of those may go before the next look
         self._values: CachedPiece | None = None  # the largest slot of values that are made here
+        self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
         self.makes_values = False  # the last ones that were used were made
         self._is_ahead = False  # room is looked for that is not needed now
         # Waits until another user releases copies; False if none will. Set by the owner of the work
@@ -97,6 +101,41 @@ class SlotPool:
         self.uses_left: Callable[[], float] = lambda: math.inf  # until the step's end; set as above
         self.evictions = 0
         self.traffic = Traffic()
+
+    @property
+    def limit_nbytes(self) -> int | None:
+        """Bytes of the tier that are used at most, but for what is needed now; None: all of it."""
+        return self._limit
+
+    def keep_within(self, limit_nbytes: int | None) -> None:
+        """Set the limit, and give up copies that are not needed now down to it. Gradients, which
+        may stay in half of it, go home as they come."""
+        with self.lock:
+            self._limit = limit_nbytes
+            self._give_up_for(0)
+
+    def has_more_to_give(self) -> bool:
+        """Whether any copy that is not needed now can be given up, or is on its way home."""
+        with self.lock:
+            return any(
+                piece.next_use() > 0 and (piece.can_drop() or piece.transit() is not None)
+                for piece in self._held.values()
+            )
+
+    def _give_up_for(self, nbytes: int) -> None:
+        """Give up clean copies, the one used last first, until `nbytes` more are within the
+        limit."""
+        arena = self.tier.arena
+        while self._limit is not None and arena.used_nbytes + nbytes > self._limit:
+            piece = self._next_to_drop()
+            if piece is None:
+                return
+            if piece.next_use() <= 0:  # or two that are needed now would take turns
+                if len(self._held) >= _PER_LOOK:
+                    self._furthest.append(piece)
+                return
+            piece.drop()
+            self.evictions += 1
 
     def register(self, piece: CachedPiece) -> None:
         """`piece` holds a copy now (under the lock)."""
@@ -119,7 +158,7 @@ class SlotPool:
         if id(piece) not in self._may_leave:
             self._may_leave[id(piece)] = piece
             self._staying_nbytes += piece.held_nbytes
-        room = self.tier.arena.free_nbytes + self._held_nbytes
+        room = self._most_nbytes() - self.tier.arena.used_nbytes + self._held_nbytes
         if self._staying_nbytes <= room // 2:
             return
         for each in sorted(self._may_leave.values(), key=lambda each: -each.next_use()):
@@ -128,6 +167,10 @@ class SlotPool:
                 self._stays_no_more(each, each.held_nbytes)
                 if self._staying_nbytes <= room // 2:
                     return
+
+    def _most_nbytes(self) -> int:
+        budget = self.tier.arena.nbytes
+        return budget if self._limit is None else min(budget, self._limit)
 
     def _stays_no_more(self, piece: CachedPiece, nbytes: int) -> None:
         if self._may_leave.pop(id(piece), None) is not None:
@@ -173,6 +216,7 @@ class SlotPool:
         """
         while True:
             with self.lock:
+                self._give_up_for(nbytes)
                 lease = self._try(nbytes, owner, state_class, before=None)
                 if lease is not None:
                     return lease
@@ -231,7 +275,8 @@ class SlotPool:
     def _try(
         self, nbytes: int, owner: str, state_class: StateClass, before: float | None
     ) -> Lease | None:
-        lease = self._lease(nbytes, owner, state_class)
+        needed = before is None
+        lease = self._lease(nbytes, owner, state_class, needed=needed)
         if lease is not None:
             return lease
         while (piece := self._next_to_drop()) is not None:
@@ -241,7 +286,7 @@ class SlotPool:
                 return None
             piece.drop()
             self.evictions += 1
-            lease = self._lease(nbytes, owner, state_class)
+            lease = self._lease(nbytes, owner, state_class, needed=needed)
             if lease is not None:
                 return lease
         return None
@@ -266,8 +311,12 @@ class SlotPool:
             self._least_use = self._furthest[0].next_use()
         return found[0] if found else None
 
-    def _lease(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
+    def _lease(
+        self, nbytes: int, owner: str, state_class: StateClass, *, needed: bool = False
+    ) -> Lease | None:
         if not self.tier.fits(nbytes):
+            return None
+        if not needed and self.tier.arena.used_nbytes + nbytes > self._most_nbytes():
             return None
         return self.tier.lease(nbytes, owner=owner, state_class=state_class)
 

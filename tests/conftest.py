@@ -50,7 +50,7 @@ LONG_FILES = (
     "outside/test_transformers_trainer.py", "outside/test_offload_trainer.py",
     "outside/test_pretrained.py", "outside/test_distributed_checkpoint.py",
     "outside/test_trainer_zoo.py", "outside/test_examples.py", "outside/test_expert_memory.py",
-    "kernels/test_generated_code.py",
+    "kernels/test_generated_code.py", "faults/test_memory_limits.py",
     "kernels/test_triton_generated_code.py",
 )  # fmt: skip
 

@@ -60,6 +60,18 @@ class Arena:
         self.used_nbytes += size
         self.high_water_nbytes = max(self.high_water_nbytes, offset + size)
 
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Start and stop of each, in order."""
+        return [(start, start + self._free_sizes[start]) for start in self._free_offsets]
+
+    def is_free(self, start: int, stop: int) -> bool:
+        """Whether all of `[start, stop)` is."""
+        before = bisect.bisect_right(self._free_offsets, start) - 1
+        if before < 0:
+            return False
+        offset = self._free_offsets[before]
+        return stop <= offset + self._free_sizes[offset]
+
     def size_of(self, offset: int) -> int:
         """Bytes of the range allocated at `offset`. KeyError if there is none."""
         return self._used[offset]

@@ -4,7 +4,8 @@
     ├── ConfigError             a key, value or combination of the configuration (exit code 2)
     │   └── PathError           a path that is missing, not writable, full or unsafe
     ├── BudgetError             a byte budget that cannot work
-    │   └── TierFullError       ... found out while running
+    │   ├── TierFullError       ... found out while running
+    │   └── LowMemoryError      ... the kernel is about to kill this process
     ├── StorageError            a read or write that failed: path, offset, bytes, errno
     │   ├── NoSpaceError        ... because the device is full
     │   ├── StuckError          ... because the device does not answer
@@ -62,6 +63,16 @@ class TierFullError(BudgetError):
             f"{tier} tier full: {owner} needs {format_bytes(needed_nbytes)}, "
             f"{format_bytes(free_nbytes)} of {format_bytes(budget_nbytes)} free; {remedy}"
         )
+
+
+class LowMemoryError(BudgetError):
+    """`free_nbytes` of RAM are left, so few that the kernel may kill this process, and no copy is
+    left to give up. Nothing is lost: states are as they were, and an engine can save a checkpoint.
+    """
+
+    def __init__(self, message: str, *, free_nbytes: int) -> None:
+        self.free_nbytes = free_nbytes
+        super().__init__(message)
 
 
 class StorageError(OffloadError):

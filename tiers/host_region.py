@@ -22,7 +22,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -115,10 +114,19 @@ class HostRegion(AnonymousMemory):
         with self._lock:
             end = 0
             for start, stop in [*self._seen(), (len(self), len(self))]:
-                if start > end:
-                    with suppress(OSError):  # locked in memory (mlockall): it goes with its tensors
-                        self.madvise(mmap.MADV_DONTNEED, end, start - end)
+                self.drop(end, start)
                 end = stop
+
+    def drop(self, start: int, stop: int) -> bool:
+        """The RAM of the whole pages of `[start, stop)`, where no values count any more. False
+        where it stays."""
+        first, last = round_up(start, mmap.PAGESIZE), stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            try:
+                self.madvise(mmap.MADV_DONTNEED, first, last - first)
+            except OSError:  # locked in memory (mlockall): it goes with its tensors
+                return False
+        return True
 
     def _seen(self) -> list[Range]:
         """What tensors beside those that were given out view, in whole pages."""

@@ -18,6 +18,8 @@ from offload.tiers.host_region import HostRegion
 from offload.tiers.pinning import Pins
 from offload.tiers.units import format_bytes
 
+_LEAST_BLOCK_NBYTES, _MOST_BLOCKS = 64 << 10, 1 << 16  # in which it is known what was touched
+
 
 class Memory(Protocol):
     """An address range. Tensors of it are bytes (uint8), each with a storage of its own."""
@@ -32,6 +34,20 @@ class Memory(Protocol):
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         """The same range for a file transfer. Unlike a tensor it does not count as a use."""
+        ...
+
+    @property
+    def touched_nbytes(self) -> int:
+        """Of the pages that cost RAM, at most: in whole blocks."""
+        ...
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether `give_back` does anything."""
+        ...
+
+    def give_back(self, start: int, stop: int) -> None:
+        """The RAM of `[start, stop)`, as far as it can go: what was there is not read again."""
         ...
 
     def close(self) -> None: ...
@@ -49,6 +65,9 @@ class HostMemory:
                 f"cannot reserve {format_bytes(nbytes)} of address space for the host tier "
                 f"({error}); lower budget.host or raise `ulimit -v`"
             ) from error
+        self._nbytes = nbytes
+        self._block_nbytes = max(_LEAST_BLOCK_NBYTES, 1 << (nbytes // _MOST_BLOCKS).bit_length())
+        self._touched = bytearray(-(-nbytes // self._block_nbytes))  # 1 where it was used
         self._pins: Pins | None = None
         if pin_for is not None and accelerator.is_accelerator(pin_for):
             self._pins = Pins(self._region.address, len(self._region), pin_for)
@@ -61,12 +80,30 @@ class HostMemory:
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         stop, pins = offset_bytes + nbytes, self._pins
         found = self._region.tensor(offset_bytes, stop)
+        first, last = offset_bytes // self._block_nbytes, -(-stop // self._block_nbytes)
+        self._touched[first:last] = b"\1" * (last - first)
         if pins is not None:
             pins.use(offset_bytes, stop)
         return found
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         return memoryview(self._region)[offset_bytes : offset_bytes + nbytes]
+
+    @property
+    def touched_nbytes(self) -> int:
+        pinned = 0 if self._pins is None else self._pins.nbytes  # in larger extents
+        return max(pinned, min(self._nbytes, self._touched.count(1) * self._block_nbytes))
+
+    @property
+    def gives_back(self) -> bool:
+        """Not where it is pinned: a device goes on using the pages that it was told of, and to
+        unpin them waits for all of its work."""
+        return self._pins is None
+
+    def give_back(self, start: int, stop: int) -> None:
+        first, last = -(-start // self._block_nbytes), stop // self._block_nbytes
+        if self.gives_back and self._region.drop(start, stop) and last > first:
+            self._touched[first:last] = bytes(last - first)
 
     def close(self) -> None:
         """Unpin, and give back the RAM of all that nobody keeps a tensor of; the rest goes with
@@ -92,6 +129,17 @@ class DeviceMemory:
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         raise UnsupportedError("files are read into host memory, never into GPU memory directly")
+
+    @property
+    def touched_nbytes(self) -> int:
+        return self._block.numel()
+
+    @property
+    def gives_back(self) -> bool:
+        return False
+
+    def give_back(self, start: int, stop: int) -> None:
+        """It was taken in one piece."""
 
     def close(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -64,6 +64,21 @@ class MemoryTier:
         self.arena.free(lease.extent.offset_bytes)
         self.account.move(lease.state_class, -lease.extent.nbytes)
 
+    @property
+    def touched_nbytes(self) -> int:
+        """Bytes of memory that it takes now, with what is free again."""
+        return self._memory.touched_nbytes
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether what is free can be given back before the tier is closed."""
+        return self._memory.gives_back
+
+    def give_back(self, start: int, stop: int) -> None:
+        """The memory of the range `[start, stop)`, if that is still free."""
+        if self.arena.is_free(start, stop):
+            self._memory.give_back(start, stop)
+
     def close(self) -> None:
         self._memory.close()
 

@@ -60,6 +60,11 @@ class Pins:
         """Whether all that was used is pinned, and anything was."""
         return bool(self._pinned) and not self._failed
 
+    @property
+    def nbytes(self) -> int:
+        """That are pinned."""
+        return sum(self._extents[i].stop - self._extents[i].start for i in list(self._pinned))
+
     def use(self, start: int, stop: int) -> None:
         """Pin `[start, stop)` of the range, as far as it is not. Where that fails once it is said,
         and what is not pinned yet stays so: it is copied from and to all the same, slower."""
@@ -85,11 +90,10 @@ class Pins:
             self._pinned.add(index)
             return
         self._failed = True
-        pinned = sum(self._extents[i].stop - self._extents[i].start for i in self._pinned)
         _log.warning(
             "host tier: %s could not be pinned (%s), %s are: copies between the rest and the %s "
             "device will be slower; lower budget.host or raise `ulimit -l`",
-            format_bytes(nbytes), reason, format_bytes(pinned), kind.title,
+            format_bytes(nbytes), reason, format_bytes(self.nbytes), kind.title,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from offload.zero.gradients import total_square
 from offload.zero.group import ParamGroup
+from offload.zero.memory_alarm import MemoryAlarm
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.reduction import NoReductions, Reductions
 from offload.zero.sharding import Sharding
@@ -42,6 +43,7 @@ class GradientNorms:
             else tensor_parallel.counted_elsewhere(state.group.params)
             for state in states
         ]  # fmt: skip
+        self.alarm = MemoryAlarm(lambda: None)  # goes with what ranks exchange
         self._order: list[Sequence[Place]] = []
         self._places: dict[Place, int] = {}
         self._norms: torch.Tensor | None = None  # of the gradients as they are now
@@ -106,14 +108,16 @@ class GradientNorms:
         """In order; 0 where there is no gradient. The same on every rank."""
         if self._norms is None:
             squares = [self._square_of(places) for places in self._order]
+            self.alarm.look()
             if self._reductions.has_others:
-                rows, sharding = self._reductions.all_squares(squares), self._reductions.sharding
+                rows = self.alarm.spread(self._reductions.all_squares, squares)
+                sharding = self._reductions.sharding
                 first = sharding.replica * sharding.ranks
                 squares = _added_up(rows[first : first + sharding.ranks])
                 if self._spread:
                     self._count_experts(squares, rows, sharding, loss_scale)
             if self._tensor_parallel is not None:
-                squares = _added_up(self._tensor_parallel.exchange_sums(squares))
+                squares = _added_up(self.alarm.spread(self._tensor_parallel.exchange_sums, squares))
             self._norms = _norms_of(squares, loss_scale)
         return self._norms
 

@@ -37,6 +37,7 @@ from offload.zero.handles import Keeper
 from offload.zero.hyper import HyperOf
 from offload.zero.local_tensors import spread_as
 from offload.zero.loss_scale import LossScale
+from offload.zero.memory_alarm import MemoryAlarm
 from offload.zero.micro_batch_sums import GradientSums
 from offload.zero.micro_batches import MicroBatching
 from offload.zero.optimizer_state import Gradients, OptimizerState
@@ -84,6 +85,15 @@ class Homes(WeightHomes, Protocol):
 
     def shared_memory(self) -> SharedMemory:
         """Memory where the model computes, for what belongs to several ranks."""
+        ...
+
+    def left_nbytes(self) -> int | None:
+        """Bytes of memory that can be taken before this process is killed, where these are few;
+        None otherwise."""
+        ...
+
+    def check_memory(self) -> None:
+        """LowMemoryError where these are few."""
         ...
 
 
@@ -157,6 +167,8 @@ class Runtime:
                 self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
                 shared, self.reductions, tensor_parallel, self.store.tables,
             )  # fmt: skip
+            self._alarm = MemoryAlarm(homes.left_nbytes)
+            self.stepper.norms.alarm = self._alarm
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
                 self._comes_in_parts, self.store.one_thread.check_process, self.store.packed,
@@ -255,6 +267,10 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
+        if self.ranks is None and self.tensor_parallel is None:
+            self._homes.check_memory()
+        else:  # all ranks stop at the same forward, or they would wait for each other
+            self._alarm.check()
         if self.on_forward is not None:
             self.on_forward()
         if not in_backward():  # where a backward that was announced has failed

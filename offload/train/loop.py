@@ -37,6 +37,7 @@ from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.metrics import StepMetrics, StepSeconds
 from offload.runs.step_recorder import StepRecorder
 from offload.runs.world import FollowersFolder, World
+from offload.tiers.errors import LowMemoryError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.train.batches import Batches
@@ -234,7 +235,7 @@ class Trainer:
         put_off = self._interrupts.put_off(_PUT_OFF if self._world.is_first else "")
         with closing(display), closing(recorder), put_off:
             for step in range(start, self._train.steps):
-                metrics = self._step(step)
+                metrics = self._step_or_save(step)
                 self._rows.append(metrics)
                 for logger in (*loggers, display, warning, self._watch, recorder):
                     logger.log(metrics.values(), metrics.step)
@@ -256,6 +257,20 @@ class Trainer:
 
     def _warn(self, text: str) -> None:
         self._console.print(f"warning: {text}", style="yellow")
+
+    def _step_or_save(self, step: int) -> StepMetrics:
+        """Where too little memory is left, save the steps before this one; then LowMemoryError."""
+        rng = torch.get_rng_state()
+        try:
+            return self._step(step)
+        except LowMemoryError:
+            if self._steps_done == step:  # else it was refused in the validation after it
+                self._engine.optimizer.zero_grad()  # of passes before the one that was refused
+                torch.set_rng_state(rng)
+            if self._steps_done > self._saved_step:
+                self._checkpoint_if_due(now=True)
+            self._say_interrupted()
+            raise
 
     def _step(self, step: int) -> StepMetrics:
         began, before = time.perf_counter(), StepSeconds.until_now(self._engine)

@@ -240,7 +240,8 @@ def test_large_weights_are_shared_among_threads_that_end_with_the_model(
         offload.dispatch(model, coded(tmp_path, "int4", "host", budget={"host": "16MiB"}))
         with torch.no_grad(), offload.dispatched(model):
             found.append((model(x), model(x[:2])))
-            assert (threading.active_count() > before) == (threads > 1)
+            guards = 1  # of memory
+            assert (threading.active_count() > before + guards) == (threads > 1)
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert threading.active_count() == before
 

@@ -23,7 +23,7 @@ import offload
 from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
-from offload.errors import CheckpointError, ConfigError, PathError
+from offload.errors import CheckpointError, ConfigError, LowMemoryError, PathError
 from offload.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run, default_path
 from offload.swap.link_use import LinkUse
@@ -298,6 +298,37 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
     said = "Ctrl-C" if name == "SIGINT" else name
     assert capfd.readouterr().err.count(f"{said}: this step ends and is saved") == 1
     assert signal.getsignal(number) is before
+    run_quietly(config, tmp_path / "cut", resume=True, initialize=offload.initialize)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def starving(model: nn.Module, config: OffloadConfig) -> offload.Engine:
+    """Before a pass of the third step too little memory is left."""
+    engine = offload.initialize(model, config)
+    own, passes = engine.backward, 0
+
+    def backward(loss: Tensor) -> None:
+        nonlocal passes
+        own(loss)
+        passes += 1
+        if passes == 5:
+            torch.rand(7)
+            raise LowMemoryError("RAM: nothing is left", free_nbytes=0)
+
+    engine.backward = backward  # type: ignore[method-assign]
+    return engine
+
+
+def test_too_little_memory_ends_a_run_with_a_checkpoint_of_the_steps_before(
+    make_config: Any, tmp_path: Path
+) -> None:
+    config = make_config(gradient_accumulation_steps=2)
+    run_quietly(config, tmp_path / "whole", initialize=offload.initialize)
+    console = Console(file=io.StringIO(), width=120)
+    with pytest.raises(LowMemoryError):
+        run(config, RunFolder.new(tmp_path / "cut"), console=console, initialize=starving)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in " in said
     run_quietly(config, tmp_path / "cut", resume=True, initialize=offload.initialize)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 

@@ -162,6 +162,19 @@ def test_what_cannot_be_pinned_is_said_once_and_what_is_pinned_stays(
     assert int(last) == 3
 
 
+def test_what_is_pinned_is_not_given_back_while_a_device_may_use_it(driver: Driver) -> None:
+    tier = MemoryTier(Tier.HOST, NBYTES, pinned_memory(), Ledger())
+    lease = tier.lease(2 * EXTENT, owner="a", state_class=StateClass.STAGING)
+    kept = lease.tensor.fill_(7)
+    lease.free()
+    assert not tier.gives_back
+    tier.give_back(0, NBYTES)
+    assert driver.holds(kept)
+    assert bool((kept == 7).all())
+    assert tier.touched_nbytes >= 2 * EXTENT  # whole extents take RAM
+    tier.close()
+
+
 class Moment:
     """An event or a stream of a device whose work is done at once."""
 

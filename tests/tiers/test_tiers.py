@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload.machine import rss_nbytes
 from offload.tiers.errors import IntegrityError, StateError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
@@ -90,6 +91,30 @@ def test_freeing_a_lease_twice_raises(host):
 def test_a_reserved_budget_costs_no_memory_until_touched():
     memory = HostMemory(1 << 40)  # a terabyte of address space
     assert memory.tensor(1 << 39, 16).sum() == 0
+
+
+def test_free_memory_is_given_back_and_what_is_leased_keeps_its_values():
+    nbytes = 64 << 20
+    tier = MemoryTier(Tier.HOST, nbytes, HostMemory(nbytes), Ledger())
+    leases = [tier.lease(nbytes // 8, owner="a", state_class=PARAMETERS) for _ in range(8)]
+    for number, lease in enumerate(leases):
+        lease.tensor.fill_(number + 1)
+    before, here = rss_nbytes(), [lease.extent.offset_bytes for lease in leases]
+    for lease in leases[::2]:
+        lease.free()
+    assert tier.touched_nbytes == nbytes
+    assert rss_nbytes() > before - (1 << 20)
+    assert tier.arena.free_ranges() == [(start, start + nbytes // 8) for start in here[::2]]
+    for start, stop in tier.arena.free_ranges():
+        tier.give_back(start, stop)
+    assert tier.touched_nbytes == nbytes // 2
+    assert rss_nbytes() < before - nbytes // 4
+    for start in here:  # none of these is free as a whole
+        tier.give_back(start, start + nbytes // 4)
+    assert all(bool((lease.tensor == 2 * n + 2).all()) for n, lease in enumerate(leases[1::2]))
+    again = tier.lease(nbytes // 8, owner="b", state_class=PARAMETERS)
+    assert int(again.tensor.fill_(9).min()) == 9
+    assert tier.touched_nbytes == nbytes // 8 * 5
 
 
 def test_extents_follow_the_shares_of_the_paths(ledger):

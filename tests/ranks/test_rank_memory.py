@@ -1,0 +1,98 @@
+"""One rank is short of memory: its copies alone give way, and all ranks stop before one forward."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import offload
+from offload import homes
+from offload.errors import LowMemoryError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    seeded,
+    states_of,
+)
+from tests.offload.test_memory_guard import PLENTY, Drawn, Machine, looked_at
+from tests.ranks.processes import run_ranks
+from tests.ranks.programs import BUDGET, OPTIMIZER
+
+STEPS, SHORT = 4, 1  # so many steps; which rank is short of memory
+MIXED = {"parameters": "nvme", "gradients": "host", "optimizer": {"host": "40%", "nvme": "60%"}}
+Run = tuple[dict[str, Tensor], list[str]]
+
+
+def step(engine: offload.Engine, tokens: Tensor) -> None:
+    engine.backward(engine.module.loss(tokens))
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def train(folder: str, placement: dict[str, Any], stage: int, how: str) -> Run:
+    """States in the end, and what was refused. `how`: `plenty`, `pressed` or `short`."""
+    torch.set_num_threads(1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    machine = Machine()
+    homes.MemoryReader = lambda: machine  # type: ignore[assignment, misc]
+    keys = config(
+        Path(folder), placement, budget=BUDGET, optimizer=OPTIMIZER, zero={"stage": stage},
+        clip_grad_norm=0.5,
+    )  # fmt: skip
+    data = batches(STEPS * world_size)[rank::world_size]
+    refused = []
+    with offload.initialize(seeded(TinyLM), keys) as engine:
+        guard = engine._homes.guard
+        if how == "pressed" and rank == SHORT:
+            drawn = Drawn(machine, random.Random(stage), 512 << 10)
+            drawn.random.random = lambda: 1.0  # type: ignore[method-assign] # never refused
+            with looked_at(guard, drawn):
+                for tokens in data:
+                    step(engine, tokens)
+        else:
+            for number, tokens in enumerate(data):
+                if how == "short" and number == 1 and rank == SHORT:
+                    machine.has(-(64 << 20), last_nbytes=3 << 20)
+                    while guard.look() is None:
+                        """Copies go first."""
+                try:
+                    step(engine, tokens)
+                except LowMemoryError as error:
+                    refused.append(f"{number}: {error}")
+                    engine.save_checkpoint(Path(folder) / "saved")
+                    machine.now = PLENTY
+                    guard.look()
+                    step(engine, tokens)
+        return states_of(engine), refused
+
+
+@pytest.mark.parametrize(("placement", "stage"), [(NVME, 3), (MIXED, 2), (HOST, 1)])
+def test_bits_are_those_of_ranks_with_enough_memory(
+    tmp_path: Path, placement: dict[str, Any], stage: int
+) -> None:
+    folder = str(tmp_path)
+    expected = run_ranks(2, tmp_path, train, folder, placement, stage, "plenty")
+    pressed = run_ranks(2, tmp_path, train, folder, placement, stage, "pressed")
+    for (states, _), (same, _) in zip(expected, pressed, strict=True):
+        assert_same_bits(states, same)
+
+
+def test_all_ranks_stop_before_the_same_forward_name_the_rank_and_can_save(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    expected = run_ranks(2, tmp_path, train, folder, NVME, 3, "plenty")
+    ran = run_ranks(2, tmp_path, train, folder, NVME, 3, "short")
+    for (states, _), (same, refused) in zip(expected, ran, strict=True):
+        assert_same_bits(states, same)
+        (line,) = refused
+        assert line.startswith("2: rank 1 has 3.0 MiB of RAM left, the kernel may kill it")
+    assert (tmp_path / "saved" / "manifest.json").exists()
