@@ -37,7 +37,9 @@ from offload.checkpoint.safetensors_file import (
     info_of,
 )
 from offload.checkpoint.shards import Records, ShardReader, Weights
+from offload.checkpoint.write_behind import WriteBehind
 from offload.display.progress import progress
+from offload.swap.state import State
 from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
@@ -138,12 +140,14 @@ class _Saver:
         )
         states = [group.state for group in self._runtime.groups]
         records = [r for state in self._runtime.optimizer_states for r in state.records]
-        self._reader = ShardReader(
-            PieceAccess([*states, *records]), self._runtime.ranks, self._runtime.own.nbytes
-        )
+        access = PieceAccess([*states, *records])
+        self._reader = ShardReader(access, self._runtime.ranks, self._runtime.own.nbytes)
+        if self._runtime.ranks is None:
+            access.expect(self._order())
         self._parts = self._all_parts()
         self._open: Iterator[Any] = iter(())
         self._came: Callable[[int], None]
+        self._behind: WriteBehind
 
     @property
     def writes(self) -> bool:
@@ -164,6 +168,13 @@ class _Saver:
             if group.layout.numel_trainable:
                 yield self._reader.records(state, self._saved_format, rank)
             yield self._reader.meet()
+
+    def _order(self) -> Iterator[tuple[State, int]]:
+        """Pieces in the order of `_all_parts`, on one rank."""
+        for group in (each for saved in self._saved for each in saved.groups):
+            state = self._runtime.optimizer_states[group.index]
+            for home in (group.state, *state.records):
+                yield from ((home, piece) for piece in range(home.pieces) if home.nbytes)
 
     def _take(self) -> Iterator[Any]:
         """The next piece to be written."""
@@ -191,10 +202,11 @@ class _Saver:
         with storage_errors("creating", folder):
             (folder / PARAMETERS).mkdir()
             (folder / OPTIMIZER).mkdir()
-        with progress(f"saving {name}", nbytes) as self._came:
+        with progress(f"saving {name}", nbytes) as self._came, WriteBehind() as self._behind:
             for number in range(len(self._saved)):
                 self._write_group(folder, number)
             self._write_others(folder)
+            self._behind.finish()
         manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
         _write_text(folder / MANIFEST, manifest.to_json())
 
@@ -245,6 +257,7 @@ class _Saver:
                 SafetensorsWriter(
                     folder / record.parameters, self._parameter_sections(number),
                     self._metadata(number), self._manifest.bound_to(record.parameters),
+                    self._behind,
                 )
             )  # fmt: skip
             optimizer = None
@@ -253,6 +266,7 @@ class _Saver:
                     SafetensorsWriter(
                         folder / record.optimizer, self._optimizer_sections(number),
                         {"group": record.name}, self._manifest.bound_to(record.optimizer),
+                        self._behind,
                     )
                 )  # fmt: skip
             for group, _ in saved.of_all_ranks():
@@ -295,7 +309,7 @@ class _Saver:
     def _write_others(self, folder: Path) -> None:
         with SafetensorsWriter(
             folder / BUFFERS, self._other_sections(), {"format": "pt"},
-            self._manifest.bound_to(BUFFERS),
+            self._manifest.bound_to(BUFFERS), self._behind,
         ) as file:  # fmt: skip
             for tensor in self._others.values():
                 if tensor.numel():
