@@ -31,9 +31,12 @@ from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
 
-BLOCK_NBYTES = 2 << 20
-MOST_QUEUED = 8  # blocks; what is appended meanwhile waits
+BLOCK_NBYTES = (
+    8 << 20
+)  # fewer take longer: a thread is woken for each, and a disk has one at a time
+MOST_QUEUED = 3  # blocks; what is appended meanwhile waits
 
+_LEAST_NBYTES = 64 << 10  # of a block, to have memory that is kept
 _FILE_FLAGS = os.O_WRONLY | os.O_CLOEXEC
 
 
@@ -85,9 +88,10 @@ class WriteBehind:
 
     # ---------------------------------------------------------------- for files
     def memory(self, nbytes: int) -> AlignedMemory:
-        """For a block; whole ones are used again."""
+        """For a block. It is used again, but for that of headers and the like: to touch a new page
+        takes longer than to copy what is in it."""
         self._raise_failure()
-        if nbytes < BLOCK_NBYTES:
+        if nbytes < _LEAST_NBYTES:
             return AlignedMemory(nbytes)
         try:
             return self._free.pop()
@@ -204,7 +208,7 @@ class BehindFile:
             return
         write_all(self._fd, data, offset, self.path)
         self._uncached += data.nbytes
-        if self._uncached >= 4 * BLOCK_NBYTES:
+        if self._uncached >= BLOCK_NBYTES:
             start_writeback(self._fd)
             self._uncached = 0
 
