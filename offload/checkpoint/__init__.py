@@ -13,15 +13,17 @@ checkpoint: a folder without a suffix is complete, so there is nothing that coul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.checkpoint.steps import latest, prune, step_path
 
 if TYPE_CHECKING:
+    from offload.checkpoint.background import BackgroundSaves
     from offload.engine import Engine
 
-__all__ = ["latest", "load", "prune", "save", "step_path"]
+__all__ = ["latest", "load", "prune", "save", "save_behind", "step_path"]
 
 
 def save(engine: Engine, path: Path) -> None:
@@ -42,6 +44,22 @@ def save(engine: Engine, path: Path) -> None:
     from offload.checkpoint.saving import save_engine
 
     save_engine(engine, path)
+
+
+def save_behind(
+    engine: Engine, path: Path, saves: BackgroundSaves, done: Callable[[], None]
+) -> bool:
+    """As `save`, but return once the state is fixed, and write it while the engine trains; `done()`
+    is called on another thread when it is complete. False, after saying why once, where that cannot
+    be: nothing was begun then."""
+    from offload.checkpoint.background import BackgroundSave, why_not
+
+    reason = why_not(engine)
+    if reason:
+        saves.say_once(f"save_checkpoint(wait=False) waits: {reason}")
+        return False
+    BackgroundSave(engine, path, saves, done)
+    return True
 
 
 def load(engine: Engine, path: Path) -> None:

@@ -9,13 +9,14 @@ few, if they are small.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from offload.swap.coded_state import CodedState
+from offload.swap.snapshot import Snapshot
 from offload.swap.state import HostPiece, State
 from offload.swap.transfer import Transfer
 from offload.tiers.extent import PAGE_NBYTES
@@ -51,7 +52,11 @@ class _Read:
 class PieceAccess:
     """Reads and overwrites whole pieces. For states that are settled."""
 
-    def __init__(self, states: Sequence[State]) -> None:
+    def __init__(
+        self, states: Sequence[State], snapshots: Mapping[State, Snapshot] | None = None
+    ) -> None:  # fmt: skip
+        """Of states with a snapshot that is read, and each piece let go then."""
+        self._snapshots = snapshots or {}
         plain = [state for state in states if not isinstance(state, CodedState)]
         self._all_plain = len(plain) == len(states)
         largest = max((min(state.piece_nbytes, state.nbytes) for state in plain), default=0)
@@ -66,8 +71,8 @@ class PieceAccess:
         return HostRegion(self._size).tensor(0, self._size)
 
     def expect(self, order: Iterable[tuple[State, int]]) -> None:
-        """Pieces in the order in which they are going to be read, each once: they are read ahead.
-        Nothing is to be overwritten meanwhile.
+        """Pieces in the order in which they are going to be read next, each once: they are read
+        ahead. Nothing is to be overwritten meanwhile.
 
         Not where weights are decoded: their slots may need the memory of what was found there.
         """
@@ -75,7 +80,8 @@ class PieceAccess:
             return
         self._order = iter(order)
         self._most_ahead = max(0, min(_BUFFERS, _BUFFERS_NBYTES // self._size) - 1)
-        self._free += [self._buffer() for _ in range(self._most_ahead)]
+        while len(self._free) + len(self._ahead) <= self._most_ahead:
+            self._free.append(self._buffer())
 
     @contextmanager
     def reading(self, state: State, piece: int) -> Iterator[torch.Tensor]:
@@ -107,17 +113,21 @@ class PieceAccess:
             self._ahead.append(self._begin(*following))
 
     def _begin(self, state: State, piece: int) -> _Read:
-        found = state.host_piece(piece)
+        source = self._snapshots.get(state, state)
+        found = source.host_piece(piece)
         if found is not None:
             return _Read(state, piece, found)
         buffer = self._free.pop()
-        arrival = state.read_piece(piece, _pages(buffer, state.span(piece)))
+        arrival = source.read_piece(piece, _pages(buffer, state.span(piece)))
         return _Read(state, piece, None, buffer, arrival)
 
     def _give_back(self, read: _Read) -> None:
         if read.buffer is not None:
             self._free.append(read.buffer)
         read.found = read.buffer = None  # a view of a slot would keep it
+        snapshot = self._snapshots.get(read.state)
+        if snapshot is not None:
+            snapshot.let_go(read.piece)
 
     @contextmanager
     def overwriting(self, state: State, piece: int) -> Iterator[torch.Tensor]:
@@ -154,6 +164,11 @@ def overlaps(
         if lo < hi:
             here = slice(lo - elements.start, hi - elements.start)
             yield spec, here, slice(lo - spec.offset, hi - spec.offset)
+
+
+def pieces_of(states: Iterable[State]) -> Iterator[tuple[State, int]]:
+    """All pieces of some states, one after another."""
+    return ((state, piece) for state in states if state.nbytes for piece in range(state.pieces))
 
 
 def elements_of(state: State, piece: int, itemsize: int) -> range:

@@ -66,11 +66,16 @@ class WriteBehind:
     def finish(self) -> None:
         """Wait until all files that were finished are on the device."""
         ended = threading.Event()
-        self._do(ended.set)
+        self._todo.put(ended.set)
         ended.wait()
         self._raise_failure()
 
     def __enter__(self) -> Self:
+        # now: it may be needed once the program has begun to end
+        self._thread = threading.Thread(
+            target=self._serve, name="offload-checkpoint-files", daemon=True
+        )
+        self._thread.start()
         return self
 
     @uninterrupted  # a descriptor must not be closed while the thread writes to it
@@ -102,20 +107,12 @@ class WriteBehind:
         """Write `data`, a part of `memory`, which is used again then. Waits for room in the
         queue."""
         self._room.acquire()
-        self._do(partial(self._write, file, memory, data, offset))
+        self._todo.put(partial(self._write, file, memory, data, offset))
         self._raise_failure()
 
     def sync(self, file: BehindFile) -> None:
         """Put a file on the device and close it, once all before is written."""
-        self._do(partial(self._unless_failed, file.sync))
-
-    def _do(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name="offload-checkpoint-files", daemon=True
-            )
-            self._thread.start()
-        self._todo.put(work)
+        self._todo.put(partial(self._unless_failed, file.sync))
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
