@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch import nn
 
 from offload import machine
 from offload.activations import Activations
+from offload.checkpoint.background import BackgroundSaves
 from offload.config import OffloadConfig
 from offload.first_values import FirstValues
 from offload.foreign_optimizers import refuse_foreign_optimizers
@@ -165,6 +166,7 @@ class Engine(TieredModel):
         self._run: ParallelRunner | None = None
         self._runtime: Runtime | None = None
         self._activations: Activations | None = None
+        self._saves = BackgroundSaves()
         super().__init__(model, config, takes_values=weights is not None)
         _check_trainable(model)
         self.spread.check(
@@ -184,7 +186,7 @@ class Engine(TieredModel):
             self.close()
             raise
         self.optimizer.engine = self  # the optimizer needs the engine, so it keeps it alive
-        made = self._runtime, self._run, self._homes
+        made = self._saves, self._runtime, self._run, self._homes
         self._close_with(self, partial(_close_all, *made))
 
     # ---------------------------------------------------------------- building
@@ -493,7 +495,9 @@ class Engine(TieredModel):
         with noted_interrupts() as interrupts, interrupts.put_off(_PUT_OFF):
             yield came
 
-    def save_checkpoint(self, path: str | Path, *, state: Mapping[str, Any] | None = None) -> None:
+    def save_checkpoint(
+        self, path: str | Path, *, state: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> None:
         """Write parameters, masters, optimizer states and param groups into the folder `path`, one
         group after the other, with all that training needs to go on with the same bits: steps, loss
         scale, random numbers of every kind, what was registered, and `state`, a dict of numbers,
@@ -501,19 +505,45 @@ class Engine(TieredModel):
         is replaced then, and not before; any number of ranks can load it, who get the first one's
         `state`.
 
+        With `wait=False` it returns once the state to be written is fixed, and a thread writes it
+        while training goes on, to the same bits: states on nvme keep their old version, as far as
+        there is room, updates of others wait until the thread has passed them. The folder appears
+        when it is complete. One is under way at a time: the next save, a load, `close` and
+        `checkpoint_saved` wait for it, and raise what went wrong with it. On several ranks, with
+        states at home on a GPU or weights in codes it waits all the same, and says so once.
+
         StateError while gradients wait for a step, or inside `gathered`. PathError for a folder
         with anything else in it, or that cannot be written. UnsupportedError where parameters are
         DTensors; their `state_dict()` is complete.
         """
-        from offload.checkpoint import save
+        from offload.checkpoint import save, save_behind
         from offload.checkpoint.stores import refuse_url
 
         refuse_url(path, "save_checkpoint")
         _refuse_parts("save_checkpoint", self._open())
+        self._saves.wait()
         self.values.adopt_changes()
-        save(self, Path(path), state)
         stepper = self._open().stepper
-        self.last_checkpoint = SavedCheckpoint(Path(path), stepper.taken + stepper.skipped)
+        saved = SavedCheckpoint(Path(path), stepper.taken + stepper.skipped)
+        note = partial(_note, weakref.ref(self), saved)
+        if wait or not save_behind(self, Path(path), state, self._saves, note):
+            save(self, Path(path), state)
+            note()
+
+    def checkpoint_saved(self, *, wait: bool = True) -> bool:
+        """Whether no save of `save_checkpoint(wait=False)` is under way any more: with `wait` it is
+        True when it returns. Raises what went wrong with the last one, once."""
+        self._check_open()
+        under_way = self._saves.under_way
+        if not wait and under_way is not None and not under_way.has_ended:
+            return False
+        self._saves.wait()
+        return True
+
+    @property
+    def swap_folders(self) -> Sequence[str]:
+        """Where swap files are; none where nothing is on nvme."""
+        return self._homes.swap_folders
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Take over what `save_checkpoint` wrote, under any placement and number of ranks, and
@@ -529,6 +559,7 @@ class Engine(TieredModel):
 
         refuse_url(path, "load_checkpoint")
         _refuse_parts("load_checkpoint", self._open())
+        self._saves.wait()
         self.values.adopt_changes()
         return load(self, Path(path))
 
@@ -553,6 +584,16 @@ class Engine(TieredModel):
         watch, self.watching = self.watching, None
         return super()._to_be_called() + ([] if watch is None else [watch.close])
 
+    def close(self) -> None:
+        """As `TieredModel.close`, after a save in the background, which a Ctrl-C meanwhile ends."""
+        try:
+            self._saves.wait()
+        except KeyboardInterrupt:
+            self._saves.give_up()
+            raise
+        finally:
+            super().close()
+
     def _close(self) -> None:
         self._closed = True
         if self._ranks is not None:
@@ -563,7 +604,7 @@ class Engine(TieredModel):
 
     def _close_all(self) -> None:
         try:
-            _close_all(self._runtime, self._run, getattr(self, "_homes", None))
+            _close_all(self._saves, self._runtime, self._run, getattr(self, "_homes", None))
         finally:
             if self._ranks is not None:
                 self._ranks.watch.close()
@@ -580,13 +621,24 @@ class Engine(TieredModel):
         super().__exit__(kind, error, trace)
 
 
+def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:
+    """A save is complete."""
+    found = engine()
+    if found is not None:
+        found.last_checkpoint = saved
+
+
 def _close_all(
-    runtime: Runtime | None, runner: ParallelRunner | None, homes: TieredHomes | None
-) -> None:
-    """Threads, files and memory, in this order."""
+    saves: BackgroundSaves, runtime: Runtime | None, runner: ParallelRunner | None,
+    homes: TieredHomes | None,
+) -> None:  # fmt: skip
+    """A save under way, threads, files and memory, in this order."""
     try:
-        if runtime is not None:
-            runtime.close()
+        try:
+            saves.wait()
+        finally:
+            if runtime is not None:
+                runtime.close()
     finally:
         if runner is not None:
             runner.close()

@@ -81,7 +81,7 @@ class TieredHomes:
         self._itemsize = dtype.itemsize
         self._memory: dict[Tier, MemoryTier] = {}
         self.store: BlockStore | None = None
-        self._paths: Sequence[str] = ()
+        self.swap_folders: Sequence[str] = ()
         self.spare = OldBytes()  # of the budgets, and of what is free on the disks
         self._staging: list[Lease] = []
         # as many threads as PyTorch computes with; they start when there is much to decode
@@ -128,7 +128,7 @@ class TieredHomes:
             _check_direct(files, nvme)
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
-            self._paths = paths
+            self.swap_folders = paths
             spare = spare_nbytes(self.plan)
             self.spare = replace(spare, files=min(spare.files, self.free_nvme_nbytes()))
             options = _backend_options(nvme, self.plan)
@@ -270,9 +270,9 @@ class TieredHomes:
     def free_nvme_nbytes(self) -> int:
         """On all paths together, if each gets as much as the one that has least."""
         try:
-            return min(map(free_space, self._paths), default=0) * len(self._paths)
+            return min(map(free_space, self.swap_folders), default=0) * len(self.swap_folders)
         except OSError as error:
-            places = ", ".join(map(str, self._paths))
+            places = ", ".join(map(str, self.swap_folders))
             raise PathError(
                 f"nvme.paths: {places} cannot be looked at: {error.strerror}; name another"
             ) from None

@@ -5,6 +5,7 @@ A write never touches the extent it replaces. The old one is the undo record:
     write(source, replaces=old)     old: valid          new: being written
     ... fails                       old: valid          new: freed
     ... succeeds                    old: freed, once no read of it is left         new: valid
+                                         and nobody keeps it
 """
 
 from __future__ import annotations
@@ -80,10 +81,12 @@ class StoreStatistics:
 
 @dataclass(slots=True, eq=False)
 class _LiveBlock:
-    """The state of one live block. Its extent goes back to the tier when `doomed` and unread."""
+    """The state of one live block. Its extent goes back to the tier when `doomed`, unread and not
+    kept any more."""
 
     block: StoredBlock
     readers: int = 0
+    keepers: int = 0
     being_replaced: bool = False
     doomed: bool = False
 
@@ -182,8 +185,9 @@ class BlockStore:
 
         Mutates `destination` until the transfer is done. The block may be freed or replaced
         meanwhile: its extent is kept until the read has ended. Alignment as in `write`.
-        Raises ValueError and StateError (a freed block) at once; ChecksumError and StorageError
-        at `wait()`, when the contents of `destination` are undefined.
+        Raises ValueError and StateError (a block that is freed, and not kept) at once;
+        ChecksumError and StorageError at `wait()`, when the contents of `destination` are
+        undefined.
         """
         if destination.nbytes != block.nbytes:
             raise ValueError(
@@ -191,7 +195,9 @@ class BlockStore:
             )
         self._check_alignment(destination, block.owner)
         with self._lock:
-            record = self._live(block)
+            record = self._records.get(block.version)
+            if record is None or not record.keepers:
+                record = self._live(block)
             record.readers += 1
         file, extent = self.files[block.extent.path_index], block.extent
         try:
@@ -217,6 +223,20 @@ class BlockStore:
             if record.being_replaced:
                 raise StateError(f"{block.owner}: freed while a write that replaces it is going on")
             self._doom(record)
+
+    @uninterrupted
+    def keep(self, block: StoredBlock) -> None:
+        """Let `block` be readable until `let_go`, also when it is freed or replaced meanwhile."""
+        with self._lock:
+            self._live(block).keepers += 1
+
+    @uninterrupted
+    def let_go(self, block: StoredBlock) -> None:
+        """The reverse of `keep`."""
+        with self._lock:
+            record = self._records[block.version]
+            record.keepers -= 1
+            self._free_if_unread(record)
 
     @uninterrupted
     def await_room(self) -> bool:
@@ -352,7 +372,7 @@ class BlockStore:
             self._free_if_unread(record)
 
     def _free_if_unread(self, record: _LiveBlock) -> None:
-        if record.doomed and not record.readers:
+        if record.doomed and not record.readers and not record.keepers:
             del self._records[record.block.version]
             self._free_extent(record.block.extent)
 

@@ -22,6 +22,8 @@ class DeviceHomeState(MemoryState):
 
     at_home_on_device = True
 
+    can_snapshot = False  # the device's work is queued, and overwrites it at any time
+
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,

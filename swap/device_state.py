@@ -11,6 +11,7 @@ from offload.swap.fences import Fences, OpenReads
 from offload.swap.io_backend import Priority
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
+from offload.swap.snapshot import Snapshot
 from offload.swap.state import HostPiece, State, Undoable
 from offload.swap.streams import CopyMark, CopyStream, keeping
 from offload.swap.transfer import Transfer
@@ -241,6 +242,14 @@ class MirroredState(SlotState):
                 self._updated.discard(piece)
             else:
                 self._lacking.add(piece)
+
+    @property
+    def can_snapshot(self) -> bool:  # type: ignore[override]
+        return self._home.can_snapshot
+
+    def snapshot(self) -> Snapshot:
+        self._home_read.wait()
+        return self._home.snapshot()
 
     # ---------------------------------------------------------------- an update on trial
     def undoable(self) -> MirroredState | None:

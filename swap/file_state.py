@@ -22,6 +22,7 @@ from offload.swap.io_backend import Priority
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.slot_pool import SlotPool
 from offload.swap.slot_state import SlotState
+from offload.swap.snapshot import FileSnapshot, Snapshot
 from offload.swap.state import HostPiece
 from offload.swap.transfer import Failure, Transfer, is_stuck
 from offload.tiers.errors import OffloadError, StateError, TierFullError
@@ -35,6 +36,8 @@ from offload.tiers.units import round_up
 
 class FileState(SlotState):
     """A flat buffer at home in a `BlockStore`. Thread-safe: the pool's lock guards its fields."""
+
+    can_snapshot = True
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
@@ -283,6 +286,17 @@ class FileState(SlotState):
                     for piece in old:
                         pages = self._slot_pages(piece)
                         self._arrivals[piece] = self._read(piece, pages, Priority.NORMAL)
+
+    # ---------------------------------------------------------------- a save in the background
+    @uninterrupted
+    def snapshot(self) -> Snapshot:
+        self.leave()
+        self.settle()
+        with self._lock:
+            blocks = [block for block in self._blocks if block is not None]
+            if len(blocks) < self.pieces:
+                raise StateError(f"{self.name} is saved before it was ever written")
+            return FileSnapshot(self._store, blocks)
 
     # ---------------------------------------------------------------- both
     @uninterrupted

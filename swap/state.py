@@ -19,8 +19,10 @@ from offload.swap.codec import Codec
 from offload.swap.io_backend import Priority
 from offload.swap.shield import uninterrupted
 from offload.swap.slot_pool import SlotPool
+from offload.swap.snapshot import MemorySnapshot, Snapshot
 from offload.swap.streams import CopyMark
 from offload.swap.transfer import Transfer
+from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.old_bytes import OldBytes
@@ -201,6 +203,13 @@ class State(abc.ABC):
         """Itself, where its old version can be kept."""
         return None
 
+    # a save in the background -------------------------------------------------------------
+    can_snapshot = False  # True: there is a `snapshot`
+
+    def snapshot(self) -> Snapshot:
+        """Its bytes as they are, once they are home; nothing is copied."""
+        raise StateError(f"{self.name} cannot be kept as it is without a copy")
+
     # update side, on the device -----------------------------------------------------------
     def device_piece(self, piece: int) -> torch.Tensor | None:
         """The piece in device memory, if it is there: as home, or as a valid copy of it.
@@ -238,6 +247,7 @@ class MemoryState(State):
     """State whose home is memory that it is used in: nothing ever moves."""
 
     in_place = True
+    can_snapshot = True
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease | None,
@@ -324,6 +334,9 @@ class MemoryState(State):
             for span in map(self.span, self._replaced):
                 self._memory[span].copy_(self._old.tensor[span])
         self.drop_old()
+
+    def snapshot(self) -> Snapshot:
+        return MemorySnapshot(lambda piece: HostPiece(self._memory[self.span(piece)]))
 
     def discard(self) -> None:
         """A permanent home keeps its memory; its content simply no longer counts."""

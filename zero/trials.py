@@ -91,6 +91,19 @@ class Trials:
         self._pause = self._last_pause = 0
         self._disturbed = False
 
+    def lend(self) -> int:
+        """Room for versions in files, to a save in the background: until `give_back` no group whose
+        old version needs some is on trial."""
+        with self.lock:
+            lent = self._spare.files
+            self._spare = self._spare - OldBytes(files=lent)
+            return lent
+
+    def give_back(self, nbytes: int) -> None:
+        """The reverse of `lend`."""
+        with self.lock:
+            self._spare = self._spare + OldBytes(files=nbytes)
+
     def __contains__(self, index: int) -> bool:
         return index in self._terms
 

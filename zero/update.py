@@ -36,6 +36,7 @@ from offload.zero.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.device_update import DeviceUpdate
 from offload.zero.device_work import DeviceWork
 from offload.zero.group import ParamGroup
+from offload.zero.save_gate import SaveGate
 
 _PAGE_NBYTES = 4096
 _LEAST_BLOCKS = 256  # of 8-bit states that are worth another thread
@@ -69,6 +70,7 @@ class UpdateQueue:
         self._staging = bool(buffers)  # False: every home is memory, nothing is ever staged
         self._lookahead = max(2, len(buffers) - 1)
         self._expected = expected
+        self.gate = SaveGate()  # of a save in the background
         self._waiting: OrderedDict[int, GroupUpdate] = OrderedDict()  # the next one first
         self._unfinished: dict[int, GroupUpdate] = {}
         self._lock = threading.Lock()
@@ -80,6 +82,7 @@ class UpdateQueue:
         self._leaving: deque[tuple[torch.Tensor | None, Transfer[list[None]]]] = deque()
         self.lane = Lane(WaitFor.UPDATE)
         self._worker = Worker("offload-update", self._work, self._fail)
+        self.gate.on_passed = self._worker.wake
 
     # ---------------------------------------------------------------- for the model's thread
     def submit(self, updates: Sequence[GroupUpdate], *, first: bool = False) -> None:
@@ -114,6 +117,7 @@ class UpdateQueue:
         with self._lock:
             if index in self._waiting:
                 self._waiting.move_to_end(index, last=False)
+                self.gate.want(index)
 
     def is_pending(self, index: int) -> bool:
         return index in self._unfinished
@@ -145,9 +149,13 @@ class UpdateQueue:
         self._raise_failure()
 
     def await_progress(self) -> bool:
-        """Wait for the group being updated, which holds views of copies; False if none is."""
+        """Wait for the group being updated, which holds views of copies, or for one that waits for
+        a save, and then uses its gradients up; False if there is none."""
         with self._lock:
             update = next((u for u in self._unfinished.values() if u.begun), None)
+            if update is None:
+                waiting = self._waiting.values()
+                update = next((u for u in waiting if self.gate.holds_back(u.group.index)), None)
         if update is None or self._worker.is_this_thread():
             return False
         update.ready.wait()
@@ -221,7 +229,8 @@ class UpdateQueue:
     def _begin_group(self) -> GroupUpdate | None:
         with self._lock:
             # one that waits for other ranks must not hold what the reduction needs to end
-            update = next((each for each in self._waiting.values() if each.can_begin), None)
+            waiting = (each for each in self._waiting.values() if each.can_begin)
+            update = next((each for each in waiting if self.gate.admits(each.group.index)), None)
             if update is None:
                 return None
             del self._waiting[update.group.index]

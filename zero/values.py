@@ -6,7 +6,7 @@ step works through: at most one group's weights and one record are in memory at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +111,7 @@ class ParameterValues(WeightValues):
                 chunk.record_format.write_state(chunk.arrays, field, chunk.here, values)
         if field == "master":
             if not spec.trainable:
+                self._runtime.updates.gate.await_admission(group.index)
                 self._set_frozen(group, host, spec, flat)
             group.state.host_wrote()
         del host  # not before: a copy without views may be dropped
@@ -166,6 +167,8 @@ class ParameterValues(WeightValues):
         state = self._state_of(group)
         if index not in state.parts:
             return
+        if write:
+            self._runtime.updates.gate.await_admission(group.index)
         part = state.parts[index]
         spec = part.spec
         weights = state.part.trained_in(array_of(host, self._own))
@@ -255,6 +258,10 @@ class ParameterValues(WeightValues):
             self.write(param, name, torch.zeros(spec.shape) if value is None else value)
         if "master" in state:
             self.write(param, "master", state["master"])
+
+    def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        self._runtime.updates.gate.await_admission(group.index)
+        super().accept(group, indices)
 
     def _follow(self, group: ParamGroup, index: int) -> None:
         """A parameter was written: its master becomes that value."""

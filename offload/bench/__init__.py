@@ -10,6 +10,7 @@
     codec       weights in 8 and 4 bits
     step        whole training steps, of one rank        contenders, systems, limits
     ranks       ... and of several
+    save        checkpoints
 
 Others are measured in the same run by `benchmarks/` of a checkout, over the same harness.
 """

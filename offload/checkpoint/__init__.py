@@ -14,16 +14,17 @@ checkpoint: a folder without a suffix is complete, so there is nothing that coul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.steps import latest, prune, step_path
 
 if TYPE_CHECKING:
+    from offload.checkpoint.background import BackgroundSaves
     from offload.engine import Engine
 
-__all__ = ["copy", "latest", "load", "prune", "save", "step_path"]
+__all__ = ["copy", "latest", "load", "prune", "save", "save_behind", "step_path"]
 
 
 def save(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> None:
@@ -45,6 +46,23 @@ def save(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> 
     from offload.checkpoint.saving import save_engine
 
     save_engine(engine, path, state)
+
+
+def save_behind(
+    engine: Engine, path: Path, state: Mapping[str, Any] | None, saves: BackgroundSaves,
+    done: Callable[[], None],
+) -> bool:  # fmt: skip
+    """As `save`, but return once the state is fixed, and write it while the engine trains; `done()`
+    is called on another thread when it is complete. False, after saying why once, where that cannot
+    be: nothing was begun then."""
+    from offload.checkpoint.background import BackgroundSave, why_not
+
+    reason = why_not(engine)
+    if reason:
+        saves.say_once(f"save_checkpoint(wait=False) waits: {reason}")
+        return False
+    BackgroundSave(engine, path, state, saves, done)
+    return True
 
 
 def copy(source: str | Path, destination: str | Path) -> int:

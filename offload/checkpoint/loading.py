@@ -38,6 +38,7 @@ _log = logging.getLogger("offload")
 
 def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
     """See `offload.checkpoint.load`."""
+    engine.checkpoint_saved()
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be loaded")
     runtime = engine.runtime

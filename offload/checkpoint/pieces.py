@@ -1,49 +1,133 @@
 """Pieces of states in host memory, one at a time, from any tier.
 
 Works through the update side of `State`, so nothing is brought, evicted or reordered: a save leaves
-every residency as it was, but that of weights in codes, which are decoded group by group. Memory:
-one buffer for the largest piece, beyond the engine's budgets.
+every residency as it was, but that of weights in codes, which are decoded group by group. Memory,
+beyond the engine's budgets: a buffer for the largest piece, or with pieces that are read ahead a
+few, if they are small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from offload.swap.coded_state import CodedState
-from offload.swap.state import State
+from offload.swap.snapshot import Snapshot
+from offload.swap.state import HostPiece, State
+from offload.swap.transfer import Transfer
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.host_region import HostRegion
 from offload.tiers.units import round_up
 from offload.zero.layout import ParamSpec
 
+_BUFFERS = 3  # for one piece that is used, and for two that are read meanwhile
+_BUFFERS_NBYTES = 96 << 20  # of all of them, if they are more than one
+
+
+@dataclass(slots=True)
+class _Read:
+    """A piece that is being read, or is in host memory already."""
+
+    state: State
+    piece: int
+    found: HostPiece | None = None
+    buffer: torch.Tensor | None = None
+    arrival: Transfer[None] | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Its bytes, once they are there."""
+        if self.found is not None:
+            return self.found.wait()
+        assert self.buffer is not None, "begun"
+        assert self.arrival is not None, "begun"
+        self.arrival.wait()
+        span = self.state.span(self.piece)
+        return self.buffer[: span.stop - span.start]
+
 
 class PieceAccess:
     """Reads and overwrites whole pieces. For states that are settled."""
 
-    def __init__(self, states: Sequence[State]) -> None:
-        sizes = (min(s.piece_nbytes, s.nbytes) for s in states if not isinstance(s, CodedState))
-        largest = max(sizes, default=0)
+    def __init__(
+        self, states: Sequence[State], snapshots: Mapping[State, Snapshot] | None = None
+    ) -> None:  # fmt: skip
+        """Of states with a snapshot that is read, and each piece let go then."""
+        self._snapshots = snapshots or {}
+        plain = [state for state in states if not isinstance(state, CodedState)]
+        self._all_plain = len(plain) == len(states)
+        largest = max((min(state.piece_nbytes, state.nbytes) for state in plain), default=0)
         # page-aligned, as direct I/O wants it, and returned to the system with this object
-        size = round_up(max(largest, 1), PAGE_NBYTES)
-        self._buffer = HostRegion(size).tensor(0, size)
+        self._size = round_up(max(1, largest), PAGE_NBYTES)
+        self._free = [self._buffer()]
+        self._order: Iterator[tuple[State, int]] = iter(())
+        self._ahead: deque[_Read] = deque()  # in their order
+        self._most_ahead = 0
+
+    def _buffer(self) -> torch.Tensor:
+        return HostRegion(self._size).tensor(0, self._size)
+
+    def expect(self, order: Iterable[tuple[State, int]]) -> None:
+        """Pieces in the order in which they are going to be read next, each once: they are read
+        ahead. Nothing is to be overwritten meanwhile.
+
+        Not where weights are decoded: their slots may need the memory of what was found there.
+        """
+        if not self._all_plain:
+            return
+        self._order = iter(order)
+        self._most_ahead = max(0, min(_BUFFERS, _BUFFERS_NBYTES // self._size) - 1)
+        while len(self._free) + len(self._ahead) <= self._most_ahead:
+            self._free.append(self._buffer())
 
     @contextmanager
     def reading(self, state: State, piece: int) -> Iterator[torch.Tensor]:
         """The piece's bytes (1D uint8, host memory), valid and unchanged within the block."""
-        span = state.span(piece)
         if isinstance(state, CodedState):  # decoded into memory of its own budget
-            yield state.host_tensor()[span]
+            yield state.host_tensor()[state.span(piece)]
             return
-        found = state.host_piece(piece)
+        read = self._take(state, piece)
+        try:
+            self._read_ahead()
+            yield read.wait()
+        finally:
+            self._give_back(read)
+
+    def _take(self, state: State, piece: int) -> _Read:
+        if self._ahead:
+            read = self._ahead.popleft()
+            assert (read.state, read.piece) == (state, piece), "pieces come as they are expected"
+            return read
+        next(self._order, None)  # this one
+        return self._begin(state, piece)
+
+    def _read_ahead(self) -> None:
+        """Begin to read what comes next, as far as there are buffers."""
+        while self._free and len(self._ahead) < self._most_ahead:
+            following = next(self._order, None)
+            if following is None:
+                return
+            self._ahead.append(self._begin(*following))
+
+    def _begin(self, state: State, piece: int) -> _Read:
+        source = self._snapshots.get(state, state)
+        found = source.host_piece(piece)
         if found is not None:
-            yield found.wait()
-            return
-        staged = self._staged(span)
-        state.read_piece(piece, staged).wait()
-        yield staged[: span.stop - span.start]
+            return _Read(state, piece, found)
+        buffer = self._free.pop()
+        arrival = source.read_piece(piece, _pages(buffer, state.span(piece)))
+        return _Read(state, piece, None, buffer, arrival)
+
+    def _give_back(self, read: _Read) -> None:
+        if read.buffer is not None:
+            self._free.append(read.buffer)
+        read.found = read.buffer = None  # a view of a slot would keep it
+        snapshot = self._snapshots.get(read.state)
+        if snapshot is not None:
+            snapshot.let_go(read.piece)
 
     @contextmanager
     def overwriting(self, state: State, piece: int) -> Iterator[torch.Tensor]:
@@ -62,12 +146,13 @@ class PieceAccess:
             yield found.wait()
             state.wrote_piece(piece)
             return
-        staged = self._staged(span)
-        yield staged[: span.stop - span.start]
-        state.write_piece(piece, staged).wait()
+        buffer = self._free[0]
+        yield buffer[: span.stop - span.start]
+        state.write_piece(piece, _pages(buffer, span)).wait()
 
-    def _staged(self, span: slice) -> torch.Tensor:
-        return self._buffer[: round_up(span.stop - span.start, PAGE_NBYTES)]
+
+def _pages(buffer: torch.Tensor, span: slice) -> torch.Tensor:
+    return buffer[: round_up(span.stop - span.start, PAGE_NBYTES)]
 
 
 def overlaps(
@@ -79,6 +164,11 @@ def overlaps(
         if lo < hi:
             here = slice(lo - elements.start, hi - elements.start)
             yield spec, here, slice(lo - spec.offset, hi - spec.offset)
+
+
+def pieces_of(states: Iterable[State]) -> Iterator[tuple[State, int]]:
+    """All pieces of some states, one after another."""
+    return ((state, piece) for state in states if state.nbytes for piece in range(state.pieces))
 
 
 def elements_of(state: State, piece: int, itemsize: int) -> range:

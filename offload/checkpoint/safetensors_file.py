@@ -25,7 +25,7 @@ from typing import Any
 from offload.checkpoint import bounded_json
 from offload.checkpoint.blocks import BlockHashes
 from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.disk import new_file
+from offload.checkpoint.disk import OpenFile, new_file
 from offload.checkpoint.manifest import (
     ITEMSIZE,
     BufferRecord,
@@ -33,10 +33,12 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     SectionRecord,
 )
+from offload.checkpoint.write_behind import BehindFile, Stream, WriteBehind
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
+_PART_NBYTES = 1 << 20
 _WRITEBACK_NBYTES = 8 << 20
 _MOST_NUMEL = 1 << 60
 
@@ -83,6 +85,7 @@ class _Section:
     start: int
     nbytes: int
     hashes: BlockHashes
+    into: Stream | None  # of a file that is written behind
     filled: int = 0
 
 
@@ -110,58 +113,83 @@ def _header(sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str,
 class SafetensorsWriter:
     """Creates `path` and fills its sections. A context manager; `finish` makes it durable.
 
-    `bound_to`: of a checkpoint's file what its hashes are bound to (`Manifest.bound_to`)."""
+    `bound_to`: of a checkpoint's file what its hashes are bound to (`Manifest.bound_to`). `behind`
+    writes it while the caller goes on, and closes it; what goes wrong then is raised later.
+    """
 
     def __init__(
         self, path: Path, sections: Mapping[str, Sequence[TensorInfo]],
-        metadata: Mapping[str, str], bound_to: str = "",
+        metadata: Mapping[str, str], bound_to: str = "", behind: WriteBehind | None = None,
     ) -> None:  # fmt: skip
         self.path = path
         header = _header(sections, metadata)
+        sizes = {name: sum(tensor.nbytes for tensor in each) for name, each in sections.items()}
+        self._file: OpenFile | None = None
+        self._behind: BehindFile | None = None
+        if behind is not None:
+            self._behind = behind.create(path)
+        else:
+            self._file = new_file(path)
         self._sections: dict[str, _Section] = {}
         end = 0
-        sizes = {name: sum(tensor.nbytes for tensor in each) for name, each in sections.items()}
         for name, nbytes in {"header": len(header), **sizes}.items():
-            self._sections[name] = _Section(name, end, nbytes, BlockHashes(bound_to, end))
+            into = None if self._behind is None else self._behind.stream(end, nbytes)
+            self._sections[name] = _Section(name, end, nbytes, BlockHashes(bound_to, end), into)
             end += nbytes
         self.nbytes = end
         self._unstarted = 0  # bytes that the device was not asked to write yet
-        self._file = new_file(path)
         try:
             self.append("header", memoryview(header))
         except BaseException:
-            self._file.close()
+            self._close()
             raise
 
     def append(self, section: str, data: memoryview) -> None:
-        """The next bytes of a section. Blocks until the operating system has them."""
+        """The next bytes of a section. Blocks until the operating system has them, or `behind` has
+        a copy."""
         into = self._sections[section]
         if into.filled + data.nbytes > into.nbytes:
             raise IntegrityError(f"{self.path}: {data.nbytes} bytes too many for {section}")
         data = data.cast("B")
-        into.hashes.update(data)
+        for part in (data[at : at + _PART_NBYTES] for at in range(0, data.nbytes, _PART_NBYTES)):
+            into.hashes.update(part)
+            self._write(into, part)  # while it is in the processor's cache
+            into.filled += part.nbytes
+
+    def _write(self, into: _Section, data: memoryview) -> None:
+        if into.into is not None:
+            into.into.append(data)
+            return
+        assert self._file is not None, "without `behind`"
         self._file.write_all(data, into.start + into.filled)
-        into.filled += data.nbytes
         self._unstarted += data.nbytes
         if self._unstarted >= _WRITEBACK_NBYTES:
             self._file.start_writeback()
             self._unstarted = 0
 
     def finish(self) -> FileRecord:
-        """Wait until the file is on the device; its bytes and hashes."""
+        """Wait until the file is on the device (with `behind`: its `finish` does); its bytes and
+        hashes."""
         for section in self._sections.values():
             if section.filled != section.nbytes:
                 raise IntegrityError(
                     f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
                 )
-        self._file.sync()
-        # written once and not read soon: leave the page cache to the training data
-        self._file.forget(0, 0)
+        if self._behind is not None:
+            self._behind.finish()
+        elif self._file is not None:
+            self._file.sync()
+            # written once and not read soon: leave the page cache to the training data
+            self._file.forget(0, 0)
         records = [
             SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.hashes.text())
             for section in self._sections.values()
         ]
         return FileRecord(nbytes=self.nbytes, sections=records)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -170,7 +198,7 @@ class SafetensorsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._file.close()
+        self._close()
 
 
 def parse_header(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
 )
 from offload.checkpoint.model import SavedGroup
-from offload.checkpoint.pieces import PieceAccess, overlaps
+from offload.checkpoint.pieces import PieceAccess, overlaps, pieces_of
 from offload.checkpoint.run_state import RunState
 from offload.checkpoint.safetensors_file import (
     SafetensorsWriter,
@@ -38,7 +37,10 @@ from offload.checkpoint.safetensors_file import (
     info_of,
 )
 from offload.checkpoint.shards import Records, ShardReader, Weights
+from offload.checkpoint.write_behind import WriteBehind
 from offload.display.progress import progress
+from offload.swap.snapshot import Snapshot
+from offload.swap.state import State
 from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup
 from offload.zero.layout import ParamSpec
@@ -53,26 +55,32 @@ _TENSORS = "tensors"
 
 def save_engine(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> None:
     """See `offload.checkpoint.save`."""
+    engine.checkpoint_saved()
+    check_savable(engine)
+    run = RunState.of(engine, state)
+    if engine.runtime.ranks is not None:
+        _save_together(engine, path, run, engine.runtime.ranks)
+        return
+    saver = Saver(engine, run)
+    with PendingFolder(path) as folder:
+        saver.write(folder.path, path.name)
+        folder.commit()
+
+
+def check_savable(engine: Engine) -> None:
+    """Wait for what is under way. StateError if a save would be of half a step."""
     engine.runtime.store.check_usable()
     model.check_stepped(engine)
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be saved")
     model.check_caught_up(engine)
-    run = RunState.of(engine, state)
-    if engine.runtime.ranks is not None:
-        _save_together(engine, path, run, engine.runtime.ranks)
-        return
-    saver = _Saver(engine, run)
-    with PendingFolder(path) as folder:
-        saver.write(folder.path, path.name)
-        folder.commit()
 
 
 def _save_together(engine: Engine, path: Path, run: RunState, ranks: Ranks) -> None:
     """The first rank writes, the others send their parts. An error while writing is raised on every
     rank, after all parts were sent, so that no rank waits for ever."""
     error: BaseException | None = None
-    saver = _Saver(engine, run)
+    saver = Saver(engine, run)
     saver.refresh()
     if saver.writes:
         try:
@@ -111,10 +119,14 @@ def _by_width(fields: Mapping[str, str]) -> list[tuple[str, str]]:
     return sorted(fields.items(), key=lambda item: -ITEMSIZE[item[1]])
 
 
-class _Saver:
+class Saver:
     """Writes one checkpoint. Everything that can be refused is refused when it is made."""
 
-    def __init__(self, engine: Engine, run: RunState) -> None:
+    def __init__(
+        self, engine: Engine, run: RunState, snapshots: Mapping[State, Snapshot] | None = None
+    ) -> None:  # fmt: skip
+        """Of what the engine's states are when they are read, or of `snapshots` of all of them,
+        which are read in any order."""
         self._runtime = engine.runtime
         self._run = run
         self._others = model.other_tensors(engine)
@@ -142,12 +154,14 @@ class _Saver:
         )
         states = [group.state for group in self._runtime.groups]
         records = [r for state in self._runtime.optimizer_states for r in state.records]
-        self._reader = ShardReader(
-            PieceAccess([*states, *records]), self._runtime.ranks, self._runtime.own.nbytes
-        )
+        self._access = PieceAccess([*states, *records], snapshots)
+        self._reader = ShardReader(self._access, self._runtime.ranks, self._runtime.own.nbytes)
+        if self._runtime.ranks is None and snapshots is None:
+            self._access.expect(self._order())
         self._parts = self._all_parts()
         self._open: Iterator[Any] = iter(())
-        self._came: Callable[[int], None]
+        self.came: Callable[[int], None] = lambda nbytes: None
+        self._behind: WriteBehind
 
     @property
     def writes(self) -> bool:
@@ -160,25 +174,45 @@ class _Saver:
         for group in self._runtime.groups:
             group.state.settle()
 
+    @property
+    def saved(self) -> Sequence[SavedGroup]:
+        """Groups by their numbers."""
+        return self._saved
+
     def _all_parts(self) -> Iterator[Iterator[Any]]:
-        """Every group's parameters and records, in the order in which they are written."""
-        yield self._reader.meet()  # after buffers
-        yield self._reader.meet()  # after tensors of the run
-        for group, rank in (each for saved in self._saved for each in saved.of_all_ranks()):
-            state = self._runtime.optimizer_states[group.index]
-            yield self._reader.weights(state, rank)
-            if group.layout.numel_trainable:
-                yield self._reader.records(state, self._saved_format, rank)
+        """What is no group's, then every group's parameters and records, in the order in which they
+        are written."""
+        yield self._reader.meet()
+        for saved in self._saved:
+            yield from self._weights_of(saved)
+            yield from self._records_of(saved)
+
+    def _weights_of(self, saved: SavedGroup) -> Iterator[Iterator[Any]]:
+        for group, rank in saved.of_all_ranks():
+            yield self._reader.weights(self._runtime.optimizer_states[group.index], rank)
             yield self._reader.meet()
+
+    def _records_of(self, saved: SavedGroup) -> Iterator[Iterator[Any]]:
+        for group, rank in saved.of_all_ranks():
+            if group.layout.numel_trainable:
+                state = self._runtime.optimizer_states[group.index]
+                yield self._reader.records(state, self._saved_format, rank)
+                yield self._reader.meet()
+
+    def _order(self) -> Iterator[tuple[State, int]]:
+        """Pieces in the order of `_all_parts`, on one rank."""
+        for saved in self._saved:
+            yield from pieces_of(group.state for group in saved.groups)
+            yield from pieces_of(self._records_in(saved))
+
+    def _records_in(self, saved: SavedGroup) -> Iterator[State]:
+        for group in saved.groups:
+            yield from self._runtime.optimizer_states[group.index].records
 
     def _take(self) -> Iterator[Any]:
         """The next piece to be written."""
         self._open = next(self._parts)
         return self._open
-
-    def _meet(self) -> None:
-        for _ in self._take():
-            pass
 
     def drain(self) -> None:
         """Take this rank's part in the rest of the save, and write nothing."""
@@ -196,21 +230,55 @@ class _Saver:
 
     def write(self, folder: Path, name: str) -> None:
         """Every file, the manifest last. `name`: that the folder is going to have."""
-        nbytes = self._nbytes()
-        check_room(folder, nbytes)
+        with WriteBehind() as behind, progress(f"saving {name}", self.nbytes()) as self.came:
+            self.begin(folder, behind)
+            self._write_others(folder)
+            self._meet()
+            for number in range(len(self._saved)):
+                self._write_weights(folder, number)
+                self._write_records(folder, number)
+            self.finish(folder, name)
+
+    # ---------------------------------------------------------------- in steps of their own
+    def begin(self, folder: Path, behind: WriteBehind) -> None:
+        """Folders in it, if there is room."""
+        self._behind = behind
+        check_room(folder, self.nbytes())
         with storage_errors("creating", folder):
             make_folder(folder / PARAMETERS)
             make_folder(folder / OPTIMIZER)
-        with progress(f"saving {name}", nbytes) as self._came:
-            self._write_tensors(folder, BUFFERS, self._other_sections(), self._others)
-            self._write_tensors(folder, RUN, self._run_sections(), self._run.tensors)
-            for number in range(len(self._saved)):
-                self._write_group(folder, number)
-        manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
+
+    def write_fixed(self, folder: Path, numbers: Sequence[int]) -> None:
+        """What is no group's, and the parameters of the groups of these numbers."""
+        self._write_others(folder)
+        for number in numbers:
+            self._parts = self._weights_of(self._saved[number])
+            self._access.expect(pieces_of(group.state for group in self._saved[number].groups))
+            self._write_weights(folder, number)
+
+    def write_rest(self, folder: Path, number: int) -> None:
+        """What is left of a group after `write_fixed`."""
+        saved = self._saved[number]
+        if self._groups[number].parameters not in self._files:
+            self._parts = self._weights_of(saved)
+            self._access.expect(pieces_of(group.state for group in saved.groups))
+            self._write_weights(folder, number)
+        self._parts = self._records_of(saved)
+        self._access.expect(pieces_of(self._records_in(saved)))
+        self._write_records(folder, number)
+
+    def finish(self, folder: Path, name: str) -> None:
+        """All files are on the device, the manifest last."""
+        self._behind.finish()
+        names = [(group.parameters, group.optimizer) for group in self._groups]
+        order = [*(file for both in names for file in both if file is not None), BUFFERS, RUN]
+        files = {file: self._files[file] for file in order}
+        manifest = self._manifest.model_copy(update={"files": files, "saved_as": name})
         write_text(folder / MANIFEST, manifest.to_json())
 
     # ---------------------------------------------------------------- what each file holds
-    def _nbytes(self) -> int:
+    def nbytes(self) -> int:
+        """Of all files but the manifest."""
         total = file_nbytes(self._other_sections(), {}) + file_nbytes(self._run_sections(), {})
         for number, record in enumerate(self._groups):
             total += file_nbytes(self._parameter_sections(number), self._metadata(number))
@@ -251,33 +319,36 @@ class _Saver:
         return {**metadata, "tied": json.dumps(tied)} if tied else metadata
 
     # ---------------------------------------------------------------- writing
-    def _write_group(self, folder: Path, number: int) -> None:
-        """Both files side by side: experts come one after another, each with its records."""
+    def _write_weights(self, folder: Path, number: int) -> None:
+        """One group's file of parameters: experts come one after another."""
         saved, record = self._saved[number], self._groups[number]
-        with ExitStack() as stack:
-            parameters = stack.enter_context(
-                SafetensorsWriter(
-                    folder / record.parameters, self._parameter_sections(number),
-                    self._metadata(number), self._manifest.bound_to(record.parameters),
-                )
-            )  # fmt: skip
-            optimizer = None
-            if record.optimizer is not None:
-                optimizer = stack.enter_context(
-                    SafetensorsWriter(
-                        folder / record.optimizer, self._optimizer_sections(number),
-                        {"group": record.name}, self._manifest.bound_to(record.optimizer),
-                    )
-                )  # fmt: skip
+        with SafetensorsWriter(
+            folder / record.parameters, self._parameter_sections(number), self._metadata(number),
+            self._manifest.bound_to(record.parameters), self._behind,
+        ) as file:  # fmt: skip
             for group, _ in saved.of_all_ranks():
-                self._write_parameters(parameters, group, self._take(), packed=saved.packed)
-                if group.layout.numel_trainable:
-                    assert optimizer is not None, "it is trained"
-                    self._write_optimizer(optimizer, group, self._take(), packed=saved.packed)
+                self._write_parameters(file, group, self._take(), packed=saved.packed)
                 self._meet()
-            self._files[record.parameters] = parameters.finish()
-            if optimizer is not None and record.optimizer is not None:
-                self._files[record.optimizer] = optimizer.finish()
+            self._files[record.parameters] = file.finish()
+
+    def _write_records(self, folder: Path, number: int) -> None:
+        """One group's file of optimizer states, if it is trained."""
+        saved, record = self._saved[number], self._groups[number]
+        if record.optimizer is None:
+            return
+        with SafetensorsWriter(
+            folder / record.optimizer, self._optimizer_sections(number), {"group": record.name},
+            self._manifest.bound_to(record.optimizer), self._behind,
+        ) as file:  # fmt: skip
+            for group, _ in saved.of_all_ranks():
+                if group.layout.numel_trainable:
+                    self._write_optimizer(file, group, self._take(), packed=saved.packed)
+                    self._meet()
+            self._files[record.optimizer] = file.finish()
+
+    def _meet(self) -> None:
+        for _ in self._take():
+            pass
 
     def _write_parameters(
         self, file: SafetensorsWriter, group: ParamGroup, weights: Weights, *, packed: bool
@@ -287,7 +358,7 @@ class _Saver:
             for spec, here, _ in overlaps(group.layout.params, elements):
                 part = raw[here.start * itemsize : here.stop * itemsize]
                 file.append(self._section(spec, packed, _TENSORS), part.numpy().data)
-            self._came(raw.nbytes)
+            self.came(raw.nbytes)
             del raw
 
     def _write_optimizer(
@@ -299,22 +370,25 @@ class _Saver:
                 for field, span in self._saved_format.field_spans(here).items():
                     part = arrays[field][span].view(np.uint8)
                     file.append(self._section(spec, packed, field), part.data)
-                    self._came(part.nbytes)
+                    self.came(part.nbytes)
             arrays.clear()
 
     def _section(self, spec: ParamSpec, packed: bool, name: str) -> str:
         return _packed_section(self._wholes[spec.name].spec.name, name) if packed else name
 
+    def _write_others(self, folder: Path) -> None:
+        """What is no part of the tiers: buffers, and tensors of what goes on beside the engine."""
+        self._write_tensors(folder, BUFFERS, self._other_sections(), self._others)
+        self._write_tensors(folder, RUN, self._run_sections(), self._run.tensors)
+
     def _write_tensors(
         self, folder: Path, name: str, sections: Sections, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Those that are no part of the tiers."""
         with SafetensorsWriter(
-            folder / name, sections, {"format": "pt"}, self._manifest.bound_to(name)
+            folder / name, sections, {"format": "pt"}, self._manifest.bound_to(name), self._behind
         ) as file:
             for tensor in tensors.values():
                 if tensor.numel():
                     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     file.append(_TENSORS, flat.numpy().data)
             self._files[name] = file.finish()
-        self._meet()

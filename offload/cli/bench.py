@@ -191,6 +191,21 @@ def step(
 
 
 @bench_app.command()
+def save(
+    context: typer.Context,
+    config: Config = None,
+    option: Override = None,
+    path: Folder = None,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """A checkpoint against raw sequential writing of as many bytes."""
+    from offload.bench.save import COLUMNS, SaveOptions
+
+    _run(context, SaveOptions(config, tuple(option or []), path, rounds), COLUMNS, json)
+
+
+@bench_app.command()
 def ranks(
     context: typer.Context,
     count: Annotated[

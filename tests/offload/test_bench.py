@@ -47,6 +47,7 @@ IO = ["io", "--size", "1MiB", "--block", "128KiB", "--in-flight", "256KiB"]
 COPY = ["copy", "--size", "256KiB", "--piece", "100KiB", "--threads", "2"]
 CODEC = ["codec", "--numel", "70000", "--threads", "2"]
 STEP = ["step", *TINY_MODEL]
+SAVE = ["save", *TINY_MODEL]
 
 
 def run(*arguments: str) -> int:
@@ -149,6 +150,18 @@ def test_codec_compares_both_ways_of_every_code_with_memory(recorded: Any) -> No
     assert "GB/s stored" in printed
 
 
+def test_save_compares_a_checkpoint_with_raw_loops_of_its_bytes(
+    recorded: Any, tmp_path: Path
+) -> None:
+    record, printed = recorded(*SAVE, "--path", str(tmp_path))
+    rows = check(record, "save")
+    assert [row["kind"] for row in rows.values()] == ["limit", "limit", "ours"]
+    assert rows["ours"]["measures"]["extra_rss_nbytes"]
+    assert "are read from nvme" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
 @pytest.mark.gpu
 def test_copy_measures_both_directions_and_both_at_once(recorded: Any) -> None:
     record, _ = recorded(*COPY)
@@ -219,6 +232,7 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
         (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["step", "--precision", "fp16"], "set precision: fp32 or bf16"),
+        (["save", "--path", "nowhere"], "--path: nowhere is not a folder"),
         (["ranks", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["ranks", "-o", "precision=fp16"], "set precision: fp32 or bf16"),
         (["ranks", "--ranks", "1"], "--ranks: 1 is not several"),

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import offload
+from offload.checkpoint import write_behind
 from offload.checkpoint.exporting import export
-from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.machine import forget_peak_rss, peak_rss_nbytes, rss_nbytes
 from tests.offload.engine_cases import NVME, ON, config
 
 MIB = 1 << 20
 CHUNK = 1 << 17  # elements: a record of 1.25 MiB
 HELD = CHUNK * 10 + 4 * MIB  # one record, and the buffer that hashes are checked with
+# A save reads two records ahead. Blocks wait to be written, and each section fills one.
+AHEAD = 2 * CHUNK * 10 + (write_behind.MOST_QUEUED + 4) * write_behind.BLOCK_NBYTES
 SLACK = 6 * MIB  # interpreter and allocator
 
 
@@ -38,13 +41,13 @@ class Deep(nn.Module):
 def growth() -> Iterator[list[int]]:
     """How far the peak of the block's RSS lies above the RSS before it, in bytes."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    forget_peak_rss()
     before, found = rss_nbytes(), [0]
     yield found
     found[0] = peak_rss_nbytes() - before
 
 
-def test_saving_loading_and_exporting_hold_one_chunk_beyond_the_budget(tmp_path: Path) -> None:
+def test_saving_loading_and_exporting_hold_a_few_chunks_beyond_the_budget(tmp_path: Path) -> None:
     budget = {"host": "24MiB", "nvme": "400MiB"}
     keys = config(tmp_path, NVME, precision="bf16", budget=budget, optimizer={"chunk": CHUNK})
     with torch.device("meta"):
@@ -69,6 +72,6 @@ def test_saving_loading_and_exporting_hold_one_chunk_beyond_the_budget(tmp_path:
         host = engine.report().tiers["host"]
         assert host.peak_nbytes <= host.budget_nbytes
         engine.check_integrity()
-    assert saving[0] <= HELD + SLACK
+    assert saving[0] <= HELD + AHEAD + SLACK
     assert loading[0] <= HELD + SLACK
     assert exporting[0] <= 3 * 4 * MIB + SLACK

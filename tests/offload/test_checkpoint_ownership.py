@@ -136,17 +136,17 @@ def test_a_checkpoint_with_something_else_in_it_is_neither_replaced_nor_pruned(
 def test_what_comes_into_the_folder_during_the_save_is_kept(
     engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.checkpoint.saving import _Saver
+    from offload.checkpoint.saving import Saver
 
     path = Path(shutil.copytree(original, tmp_path / "saved"))
     before = tree(path)
-    write = _Saver.write
+    write = Saver.write
 
-    def writing(saver: _Saver, *args: Any) -> None:
+    def writing(saver: Saver, *args: Any) -> None:
         write(saver, *args)
         written(path, "notes.txt")
 
-    monkeypatch.setattr(_Saver, "write", writing)
+    monkeypatch.setattr(Saver, "write", writing)
     with pytest.raises(PathError, match=r"notes\.txt"):
         engine.save_checkpoint(path)
     assert os.listdir(tmp_path) == ["saved"]

@@ -1,0 +1,260 @@
+"""A save that goes on while the model trains.
+
+    save_checkpoint(wait=False)   the numbers and buffers are copied, the versions on nvme kept, and
+    │                             parameters written that are used in place in host memory, where
+    │                             anybody might write to them
+    ├─ training ──────────────▶
+    └─ a thread ──────────────▶   groups in order of use, one that an update waits for first; then
+                                  the manifest; then the folder gets its name
+
+`zero/save_gate.py` says what may be overwritten meanwhile. Beside the buffers of any save nothing
+is copied in memory: what has no room for a second version waits for its turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.checkpoint.disk import free_nbytes
+from offload.checkpoint.folder import PendingFolder
+from offload.checkpoint.run_state import RunState
+from offload.checkpoint.saving import Saver, check_savable
+from offload.checkpoint.write_behind import WriteBehind
+from offload.swap.block_store import GROWTH_NBYTES
+from offload.swap.lanes import be_worker
+from offload.swap.shield import uninterrupted
+from offload.swap.snapshot import Snapshot
+from offload.swap.state import State
+from offload.tiers.errors import OffloadError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import round_up
+from offload.zero.save_gate import SaveGate
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+_log = logging.getLogger("offload")
+Snapshots = Mapping[State, Snapshot]
+
+
+class _Cancelled(OffloadError):
+    """Nobody waits for it any more."""
+
+
+def why_not(engine: Engine) -> str:
+    """Why a save of this engine cannot go on while it trains; empty if it can."""
+    if engine.runtime.ranks is not None:
+        return "several ranks write it together"
+    for state in _states(engine):
+        if not state.can_snapshot:
+            return f"{state.name} is at home in the device's memory, or in codes"
+    return ""
+
+
+def _states(engine: Engine) -> Iterator[State]:
+    for each in engine.runtime.optimizer_states:
+        yield from (state for state in (each.group.state, *each.records) if state.nbytes)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the thread is to do, and gives back."""
+
+    saver: Saver
+    folder: PendingFolder
+    name: str
+    numbers: dict[int, int]  # of saved groups, by the index of each of their groups
+    gate: SaveGate
+    held: ExitStack
+
+
+class BackgroundSave:
+    """A save, from when its state is fixed. Its thread keeps a program from ending before it is
+    complete."""
+
+    def __init__(
+        self, engine: Engine, path: Path, state: Mapping[str, Any] | None, saves: BackgroundSaves,
+        done: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Raises what is wrong with the state or the folder. From then on it is the one that
+        `saves` wait for; `done()` is called on the thread, once it is complete."""
+        self.path = path
+        self._done = done
+        self._failure: BaseException | None = None
+        self._is_cancelled = False
+        self._pid = os.getpid()
+        # not the thread's `join`: one that a Ctrl-C has ended takes the thread for dead (3.11)
+        self._ended = threading.Event()
+        with ExitStack() as unless_begun:
+            work = self._begin(engine, path, state, unless_begun.enter_context(ExitStack()))
+            thread = threading.Thread(target=self._run, args=(work,), name="offload-checkpoint")
+            with uninterrupted:
+                thread.start()
+                saves.under_way = self
+                unless_begun.pop_all()
+
+    # ---------------------------------------------------------------- on the model's thread
+    def _begin(
+        self, engine: Engine, path: Path, state: Mapping[str, Any] | None, held: ExitStack
+    ) -> _Work:
+        check_savable(engine)
+        run = RunState.of(engine, state)
+        snapshots = _snapshots(engine, held)
+        saver = Saver(engine, run, snapshots)
+        folder = held.enter_context(PendingFolder(path))
+        behind = held.enter_context(WriteBehind())
+        saver.begin(folder.path, behind)
+        saver.write_fixed(folder.path, list(_fixed(saver, snapshots)))
+        trials = engine.runtime.stepper.trials
+        with uninterrupted:
+            lent = trials.lend()
+            held.callback(trials.give_back, lent)
+        gate = engine.runtime.updates.gate
+        held.callback(gate.open)
+        room = min(lent, _room_on_disk(engine, folder.path, saver.nbytes()))
+        gate.close(_held(engine, saver, snapshots), room)
+        numbers = {g.index: n for n, saved in enumerate(saver.saved) for g in saved.groups}
+        saver.came = self._check
+        return _Work(saver, folder, path.name, numbers, gate, held)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `wait` would not block."""
+        return not self._is_mine or self._ended.is_set()
+
+    def wait(self) -> None:
+        """Block until it has ended; raises its error, once."""
+        if not self._is_mine:
+            return
+        self._ended.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def cancel(self) -> None:
+        """Let it end soon, and leave nothing."""
+        self._is_cancelled = True
+
+    @property
+    def _is_mine(self) -> bool:
+        """Else a forked child's, which has no such thread."""
+        return self._pid == os.getpid()
+
+    # ---------------------------------------------------------------- on its thread
+    def _run(self, work: _Work) -> None:
+        be_worker("checkpoint thread")
+        try:
+            with work.held:
+                self._write(work)
+                work.folder.commit()
+            self._done()
+        except _Cancelled:
+            _log.warning("%s was not saved: it was given up", self.path)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._failure = error
+        finally:
+            self._ended.set()
+
+    def _write(self, work: _Work) -> None:
+        left = dict.fromkeys(range(len(work.saver.saved)))
+        while left:
+            wanted = work.gate.next_wanted()
+            number = next(iter(left)) if wanted is None else work.numbers[wanted]
+            work.saver.write_rest(work.folder.path, number)
+            del left[number]
+            for group in work.saver.saved[number].groups:
+                work.gate.passed(group.index)
+        work.saver.finish(work.folder.path, work.name)
+        self._check(0)
+
+    def _check(self, nbytes: int) -> None:
+        if self._is_cancelled:
+            raise _Cancelled(f"{self.path} was given up")
+
+
+class BackgroundSaves:
+    """Of one engine: at most one is under way."""
+
+    def __init__(self) -> None:
+        self.under_way: BackgroundSave | None = None
+        self._said = False
+
+    def say_once(self, text: str) -> None:
+        """That a save cannot go on in the background."""
+        if not self._said:
+            self._said = True
+            _log.warning("%s", text)
+
+    def wait(self) -> None:
+        """Block until it has ended; raises its error, once."""
+        if self.under_way is not None:
+            try:
+                self.under_way.wait()
+            finally:
+                if self.under_way.has_ended:  # a Ctrl-C ends the wait alone
+                    self.under_way = None
+
+    def give_up(self) -> None:
+        """End it, and leave nothing."""
+        if self.under_way is not None:
+            self.under_way.cancel()
+            self.wait()
+
+
+def _snapshots(engine: Engine, held: ExitStack) -> Snapshots:
+    """Of all states, until `held` is closed."""
+    found: dict[State, Snapshot] = {}
+    held.callback(_let_go_all, found)
+    for state in _states(engine):
+        with uninterrupted:
+            found[state] = state.snapshot()
+    return found
+
+
+def _let_go_all(snapshots: Snapshots) -> None:
+    for state, snapshot in snapshots.items():
+        for piece in range(state.pieces):
+            snapshot.let_go(piece)
+
+
+def _fixed(saver: Saver, snapshots: Snapshots) -> Iterator[int]:
+    """Groups whose parameters are written at once: somebody might write to them in place."""
+    for number, saved in enumerate(saver.saved):
+        states = [group.state for group in saved.groups if group.state.nbytes]
+        if not all(snapshots[state].is_versioned for state in states):
+            yield number
+
+
+def _held(engine: Engine, saver: Saver, snapshots: Snapshots) -> dict[int, int | None]:
+    """For the gate: what is left of each group."""
+    fixed = {g.index for n in _fixed(saver, snapshots) for g in saver.saved[n].groups}
+    held: dict[int, int | None] = {}
+    for each in engine.runtime.optimizer_states:
+        weights = () if each.group.index in fixed else (each.group.state,)
+        left = [state for state in (*weights, *each.records) if state.nbytes]
+        if not left:
+            continue
+        versioned = all(snapshots[state].is_versioned for state in left)
+        held[each.group.index] = sum(map(_stored_nbytes, left)) if versioned else None
+    return held
+
+
+def _stored_nbytes(state: State) -> int:
+    return round_up(state.nbytes, PAGE_NBYTES) + PAGE_NBYTES * state.pieces
+
+
+def _room_on_disk(engine: Engine, folder: Path, nbytes: int) -> int:
+    """How much the swap files may grow, so that there is room for the checkpoint beside them."""
+    device = os.stat(folder).st_dev
+    rooms = [
+        free_nbytes(Path(path)) - (nbytes if os.stat(path).st_dev == device else 0) - GROWTH_NBYTES
+        for path in engine.swap_folders
+    ]
+    return max(0, min(rooms, default=0))

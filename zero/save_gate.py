@@ -1,0 +1,95 @@
+"""What a save in the background has still to read, and who may overwrite it before.
+
+    group on nvme, and room for another version      at once: the old version stays
+    else                                             once the save has passed the group
+
+An update that may not begin yet stays in its queue while others go on. What is waited for, the save
+takes next, so its order is that of the updates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+
+class SaveGate:
+    """Thread-safe. Open to all groups while no save is under way."""
+
+    def __init__(self) -> None:
+        self.on_passed: Callable[[], None] = lambda: None  # somebody may be admitted now
+        self._lock = threading.Condition(threading.Lock())
+        # by group: bytes of its versions on nvme; None where it cannot be overwritten meanwhile
+        self._held: dict[int, int | None] = {}
+        self._admitted: dict[int, int] = {}  # of those, which take room for as long
+        self._room = 0
+        self._wanted: OrderedDict[int, None] = OrderedDict()  # the next one first
+
+    def close(self, held: Mapping[int, int | None], room_nbytes: int) -> None:
+        """A save begins to read these groups: versions of them may take so much room beside new
+        ones."""
+        with self._lock:
+            self._held = dict(held)
+            self._admitted = {}
+            self._room = room_nbytes
+            self._wanted.clear()
+
+    def admits(self, index: int) -> bool:
+        """Whether a group may be overwritten, from here on. If not, the save takes it next."""
+        if not self._held:  # without the lock: no less true than just after it
+            return True
+        with self._lock:
+            if index not in self._held or index in self._admitted:
+                return True
+            nbytes = self._held[index]
+            if nbytes is not None and nbytes <= self._room:
+                self._room -= nbytes
+                self._admitted[index] = nbytes
+                return True
+            self._wanted[index] = None
+            return False
+
+    def holds_back(self, index: int) -> bool:
+        """Whether it may not be overwritten yet."""
+        with self._lock:
+            return index in self._held and index not in self._admitted
+
+    def want(self, index: int) -> None:
+        """A group is needed now: the save takes it next, if it may not be overwritten yet."""
+        if not self._held:
+            return
+        with self._lock:
+            if index in self._wanted:
+                self._wanted.move_to_end(index, last=False)
+
+    def await_admission(self, index: int) -> None:
+        """Block until a group may be overwritten."""
+        while not self.admits(index):
+            self.want(index)
+            with self._lock:
+                self._lock.wait_for(lambda: index not in self._held)
+
+    # ---------------------------------------------------------------- for the save
+    def next_wanted(self) -> int | None:
+        """A group that somebody waits for."""
+        with self._lock:
+            return next((index for index in self._wanted if index in self._held), None)
+
+    def passed(self, index: int) -> None:
+        """All of a group was read."""
+        with self._lock:
+            self._held.pop(index, None)
+            self._room += self._admitted.pop(index, 0)
+            self._wanted.pop(index, None)
+            self._lock.notify_all()
+        self.on_passed()
+
+    def open(self) -> None:
+        """The save reads nothing any more."""
+        with self._lock:
+            self._held.clear()
+            self._admitted.clear()
+            self._wanted.clear()
+            self._lock.notify_all()
+        self.on_passed()
