@@ -31,6 +31,7 @@ from offload.checkpoint.manifest import BufferRecord, RunRecord
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.plain_values import packed, unpacked
 from offload.checkpoint.reader import CheckpointReader
+from offload.swap.shield import uninterrupted
 from offload.tiers.errors import CheckpointError, StateError, UnsupportedError
 from offload.zero.block_state import modules_of
 from offload.zero.random_state import (
@@ -124,8 +125,10 @@ class _Packer:
 
 def _values_of(engine: Engine, state: Mapping[str, Any] | None, to: _Packer) -> dict[str, Any]:
     generators = named_generators(engine.module, engine.device)
+    with uninterrupted:  # pydantic takes a Ctrl-C for an error of its own
+        config = engine.config.to_dict()
     return {
-        "config": engine.config.to_dict(),
+        "config": config,
         "random": {
             name: to.packed("random", _state_of(each), f"the state of the generator {name}")
             for name, each in generators.items()

@@ -73,10 +73,13 @@ class WriteBehind:
     def __enter__(self) -> Self:
         # now: it may be needed once the program has begun to end
         self._thread = threading.Thread(
-            target=self._serve, name="offload-checkpoint-files", daemon=True
+            target=_serve, args=(self._todo,), name="offload-checkpoint-files", daemon=True
         )
         self._thread.start()
         return self
+
+    def __del__(self) -> None:
+        self._todo.put(None)  # a Ctrl-C may come between the thread's start and the `with`
 
     @uninterrupted  # a descriptor must not be closed while the thread writes to it
     def __exit__(
@@ -119,11 +122,6 @@ class WriteBehind:
             raise self._failure
 
     # ---------------------------------------------------------------- on the thread
-    def _serve(self) -> None:
-        while (work := self._todo.get()) is not None:
-            work()
-            del work  # it refers to a block's memory
-
     def _write(
         self, file: BehindFile, memory: AlignedMemory, data: memoryview, offset: int
     ) -> None:
@@ -139,6 +137,12 @@ class WriteBehind:
             work()
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             self._failure = error
+
+
+def _serve(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := todo.get()) is not None:
+        work()
+        del work  # it refers to a block's memory, and to whose thread this is
 
 
 class AlignedMemory:

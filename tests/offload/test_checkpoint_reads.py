@@ -322,7 +322,7 @@ def test_what_would_take_too_much_memory_is_not_parsed(
     text = '{"format": "offload checkpoint", "x": [' + "[]," * (bounded_json.MOST_VALUES // 2 + 1)
     (saved / "manifest.json").write_text(text + "0]}")
     monkeypatch.setattr(json, "loads", None)
-    with pytest.raises(CheckpointError, match=r"with 1,500,00\d values are more than"):
+    with pytest.raises(CheckpointError, match=r"1,500,00\d values are more than"):
         CheckpointReader(saved)
     with pytest.raises(ValueError, match="more than"):
         bounded_json.parse(b" " * (bounded_json.MOST_NBYTES + 1))
