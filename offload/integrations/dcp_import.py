@@ -132,7 +132,7 @@ def _value(
     fits = found is not None and list(found.shape) == record.shape
     if not fits or (dtype is None and DTYPE_NAMES.get(found.dtype) != record.dtype):  # type: ignore[union-attr]
         raise CheckpointError(
-            f"{folder.path}: {plain(name, 200)} should be {record.dtype} {tuple(record.shape)}, and "
+            f"{folder.path}: {plain(name, 200)} should be {record.dtype} {tuple(record.shape)} and "
             f"is {'missing' if found is None else f'{found.dtype} {found.shape}'}; {OTHERWISE}"
         )
     value = folder.read(where or "")
