@@ -28,6 +28,7 @@ from offload.checkpoint.torch_archive import (
     read_archive,
     sizes_of,
 )
+from offload.display.plain_text import plain
 from offload.tiers.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -83,7 +84,8 @@ class DcpFolder:
             self.paths = found.paths
             self._check_places()
         except ValueError as error:
-            raise CheckpointError(f"{path / METADATA} is damaged: {error}; {_REMEDY}") from None
+            said = plain(str(error), 300)
+            raise CheckpointError(f"{path / METADATA} is damaged: {said}; {_REMEDY}") from None
         finally:
             self.close()
 
@@ -156,11 +158,12 @@ class DcpFolder:
             return read_archive(self._window(place.file, place.start, place.nbytes))
         except ValueError as error:
             raise CheckpointError(
-                f"{self._where(name, place)} cannot be read as data: {error}; {_REMEDY}"
+                f"{self._where(name, place)} cannot be read as data: "
+                f"{plain(str(error), 300)}; {_REMEDY}"
             ) from None
 
     def _where(self, name: str, place: Place) -> str:
-        return f"{self.path / place.file}: {name[:200]} at byte {place.start}"
+        return f"{self.path / place.file}: {plain(name, 200)} at byte {place.start}"
 
     # ---------------------------------------------------------------- files
     def _window(self, file: str, start: int, nbytes: int | None) -> Window:

@@ -128,14 +128,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_counts(config: Any, files: Iterable[Path], where: Path) -> None:
-    """ConfigError for a configuration with many more layers or experts than the headers of `files`
-    have room for tensors: each would be made, and take memory, before it is seen to be missing."""
+def most_tensors(files: Iterable[Path]) -> int:
+    """How many the headers of safetensors files have room for."""
     headers = 0
     for path in files:
         with storage_errors("reading", path), path.open("rb") as file:
             headers += min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
-    most = _ANY_COUNT + headers // _ENTRY_NBYTES
+    return headers // _ENTRY_NBYTES
+
+
+def check_counts(config: Any, tensors: int, where: str | Path) -> None:
+    """ConfigError for a configuration with many more layers or experts than there are `tensors`:
+    each would be made, and take memory, before it is seen to be missing."""
+    most = _ANY_COUNT + tensors
     left: list[tuple[str, Any]] = [("", config)]
     while left:
         key, value = left.pop()

@@ -22,6 +22,7 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.config.optimizer_kinds import KINDS
+from offload.display.plain_text import plain
 from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
@@ -99,7 +100,7 @@ class _Foreign:
         return Plan(grouped(manifest, records), kept, {})
 
     def _unclear(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._folder.path}: {why}; {OTHERWISE}")
+        return CheckpointError(f"{self._folder.path}: {plain(why, 400)}; {OTHERWISE}")
 
     def _tensor(self, name: str) -> SavedTensor:
         return self._folder.tensors[self._layout.model[name]]

@@ -30,6 +30,7 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.display.plain_text import plain
 from offload.integrations.dcp_export import (
     ABOUT,
     MANIFEST_KEY,
@@ -131,8 +132,8 @@ def _value(
     fits = found is not None and list(found.shape) == record.shape
     if not fits or (dtype is None and DTYPE_NAMES.get(found.dtype) != record.dtype):  # type: ignore[union-attr]
         raise CheckpointError(
-            f"{folder.path}: {name[:200]} should be {record.dtype} {tuple(record.shape)}, and is "
-            f"{'missing' if found is None else f'{found.dtype} {found.shape}'}; {OTHERWISE}"
+            f"{folder.path}: {plain(name, 200)} should be {record.dtype} {tuple(record.shape)} and "
+            f"is {'missing' if found is None else f'{found.dtype} {found.shape}'}; {OTHERWISE}"
         )
     value = folder.read(where or "")
     return value if dtype is None else value.to(dtype)
@@ -143,8 +144,8 @@ def _write_weights(folder: DcpFolder, layout: Layout, out: Path) -> None:
     unknown = [name for name, tensor in tensors.items() if tensor.dtype not in DTYPE_NAMES]
     if unknown:
         raise CheckpointError(
-            f"{folder.path}: {unknown[0][:80]} is {tensors[unknown[0]].dtype}, which no file of "
-            "safetensors holds"
+            f"{folder.path}: {plain(unknown[0], 80)} is {tensors[unknown[0]].dtype}, which no file "
+            "of safetensors holds"
         )
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # for alignment
     infos = [TensorInfo(n, DTYPE_NAMES[tensors[n].dtype], tensors[n].shape) for n in order]

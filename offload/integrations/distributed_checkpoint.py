@@ -35,6 +35,23 @@ _HALF_LOADED = (
 )
 
 
+def _tensors(state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of a model and of an optimizer's states."""
+    yield from state_dict["model"].items()
+    for name, states in state_dict["optim"]["state"].items():
+        yield from ((f"{name}.{field}", value) for field, value in states.items())
+
+
+def _check_numbers(engine: Engine, group: dict[str, Any], found: dict[str, Any]) -> None:
+    try:
+        engine.optimizer.check_numbers(group, found)
+    except (ValueError, UnsupportedError) as error:
+        raise CheckpointError(
+            f"the checkpoint has a param group that this optimizer cannot take over: {error}; load "
+            "another one"
+        ) from None
+
+
 def _steps(name: str, state: dict[str, Any]) -> int:
     """CheckpointError for what is no count."""
     found = float(state["step"])
@@ -63,6 +80,7 @@ class EngineState(Stateful):
         self._lock = threading.Lock()
         self._untrimmed_nbytes = 0
         self._whole: set[int] = set()  # parameters whose master was loaded, by id
+        self._given: dict[str, Tensor] = {}  # to be filled, by name
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors without memory of their own. Every state is there, also before the first step: a
@@ -74,21 +92,34 @@ class EngineState(Stateful):
             if unusable is None:
                 engine.values.adopt_changes()
             engine.settle()
-            return {"model": self._model(), "optim": self._optimizer()}
+            given = {"model": self._model(), "optim": self._optimizer()}
+            self._given = dict(_tensors(given))
+            return given
         finally:
             store.unusable = unusable
 
+    def _check_tensors(self, state_dict: dict[str, Any]) -> None:
+        """`dcp.load` puts what is no tensor in the place of one that it should have filled."""
+        found = dict(_tensors(state_dict))
+        for name, tensor in self._given.items():
+            if found.get(name) is not tensor:
+                raise CheckpointError(
+                    f"{name} is no tensor in the checkpoint, and was not loaded; load another one"
+                )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by `dcp.load` when all tensors are in: takes over the numbers."""
+        """Called by `dcp.load` when all tensors are in: takes over the numbers. CheckpointError for
+        those that nothing can be trained with, and where a tensor was not one in the folder."""
         engine, optimizer = self._engine, state_dict["optim"]
         with self._access(0, changes=True):
+            self._check_tensors(state_dict)
             numbers = [
                 {key: value for key, value in group.items() if key != "params"}
                 for group in optimizer["param_groups"]
             ]
             groups = engine.optimizer.param_groups
             for group, found in zip(groups, numbers, strict=True):
-                engine.optimizer.check_numbers(group, found)
+                _check_numbers(engine, group, found)
             steps = {name: _steps(name, optimizer["state"][name]) for name, _ in self._trained()}
             for name, param in self._trained():
                 engine.values.write_steps(param, steps[name])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from offload.checkpoint.exporting import ExportedTensor, HubFiles
 from offload.checkpoint.manifest import ITEMSIZE, ModelRecord
 from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.model_files import INDEX
+from offload.checkpoint.model_files import INDEX, check_counts
 from offload.integrations.pretrained import is_model_class
 from offload.tiers.errors import UnsupportedError
 
@@ -66,6 +66,7 @@ def write_files(
 
 class _Converted:
     def __init__(self, record: ModelRecord, tensors: Sequence[ExportedTensor]) -> None:
+        check_counts(record.config, len(tensors), "the checkpoint's configuration")
         self.model = model = _on_meta(record)
         ignored = model._keys_to_ignore_on_save or ()
         self._own = [tensor for tensor in tensors if tensor.info.name not in ignored]

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from offload.checkpoint import inert_pickle
 from offload.errors import CheckpointError, OffloadError
 from offload.integrations.dcp_import import import_dcp
 from offload.integrations.dcp_reader import SafeReader
@@ -390,6 +391,22 @@ def test_files_that_are_no_files_are_refused_and_not_waited_for(
     elif kind == "empty":
         path.touch()
     refusal(folder)
+
+
+@pytest.mark.parametrize("name", [".metadata", DATA])
+def test_a_file_of_a_terabyte_is_not_read(folder: Path, name: str) -> None:
+    os.truncate(folder / name, 1 << 40)
+    if name == DATA:  # whose parts are where they were
+        import_dcp(folder, folder.parent / "out", kind="adamw")
+    else:
+        assert "more than the 67,108,864 that are read" in refusal(folder)
+
+
+def test_a_pickle_of_too_many_opcodes_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inert_pickle, "MOST_OPCODES", 100)
+    assert "it has more than 100 opcodes" in refusal(folder)
 
 
 # ---------------------------------------------------------------------------- at random

@@ -250,6 +250,45 @@ def test_values_that_are_no_tensors_are_read_as_data(tmp_path: Path) -> None:
     assert json.dumps(found["numbers"]) == "[1.5, [true, null]]"
 
 
+@pytest.mark.parametrize(
+    ("keys", "value", "said"),
+    [
+        (("optim", "param_groups", 0, "lr"), "evil", "lr is 'evil'"),
+        (("optim", "param_groups", 0, "lr"), float("nan"), "learning rate"),
+        (("optim", "param_groups", 0, "betas"), (0.9, 1.0), "beta"),
+        (("optim", "state", "layers.0.weight", "step"), torch.tensor(float("nan")), "nan times"),
+        (("optim", "state", "layers.0.weight", "step"), torch.tensor(-1.0), "-1.0 times"),
+        (("optim", "state", "layers.0.weight", "step"), "3", "is no tensor in the checkpoint"),
+        (("optim", "state", "layers.0.weight", "exp_avg"), 0.0, "is no tensor in the checkpoint"),
+        (("model", "layers.0.weight"), [torch.ones(16, 8)], "Missing key"),
+        (("model", "layers.0.weight"), (torch.ones(16, 8),), "is no tensor in the checkpoint"),
+        (("model", "layers.0.weight"), "evil", "is no tensor in the checkpoint"),
+    ],
+)  # fmt: skip
+def test_an_engine_takes_over_no_made_up_numbers(
+    keys: tuple[Any, ...], value: Any, said: str, tmp_path: Path
+) -> None:
+    """And no checkpoint in which a tensor is none: torch would leave the old values."""
+    model = seeded(Flat)
+    with offload.initialize(model, settings(tmp_path, {})) as engine:
+        train(model, engine.optimizer, 1)
+        forged: Any = EngineState(engine).state_dict()
+        inner = forged
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        dcp.save({"app": forged}, checkpoint_id=tmp_path / "forged")
+        dcp.save({"app": EngineState(engine)}, checkpoint_id=tmp_path / "good")
+        for given in (
+            {"storage_reader": SafeReader(tmp_path / "forged")},
+            {"checkpoint_id": tmp_path / "forged"},
+        ):
+            with pytest.raises((CheckpointError, dcp.CheckpointException), match=said):
+                dcp.load({"app": EngineState(engine)}, **given)
+        dcp.load({"app": EngineState(engine)}, storage_reader=SafeReader(tmp_path / "good"))
+        train(model, engine.optimizer, 1)
+
+
 PROGRAM = """
 import sys
 from pathlib import Path

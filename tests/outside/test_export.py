@@ -19,6 +19,7 @@ from offload.integrations.hub_export import write_hub_format
 from offload.tiered_model import DTYPES
 from tests.offload.engine_cases import HOST, assert_same_bits, bits, config, seeded
 from tests.offload.test_checkpoint_cli import run
+from tests.offload.test_checkpoint_forged import in_time, signed
 from tests.outside.pretrained_cases import assert_same_model, opened, saved
 from tests.outside.test_causal_lm_zoo import NAMES, transformers
 
@@ -190,3 +191,26 @@ def test_shards_are_cut_as_huggingface_hub_cuts_them(most: int) -> None:
     )
     found = cut({name: tensor.nbytes for name, tensor in tensors.items()}, most)
     assert found == split.filename_to_tensors
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**8}, {"architectures": []}, {"architectures": ["Trainer"]},
+        {"hidden_size": "x"}, {"vocab_size": -1}, {"num_attention_heads": 0},
+        {"auto_map": {"A": "b"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_configuration_that_was_made_up_builds_nothing(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    """The weights are written all the same, under their own names where transformers has none."""
+    path = checkpoint(saved(tmp_path / "model", "llama"), tmp_path)
+    content = json.loads((path / "manifest.json").read_text())
+    del content["xxh3"]
+    content["model"]["config"] |= change
+    (path / "manifest.json").write_text(signed(content))
+    with in_time():
+        files = export(path, tmp_path / "out", hub_format=write_hub_format)
+    assert tmp_path / "out/model.safetensors" in files
