@@ -22,6 +22,7 @@ from offload.config import OffloadConfig
 from offload.first_values import FirstValues
 from offload.foreign_optimizers import refuse_foreign_optimizers
 from offload.homes import TieredHomes
+from offload.interrupts import noted_interrupts
 from offload.lazy_tensors import LazyWeights
 from offload.model_structure import ModelStructure
 from offload.moe.gate import Gate
@@ -52,11 +53,13 @@ from offload.zero.values import ParameterValues
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from offload.checkpoint.run_state import Carried
     from offload.loggers import AnyLogger
     from offload.runs.own_run import OwnRun
     from offload.runs.watch import Watch
 
 _log = logging.getLogger("offload")
+_PUT_OFF = "this step ends first; again: it stops at once"
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -158,6 +161,7 @@ class Engine(TieredModel):
         self.watching: Watch | None = None
         self.own_run: OwnRun | None = None
         self.last_checkpoint: SavedCheckpoint | None = None
+        self.carried: dict[str, Carried] = {}
         self._run: ParallelRunner | None = None
         self._runtime: Runtime | None = None
         self._activations: Activations | None = None
@@ -448,10 +452,54 @@ class Engine(TieredModel):
             self._homes.activations.settle()
 
     # ---------------------------------------------------------------- checkpoints
-    def save_checkpoint(self, path: str | Path) -> None:
+    def register_for_checkpointing(self, **objects: Carried) -> None:
+        """Let checkpoints keep, by these names, the states of schedulers, of data loaders that
+        know their position, of anything with `state_dict()` and `load_state_dict()`, and of
+        generators of random numbers (torch's, Python's, NumPy's). The default generators are kept
+        anyway. On several ranks each keeps its own.
+
+        UnsupportedError for what has no such state, StateError for a name that is taken.
+        """
+        from offload.checkpoint.run_state import check_carried, check_unnamed
+
+        self._check_open()
+        check_unnamed(self.carried, objects)
+        for name, value in objects.items():
+            check_carried(name, value)
+        self.carried.update(objects)
+
+    @contextmanager
+    def stop_signals(self) -> Iterator[Callable[[], bool]]:
+        """Inside, the first Ctrl-C or SIGTERM is noted and raises nothing; what is given says
+        whether one came, so that a loop can save and end between two steps. Of several ranks all
+        ask, and are told of each other's. A second one, a second later or more, raises
+        KeyboardInterrupt.
+
+            with engine.stop_signals() as stop:
+                for batch in loader:
+                    ...  # a step
+                    if stop():
+                        engine.save_checkpoint("checkpoint")
+                        break
+        """
+        ranks = self._open().ranks
+
+        def came() -> bool:
+            seen = interrupts.seen
+            if ranks is None:
+                return seen
+            return bool(ranks.exchange([seen], "whether a signal came").any())
+
+        with noted_interrupts() as interrupts, interrupts.put_off(_PUT_OFF):
+            yield came
+
+    def save_checkpoint(self, path: str | Path, *, state: Mapping[str, Any] | None = None) -> None:
         """Write parameters, masters, optimizer states and param groups into the folder `path`, one
-        group after the other, and wait until it is complete. A checkpoint of ours there is
-        replaced then, and not before; any number of ranks can load it.
+        group after the other, with all that training needs to go on with the same bits: steps, loss
+        scale, random numbers of every kind, what was registered, and `state`, a dict of numbers,
+        text, tensors and containers of them. Wait until it is complete. A checkpoint of ours there
+        is replaced then, and not before; any number of ranks can load it, who get the first one's
+        `state`.
 
         StateError while gradients wait for a step, or inside `gathered`. PathError for a folder
         with anything else in it, or that cannot be written. UnsupportedError where parameters are
@@ -461,13 +509,14 @@ class Engine(TieredModel):
 
         _refuse_parts("save_checkpoint", self._open())
         self.values.adopt_changes()
-        save(self, Path(path))
+        save(self, Path(path), state)
         stepper = self._open().stepper
         self.last_checkpoint = SavedCheckpoint(Path(path), stepper.taken + stepper.skipped)
 
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Take over what `save_checkpoint` wrote, under any placement and number of ranks. All of
-        it is compared with its hashes as it is read.
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Take over what `save_checkpoint` wrote, under any placement and number of ranks, and
+        return its `state` (empty if it had none). All of it is compared with its hashes as it is
+        read. Random numbers go on as they were, and what was registered gets its state last.
 
         CheckpointError, and nothing is changed, if it is of another model or not all there. After
         one that names damage, or a StorageError, the engine does nothing (StateError) until
@@ -477,7 +526,7 @@ class Engine(TieredModel):
 
         _refuse_parts("load_checkpoint", self._open())
         self.values.adopt_changes()
-        load(self, Path(path))
+        return load(self, Path(path))
 
     @property
     def runtime(self) -> Runtime:

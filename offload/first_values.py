@@ -12,7 +12,7 @@ model whose experts are in one group, and dropped with the last row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -56,6 +56,12 @@ class FirstValues:
         if any(tensor.is_meta and tensor not in lazy for tensor in anything):
             self._initialiser = MetaInitialiser(model, seed, lazy)
             self._initialiser.check(self._files)
+
+    def check_names(self, elsewhere: Collection[str]) -> None:
+        """CheckpointError for parameters that `weights` lack, a warning for what is not the
+        model's. `elsewhere`: prefixes of names of which other ranks have others."""
+        if self._files is not None:
+            self._files.check_names(self._model, elsewhere)
 
     @property
     def doing(self) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.materialise import check_range, check_shape
@@ -13,6 +15,8 @@ from offload.quantised.reading import settings_in
 from offload.tiers.errors import CheckpointError, ConfigError
 from offload.zero.layout import ParamSpec
 from offload.zero.packed import PackedParam
+
+_log = logging.getLogger("offload")
 
 
 class SafetensorsWeights:
@@ -42,6 +46,32 @@ class SafetensorsWeights:
 
     def has(self, name: str) -> bool:
         return name in self._tensors
+
+    def check_names(self, model: nn.Module, others: Collection[str] = ()) -> None:
+        """CheckpointError, naming them, if parameters of the model are in no file. A warning names
+        tensors that are neither the model's nor, by the prefixes of their names, of `others`."""
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        known = {name for tied in names.values() for name in tied}
+        known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        unknown = [
+            name for name in self._tensors
+            if name not in known and not name.startswith(tuple(others))
+        ]  # fmt: skip
+        missing = [tied[0] for tied in names.values() if not any(map(self.has, tied))]
+        if missing:
+            theirs = f", which have {_few(unknown)}" if unknown else ""
+            raise CheckpointError(
+                f"weights: no tensor {_few(missing)} in the files{theirs} ({len(missing)} of "
+                f"{len(names)} parameters); names have to be the model's own, or those that "
+                "offload.open_pretrained renames"
+            )
+        if unknown:
+            _log.warning(
+                "weights: %d tensors of the files are not the model's, and unused (%s)",
+                len(unknown), _few(unknown),
+            )  # fmt: skip
 
     def is_quantised(self, spec: ParamSpec) -> bool:
         return self._named(spec).is_quantised
@@ -80,6 +110,10 @@ class SafetensorsWeights:
             check_range(name, tensor, like.dtype)
             return tensor.to(like.dtype)
         return _exactly(name, tensor, like.dtype)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -41,6 +41,11 @@ class SpreadExperts:
                 self._add(name, module)
         self._check_all_in_lists(model)
 
+    @property
+    def prefixes(self) -> list[str]:
+        """Of the names of experts, of which other ranks have others."""
+        return list(self._tables)
+
     def _add(self, name: str, module: Any) -> None:
         if self.ep_size not in (1, module.ep_size):
             raise UnsupportedError(

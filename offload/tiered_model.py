@@ -147,6 +147,7 @@ class TieredModel(abc.ABC):
     def _load(self, first: FirstValues) -> None:
         """Fill every group's states, one group at a time."""
         store = self.store
+        first.check_names(self.spread.prefixes)
         with progress(first.doing, sum(group.state.nbytes for group in store.groups)) as came:
             for group in store.groups:
                 self._load_group(group, self._values_of(group, first))

@@ -39,6 +39,19 @@ def generators_of(module: nn.Module) -> list[Generator]:
     return [_PYTHON, _NUMPY, *found]
 
 
+def named_generators(module: nn.Module, device: torch.device) -> dict[str, Generator]:
+    """All of the above and torch's, by names that another process has for them, too."""
+    found: dict[str, Generator] = {"python": _PYTHON, "numpy": _NUMPY}
+    found["torch"] = torch.default_generator
+    if accelerator.is_accelerator(device):
+        found[device.type] = accelerator.of(device).generator(device)
+    for path, each in modules_of(module):
+        for name, value in vars(each).items():
+            if type(value) not in _OTHERS and _is_generator(type(value)):  # type: ignore[arg-type]
+                found[f"module {path}.{name}"] = value
+    return found
+
+
 def default_generators(tensors: Sequence[torch.Tensor]) -> list[Generator]:
     """Torch's, for the CPU and the devices of `tensors`."""
     devices = {tensor.device for tensor in tensors if accelerator.is_accelerator(tensor.device)}
@@ -50,21 +63,21 @@ class RandomState:
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._generators = generators
-        self._first = [_state(each) for each in generators]
+        self._first = [state_of(each) for each in generators]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside they draw the same again; afterwards they go on from where they were."""
-        now = [_state(each) for each in self._generators]
+        now = [state_of(each) for each in self._generators]
         self._put(self._first, now)
         try:
             yield
         finally:
-            self._put(now, [_state(each) for each in self._generators])
+            self._put(now, [state_of(each) for each in self._generators])
 
     def moved(self) -> bool:
         """Whether anything was drawn since."""
-        now = [_state(each) for each in self._generators]
+        now = [state_of(each) for each in self._generators]
         return not all(map(_is_same, now, self._first))
 
     def _put(self, states: Sequence[Any], now: Sequence[Any]) -> None:
@@ -72,12 +85,12 @@ class RandomState:
         for generator, state, current in zip(self._generators, states, now, strict=True):
             if _is_same(state, current):
                 continue
-            if isinstance(generator, random.Random):
-                generator.setstate(state)
-            elif isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            else:
-                generator.set_state(state)
+            set_state(generator, state)
+
+
+def is_generator(value: object) -> bool:
+    """Whether `state_of` knows it."""
+    return _is_generator(type(value))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -85,7 +98,8 @@ def _is_generator(kind: type) -> bool:
     return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
 
 
-def _state(generator: Generator) -> Any:
+def state_of(generator: Generator) -> Any:
+    """What it draws next."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -93,6 +107,17 @@ def _state(generator: Generator) -> Any:
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.get_state()
+
+
+def set_state(generator: Generator, state: Any) -> None:
+    """Let it draw what it drew after `state_of`. ValueError, TypeError or RuntimeError for what is
+    no state of its kind."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -5,6 +5,7 @@
         parameters/000.safetensors      one file per group: true names and shapes, model precision
         optimizer/000.safetensors       NAME.exp_avg, NAME.exp_avg_sq, NAME.low or NAME.master, ...
         buffers.safetensors             persistent buffers (others are the model's code to rebuild)
+        run.safetensors                 tensors of what goes on beside the engine: generators, ...
 
 Nothing in it says where a state lived or how it was cut into chunks: it loads under any placement,
 budget, chunk size and grouping. Nothing is pickled. There is no file that names the latest
@@ -13,8 +14,9 @@ checkpoint: a folder without a suffix is complete, so there is nothing that coul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.steps import latest, prune, step_path
 
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["latest", "load", "prune", "save", "step_path"]
 
 
-def save(engine: Engine, path: Path) -> None:
-    """Write the engine's state to the folder `path`, replacing a checkpoint that is there.
+def save(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> None:
+    """Write the engine's state to the folder `path`, replacing a checkpoint that is there; with it
+    random numbers, the configuration, what was registered, and `state`, of plain values.
 
     Waits for pending updates first and changes nothing in the engine. Streams: beyond the engine's
     budgets it holds one chunk. Whenever the process dies, `path` holds the old checkpoint or the
@@ -41,14 +44,16 @@ def save(engine: Engine, path: Path) -> None:
     """
     from offload.checkpoint.saving import save_engine
 
-    save_engine(engine, path)
+    save_engine(engine, path, state)
 
 
-def load(engine: Engine, path: Path) -> None:
-    """Take over the checkpoint `path`, saved under any placement, budget or chunk size.
+def load(engine: Engine, path: Path) -> dict[str, Any]:
+    """Take over the checkpoint `path`, saved under any placement, budget or chunk size. Returns the
+    `state` that it was saved with.
 
-    Sets parameters, optimizer states, step counts, the param groups' numbers, the loss scale and
-    persistent buffers; forgets gradients. Training then goes on bit for bit as it would have.
+    Sets parameters, optimizer states, step counts, the param groups' numbers, the loss scale,
+    persistent buffers, random numbers and what was registered; forgets gradients. Training then
+    goes on bit for bit as it would have.
 
     Everything is read once, and each block is compared with its hash as it comes; one that fails is
     read again first. Whether the checkpoint is of this engine, and has all files and tensors, is
@@ -58,4 +63,4 @@ def load(engine: Engine, path: Path) -> None:
     """
     from offload.checkpoint.loading import load_engine
 
-    load_engine(engine, path)
+    return load_engine(engine, path)

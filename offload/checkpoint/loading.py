@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from offload.checkpoint.folder import recover
 from offload.checkpoint.manifest import ParameterRecord
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
 from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.run_state import Restoring
 from offload.checkpoint.shards import own_ranges, shifted, whole_state
 from offload.checkpoint.steps import other_step
 from offload.display.progress import progress
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offload")
 
 
-def load_engine(engine: Engine, path: Path) -> None:
+def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
     """See `offload.checkpoint.load`."""
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be loaded")
     runtime = engine.runtime
     with ExitStack() as stack:
         with _on_all(runtime.ranks, path):
-            loader = _open(engine, path, stack)
+            loader, beside = _open(engine, path, stack)
         runtime.store.unusable = (
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
@@ -50,9 +51,12 @@ def load_engine(engine: Engine, path: Path) -> None:
         with _on_all(runtime.ranks, path), progress(f"loading {path.name}", loader.nbytes) as came:
             loader.apply(came)
         runtime.store.unusable = None
+        with _on_all(runtime.ranks, path):
+            beside.apply()
+        return beside.state or {}
 
 
-def _open(engine: Engine, path: Path, stack: ExitStack) -> _Loader:
+def _open(engine: Engine, path: Path, stack: ExitStack) -> tuple[_Loader, Restoring]:
     """Open the checkpoint and see that it is of this engine, and that its files are there with all
     tensors: later steps find no reason to refuse it but damage."""
     _adopt(path)
@@ -62,7 +66,8 @@ def _open(engine: Engine, path: Path, stack: ExitStack) -> _Loader:
     renamed = other_step(path, reader.manifest.saved_as)
     if renamed is not None:
         _log.warning("%s", renamed)
-    return _Loader(engine, reader, match(engine, reader.manifest, path))
+    loader = _Loader(engine, reader, match(engine, reader.manifest, path))
+    return loader, Restoring(engine, reader)
 
 
 @contextmanager

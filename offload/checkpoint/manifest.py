@@ -160,6 +160,19 @@ class RunRecord(_Record):
     sections: dict[str, Any]
     tensors: Listed[BufferRecord] = []
 
+    @property
+    def described(self) -> str:
+        """One line."""
+        found = self.sections.get("random")
+        ranks = len(found) if isinstance(found, list) else 0
+        parts = [f"random numbers of {ranks} rank{'' if ranks == 1 else 's'}"]
+        titles = {"objects": "registered", "extra": "extra state", "state": "state"}
+        for section, title in titles.items():
+            found = self.sections.get(section)
+            if isinstance(found, dict) and found:
+                parts.append(f"{title}: {', '.join(found)}")
+        return "; ".join(parts)
+
 
 class Manifest(_Record):
     """Everything but the tensors."""

@@ -192,8 +192,6 @@ def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            _log.warning("%s has extra state of its own, which a checkpoint leaves out", prefix)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer

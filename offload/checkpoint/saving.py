@@ -21,6 +21,7 @@ from offload.checkpoint.manifest import (
     MANIFEST,
     OPTIMIZER,
     PARAMETERS,
+    RUN,
     FileRecord,
     GroupRecord,
     Manifest,
@@ -28,6 +29,7 @@ from offload.checkpoint.manifest import (
 )
 from offload.checkpoint.model import SavedGroup
 from offload.checkpoint.pieces import PieceAccess, overlaps
+from offload.checkpoint.run_state import RunState
 from offload.checkpoint.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
@@ -49,27 +51,28 @@ Sections = Mapping[str, Sequence[TensorInfo]]
 _TENSORS = "tensors"
 
 
-def save_engine(engine: Engine, path: Path) -> None:
+def save_engine(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> None:
     """See `offload.checkpoint.save`."""
     engine.runtime.store.check_usable()
     model.check_stepped(engine)
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be saved")
     model.check_caught_up(engine)
+    run = RunState.of(engine, state)
     if engine.runtime.ranks is not None:
-        _save_together(engine, path, engine.runtime.ranks)
+        _save_together(engine, path, run, engine.runtime.ranks)
         return
-    saver = _Saver(engine)
+    saver = _Saver(engine, run)
     with PendingFolder(path) as folder:
         saver.write(folder.path, path.name)
         folder.commit()
 
 
-def _save_together(engine: Engine, path: Path, ranks: Ranks) -> None:
+def _save_together(engine: Engine, path: Path, run: RunState, ranks: Ranks) -> None:
     """The first rank writes, the others send their parts. An error while writing is raised on every
     rank, after all parts were sent, so that no rank waits for ever."""
     error: BaseException | None = None
-    saver = _Saver(engine)
+    saver = _Saver(engine, run)
     saver.refresh()
     if saver.writes:
         try:
@@ -111,8 +114,9 @@ def _by_width(fields: Mapping[str, str]) -> list[tuple[str, str]]:
 class _Saver:
     """Writes one checkpoint. Everything that can be refused is refused when it is made."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, run: RunState) -> None:
         self._runtime = engine.runtime
+        self._run = run
         self._others = model.other_tensors(engine)
         self._parameters = model.parameter_records(engine, model.steps_everywhere(engine))
         self._optimizer = model.optimizer_record(engine)
@@ -134,6 +138,7 @@ class _Saver:
             buffers_file=BUFFERS,
             files={},
             model=model.model_record(engine.module),
+            run=run.record,
         )
         states = [group.state for group in self._runtime.groups]
         records = [r for state in self._runtime.optimizer_states for r in state.records]
@@ -157,6 +162,8 @@ class _Saver:
 
     def _all_parts(self) -> Iterator[Iterator[Any]]:
         """Every group's parameters and records, in the order in which they are written."""
+        yield self._reader.meet()  # after buffers
+        yield self._reader.meet()  # after tensors of the run
         for group, rank in (each for saved in self._saved for each in saved.of_all_ranks()):
             state = self._runtime.optimizer_states[group.index]
             yield self._reader.weights(state, rank)
@@ -168,6 +175,10 @@ class _Saver:
         """The next piece to be written."""
         self._open = next(self._parts)
         return self._open
+
+    def _meet(self) -> None:
+        for _ in self._take():
+            pass
 
     def drain(self) -> None:
         """Take this rank's part in the rest of the save, and write nothing."""
@@ -191,15 +202,16 @@ class _Saver:
             make_folder(folder / PARAMETERS)
             make_folder(folder / OPTIMIZER)
         with progress(f"saving {name}", nbytes) as self._came:
+            self._write_tensors(folder, BUFFERS, self._other_sections(), self._others)
+            self._write_tensors(folder, RUN, self._run_sections(), self._run.tensors)
             for number in range(len(self._saved)):
                 self._write_group(folder, number)
-            self._write_others(folder)
         manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
         write_text(folder / MANIFEST, manifest.to_json())
 
     # ---------------------------------------------------------------- what each file holds
     def _nbytes(self) -> int:
-        total = file_nbytes(self._other_sections(), {})
+        total = file_nbytes(self._other_sections(), {}) + file_nbytes(self._run_sections(), {})
         for number, record in enumerate(self._groups):
             total += file_nbytes(self._parameter_sections(number), self._metadata(number))
             if record.optimizer is not None:
@@ -230,6 +242,9 @@ class _Saver:
     def _other_sections(self) -> Sections:
         return {_TENSORS: [info_of(record) for record in self._manifest.buffers]}
 
+    def _run_sections(self) -> Sections:
+        return {_TENSORS: [info_of(record) for record in self._run.record.tensors]}
+
     def _metadata(self, number: int) -> dict[str, str]:
         tied = {alias: r.names[0] for r in self._of(number) for alias in r.names[1:]}
         metadata = {"format": "pt", "group": self._groups[number].name}
@@ -259,8 +274,7 @@ class _Saver:
                 if group.layout.numel_trainable:
                     assert optimizer is not None, "it is trained"
                     self._write_optimizer(optimizer, group, self._take(), packed=saved.packed)
-                for _ in self._take():
-                    pass
+                self._meet()
             self._files[record.parameters] = parameters.finish()
             if optimizer is not None and record.optimizer is not None:
                 self._files[record.optimizer] = optimizer.finish()
@@ -291,13 +305,16 @@ class _Saver:
     def _section(self, spec: ParamSpec, packed: bool, name: str) -> str:
         return _packed_section(self._wholes[spec.name].spec.name, name) if packed else name
 
-    def _write_others(self, folder: Path) -> None:
+    def _write_tensors(
+        self, folder: Path, name: str, sections: Sections, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Those that are no part of the tiers."""
         with SafetensorsWriter(
-            folder / BUFFERS, self._other_sections(), {"format": "pt"},
-            self._manifest.bound_to(BUFFERS),
-        ) as file:  # fmt: skip
-            for tensor in self._others.values():
+            folder / name, sections, {"format": "pt"}, self._manifest.bound_to(name)
+        ) as file:
+            for tensor in tensors.values():
                 if tensor.numel():
                     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     file.append(_TENSORS, flat.numpy().data)
-            self._files[BUFFERS] = file.finish()
+            self._files[name] = file.finish()
+        self._meet()

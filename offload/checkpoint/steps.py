@@ -71,19 +71,27 @@ def other_step(path: Path, saved_as: str | None) -> str | None:
     return f"{path} was saved as {saved_as}; give it that name again, or one that is no step's"
 
 
-def prune(folder: Path, keep_last: int) -> list[Path]:
-    """Remove all but the `keep_last` (at least 1) highest steps that are whole; what was removed,
-    oldest first. Torn ones do not count; those below the lowest step that stays are removed, too.
-    One that was saved as another step does not count and stays, as `latest` does not trust it.
+def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[Path]:
+    """Remove all but the `keep_last` (at least 1) highest steps that are whole, and of the others
+    those of each `keep_every`-th step; what was removed, oldest first. Torn ones do not count;
+    those below the lowest of the last steps are removed, too. One that was saved as another step
+    does not count and stays, as `latest` does not trust it.
 
     A folder that only has such a name, or holds other files as well, stays, with a warning.
     StorageError, and nothing is removed, where the disk does not say which are whole.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every is {keep_every}; it is a number of steps")
     steps = [path for path in _steps(folder) if _counts(path)]
-    kept = [path for path in steps if is_complete(path)][-keep_last:]
-    return [path for path in steps[: steps.index(kept[0])] if _discard(path)] if kept else []
+    whole = [path for path in steps if is_complete(path)]
+    if not whole:
+        return []
+    stays = set(whole) if keep_every else set()
+    stays = {path for path in stays if not (step_of(path) or 0) % (keep_every or 1)}
+    older = steps[: steps.index(whole[-keep_last:][0])]
+    return [path for path in older if path not in stays and _discard(path)]
 
 
 def _counts(path: Path) -> bool:

@@ -187,6 +187,8 @@ def _summary(manifest: Manifest) -> list[str]:
         lines.append(f"param group {number}: {len(group.params)} parameters, {numbers}")
     if manifest.loss_scale is not None:
         lines.append(f"loss scale {manifest.loss_scale.scale:g}")
+    if manifest.run is not None:
+        lines.append(manifest.run.described)
     return lines
 
 

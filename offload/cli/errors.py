@@ -12,11 +12,13 @@ from typing import Any
 import typer
 import typer.core
 
+from offload.interrupts import Terminated
 from offload.tiers.errors import BudgetError, ConfigError, OffloadError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 class GuardedGroup(typer.core.TyperGroup):
@@ -38,12 +40,13 @@ def guarded(run: Callable[[], Any], *, debug: bool, failed: int = EXIT_FAILED) -
         print_error(str(error))
         bad_input = isinstance(error, ConfigError | BudgetError)
         raise typer.Exit(EXIT_BAD_INPUT if bad_input else failed) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if debug:
             traceback.print_exc()
+        terminated = isinstance(interrupt, Terminated)
         if _rank() == "0":
-            print("\ninterrupted", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+            print(f"\n{'terminated' if terminated else 'interrupted'}", file=sys.stderr)
+        raise typer.Exit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from None
 
 
 @contextmanager

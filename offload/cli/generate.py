@@ -18,8 +18,8 @@ from offload.tiers.errors import ConfigError, OffloadError, PathError
 if TYPE_CHECKING:
     from offload.inference import Dispatched
     from offload.integrations.text_generation import Encoded, Sampling, Stream
+    from offload.interrupts import Interrupts
     from offload.runs.forecast import Forecast
-    from offload.train.interrupts import Interrupts
 
 _log = logging.getLogger("offload")
 _STOPPING = "Ctrl-C: ends with this token; again: at once"
@@ -89,7 +89,7 @@ class _Generation:
             fitting_tokens,
             open_generating,
         )
-        from offload.train.interrupts import noted_interrupts
+        from offload.interrupts import noted_interrupts
 
         asked, folder = self._asked, self._asked.folder
         model = open_generating(folder)
@@ -108,8 +108,7 @@ class _Generation:
                 if several:
                     _write_all([tokenizer.decode(row) for row in new.tolist()])
                 self._close(stream, encoded, dispatched, forecast)
-            if interrupts.seen:
-                raise KeyboardInterrupt
+            interrupts.check()
 
     def _tokens(
         self, model: Any, encoded: Encoded, stream: Stream, dispatched: Dispatched,

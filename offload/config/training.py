@@ -328,9 +328,26 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(
         0,
         ge=0,
-        description="Steps between checkpoints; 0: none.",
+        description="Steps between checkpoints; the last step is saved, too. 0: none, but for what "
+        "a Ctrl-C or SIGTERM saves.",
         examples=[100],
-        json_schema_extra=about(unit="steps"),
+        json_schema_extra=about(unit="steps", see=["train.keep_last", "train.keep_every"]),
+    )
+    keep_last: int = Field(
+        2,
+        ge=1,
+        description="Checkpoints that stay: the last ones.",
+        examples=[3],
+        json_schema_extra=about(see=["train.checkpoint_every"]),
+    )
+    keep_every: int | None = Field(
+        None,
+        ge=1,
+        description="Of older checkpoints those of each so-manieth step stay, too.",
+        examples=[1000],
+        json_schema_extra=about(
+            unit="steps", absent="none of them", see=["train.checkpoint_every"]
+        ),
     )
     loggers: Annotated[tuple[Literal["csv", "tensorboard", "wandb"], ...], Field(strict=False)] = (
         Field(

@@ -34,10 +34,10 @@ from offload.checkpoint.manifest import (
     ParamGroupRecord,
 )
 from offload.checkpoint.model import DTYPE_NAMES
+from offload.checkpoint.plain_values import packed
 from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, field_info, info_of
 from offload.config.optimizer_kinds import KINDS
 from offload.deepspeed.migration import migrate
-from offload.deepspeed.plain_state import packed
 from offload.deepspeed.saved import write_imported
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
 from offload.kernels.convert import split_master

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.checkpoint.exporting import export
+from offload.checkpoint.plain_values import packed, unpacked
 from offload.checkpoint.reader import CheckpointReader
-from offload.deepspeed.plain_state import packed, unpacked
 from offload.runs.metrics import write_whole
 from offload.tiers.errors import CheckpointError, PathError
 

@@ -8,26 +8,24 @@ prediction.json          what memory and a step were expected to take
 measured.json            what they took, when the run has ended
 trace.json               what happened when in a few of the steps, for ui.perfetto.dev
 run.html                 all of it on one page
-checkpoints/step-00000100        the engine's
-checkpoints/step-00000100.json   the loop's; written last, so its presence says: complete
+checkpoints/step-000100          the engine's, which have what the loop needs to go on
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint import latest, prune, step_path
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
-from offload.checkpoint.steps import step_of
+from offload.checkpoint.run_state import saved_run
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml
@@ -39,7 +37,6 @@ from offload.runs.page import PAGE, write_page
 from offload.runs.page_step import TRACE
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 
-KEPT_CHECKPOINTS = 2
 _log = logging.getLogger("offload")
 
 # what a resumed run may not change: its data or its arithmetic would be another's
@@ -50,24 +47,12 @@ _FIXED_KEYS = (
 
 
 @dataclass(frozen=True)
-class LoopState:
-    """Where the loop stands: the steps done and torch's generator."""
+class SavedRun:
+    """Where a run can go on: its last checkpoint, the steps done and the configuration."""
 
+    path: Path
     step: int
-    rng_state: bytes
     config: dict[str, Any]
-
-    def to_json(self) -> str:
-        """Text for the file beside the engine's checkpoint."""
-        rng = base64.b64encode(self.rng_state).decode()
-        return json.dumps({"step": self.step, "rng_state": rng, "config": self.config}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> LoopState:
-        """The reverse of `to_json`; ValueError, KeyError or TypeError for other text."""
-        values = json.loads(text)
-        rng = base64.b64decode(values["rng_state"], validate=True)
-        return cls(int(values["step"]), rng, dict(values["config"]))
 
 
 class RunFolder:
@@ -181,50 +166,25 @@ class RunFolder:
         )  # fmt: skip
 
     def checkpoint_path(self, step: int) -> Path:
-        """Of the engine's checkpoint of `step`."""
-        return self.checkpoints / f"step-{step:08d}"
+        """Of the checkpoint of `step`."""
+        return step_path(self.checkpoints, step)
 
-    def prepare_checkpoint(self, step: int) -> Path:
-        """A free path for the engine's checkpoint of `step`."""
-        path = self.checkpoint_path(step)
-        # left by a run that was killed, or the same step run again after a resume
-        path.with_suffix(".json").unlink(missing_ok=True)
-        _remove(path)
-        return path
+    def keep(self, keep_last: int, keep_every: int | None) -> None:
+        """Remove checkpoints, see `prune`."""
+        prune(self.checkpoints, keep_last, keep_every)
 
-    def commit_checkpoint(self, state: LoopState) -> None:
-        """Make the checkpoint of `state.step` count, and drop the oldest ones."""
-        self.metrics.flush()  # a run that goes on from there finds all steps before it
-        path = self.checkpoint_path(state.step)
-        write_whole(path.with_suffix(".json"), state.to_json())
-        committed = self._committed()
-        for old in committed[:-KEPT_CHECKPOINTS]:
-            old.with_suffix(".json").unlink()
-        oldest = committed[-KEPT_CHECKPOINTS:][0]
-        for old in self.checkpoints.glob("step-*"):  # also what a killed run did not get to
-            if step_of(old) is not None and old < oldest:
-                _remove(old)
-
-    def latest_checkpoint(self) -> tuple[Path, LoopState]:
+    def latest_checkpoint(self) -> SavedRun:
         """The newest complete checkpoint. CheckpointError when there is none."""
-        committed = self._committed()
-        if not committed:
+        path = latest(self.checkpoints)
+        if path is None:
             raise CheckpointError(
                 f"{self.checkpoints} holds no complete checkpoint; set train.checkpoint_every, "
                 "or start again without --resume in another folder"
             )
-        path = committed[-1]
-        try:
-            return path, LoopState.from_json(path.with_suffix(".json").read_text())
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path.with_suffix('.json')} is damaged ({error}); delete it to fall back to "
-                "the checkpoint before"
-            ) from None
-
-    def _committed(self) -> list[Path]:
-        paths = (path.with_suffix("") for path in self.checkpoints.glob("step-*.json"))
-        return sorted(path for path in paths if path.exists())
+        config, state = saved_run(path)
+        if not isinstance(state.get("step"), int):
+            raise CheckpointError(f"{path} is none of `offload train`; name its run folder")
+        return SavedRun(path, state["step"], config)
 
 
 def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
@@ -298,10 +258,3 @@ def _at(values: Any, key: str) -> Any:
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from offload.runs.folder import LoopState, RunFolder
+from offload.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -105,8 +104,5 @@ class FollowersFolder(RunFolder):
         """The first rank has them."""
         return []
 
-    def prepare_checkpoint(self, step: int) -> Path:
-        return self.checkpoint_path(step)
-
-    def commit_checkpoint(self, state: LoopState) -> None:
+    def keep(self, keep_last: int, keep_every: int | None) -> None:
         """The first rank does."""

@@ -22,12 +22,13 @@ from offload.config import OffloadConfig
 from offload.display.panel import LossWarning, Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate, parameter_count
 from offload.homes import compute_device
+from offload.interrupts import Interrupts, noted_interrupts
 from offload.loggers import Logger, check_names, closing_all
 from offload.machine import peak_rss_nbytes, rss_nbytes
 from offload.planning.machine.preflight import activations_beyond
 from offload.runs.folder import (
-    LoopState,
     RunFolder,
+    SavedRun,
     check_same_run,
     other_numbers,
     with_choices_of,
@@ -47,7 +48,6 @@ from offload.train.comparison import (
     run_plain,
 )
 from offload.train.display import display_on
-from offload.train.interrupts import Interrupts, noted_interrupts
 from offload.train.prediction_watch import PredictionWatch
 from offload.train.schedule import lr_factor
 from offload.train.summary import (
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload")
 
-_PUT_OFF = "Ctrl-C: this step ends and is saved; again: it stops at once, nothing is saved"
+_PUT_OFF = "this step ends and is saved; again: it stops at once, nothing is saved"
 _NOISE_LENGTH = 40  # bytes of the sample before training
 
 Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
@@ -92,10 +92,10 @@ def run(
 ) -> RunResult:
     """Train as `config.train` says and leave everything in `folder`.
 
-    Blocks until done. A Ctrl-C amid the steps ends the one that is under way, saves, says that
-    `resume_with` is the command that goes on, and raises KeyboardInterrupt. The engine is closed
-    however it ends. The folder is made once the engine has accepted the configuration: one that
-    cannot run leaves nothing behind.
+    Blocks until done. A Ctrl-C or SIGTERM amid the steps ends the one that is under way, saves,
+    says that `resume_with` is the command that goes on, and raises KeyboardInterrupt. The engine is
+    closed however it ends. The folder is made once the engine has accepted the configuration: one
+    that cannot run leaves nothing behind.
     """
     config = config.owning_the_loop()
     check_names(config.train.loggers)
@@ -122,9 +122,9 @@ def _run(
     batches = Batches.of(config, world.rank, world.size)
     checkpoint = folder.latest_checkpoint() if resume else None
     if checkpoint is not None:
-        check_same_run(checkpoint[1].config, config)
-        config = with_choices_of(config, checkpoint[1].config)
-        for warning in other_numbers(checkpoint[1].config, config):
+        check_same_run(checkpoint.config, config)
+        config = with_choices_of(config, checkpoint.config)
+        for warning in other_numbers(checkpoint.config, config):
             _log.warning("%s", warning)
     baseline = rss_nbytes()
     torch.manual_seed(config.seed)
@@ -145,7 +145,7 @@ def _run(
             interrupts, watch, resume_with,
         )  # fmt: skip
         if checkpoint is not None:
-            trainer.restore(*checkpoint)
+            trainer.restore(checkpoint)
         return trainer.train()
 
 
@@ -193,13 +193,12 @@ class Trainer:
         self._saved_step = 0  # of the last checkpoint
         self._began = time.perf_counter()
 
-    def restore(self, path: Path, state: LoopState) -> None:
-        """Go on from a checkpoint: weights, states, step and generator."""
-        self._engine.load_checkpoint(path)
-        torch.set_rng_state(torch.frombuffer(bytearray(state.rng_state), dtype=torch.uint8))
-        self._steps_done = self._saved_step = state.step
+    def restore(self, saved: SavedRun) -> None:
+        """Go on from a checkpoint."""
+        self._engine.load_checkpoint(saved.path)
+        self._steps_done = self._saved_step = saved.step
         self._resumed = True
-        self._console.print(f"resumed after step {state.step} from {path}", soft_wrap=True)
+        self._console.print(f"resumed after step {saved.step} from {saved.path}", soft_wrap=True)
 
     def train(self) -> RunResult:
         """All remaining steps, with the samples, files and tables around them."""
@@ -224,8 +223,8 @@ class Trainer:
         return self._finish()
 
     def _train_steps(self, loggers: list[Logger], start: int) -> None:
-        """KeyboardInterrupt after a Ctrl-C, with a checkpoint of the last step; of a second one at
-        once."""
+        """KeyboardInterrupt after a Ctrl-C or SIGTERM, with a checkpoint of the last step; of a
+        second one at once."""
         tiers = self._engine.report().tiers
         budgets = {name: tier.budget_nbytes for name, tier in tiers.items()}
         display = display_on(self._console, Run(start, self._train.steps, budgets))
@@ -242,7 +241,7 @@ class Trainer:
                 stops = bool(self._world.greatest(self._interrupts.seen))
                 self._checkpoint_if_due(now=stops)
                 if stops:
-                    raise KeyboardInterrupt
+                    raise self._interrupts.error()
 
     def _say_interrupted(self) -> None:
         done, steps, saved = self._steps_done, self._train.steps, self._saved_step
@@ -318,13 +317,13 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def _checkpoint_if_due(self, *, now: bool) -> None:
-        every = self._train.checkpoint_every
-        if not (now or (every and not self._steps_done % every)):
+        every, done = self._train.checkpoint_every, self._steps_done
+        if not (now or (every and (not done % every or done == self._train.steps))):
             return
-        path = self._folder.prepare_checkpoint(self._steps_done)
-        self._engine.save_checkpoint(path)
-        rng = torch.get_rng_state().numpy().tobytes()
-        self._folder.commit_checkpoint(LoopState(self._steps_done, rng, self._config.to_dict()))
+        self._folder.metrics.flush()  # a run that goes on from there finds all steps before it
+        path = self._folder.checkpoint_path(self._steps_done)
+        self._engine.save_checkpoint(path, state={"step": self._steps_done})
+        self._folder.keep(self._train.keep_last, self._train.keep_every)
         self._saved_step = self._steps_done
 
     def _sample(self, when: str) -> None:

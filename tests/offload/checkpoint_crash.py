@@ -26,6 +26,7 @@ from torch import nn
 import offload
 from offload import checkpoint
 from offload.checkpoint import folder, hands
+from offload.checkpoint.manifest import RUN
 from offload.swap.block_store import BlockStore
 from offload.swap.file_state import FileState
 from offload.zero.trials import Trials
@@ -134,9 +135,11 @@ def step_of(engine: offload.Engine) -> None:
 
 
 def bits_of(checkpoint: Path) -> int:
-    """Of all states that are saved there."""
+    """Of all states of the model that are saved there."""
     found = 0
     for path in sorted(checkpoint.rglob("*.safetensors")):
+        if path.name == RUN:  # random numbers, of which each process has drawn others
+            continue
         found = zlib.crc32(path.read_bytes(), found)
     return found
 

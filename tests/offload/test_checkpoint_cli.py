@@ -80,7 +80,7 @@ def test_inspect_shows_groups_steps_and_precision(saved: Path, capsys: Any) -> N
 
 def test_verify_tells_whole_from_damaged(saved: Path, capsys: Any) -> None:
     assert run("verify", saved) == 0
-    assert "is whole: 11 files" in capsys.readouterr().out
+    assert "is whole: 12 files" in capsys.readouterr().out
     for name in ("optimizer/002.safetensors", "parameters/001.safetensors"):
         raw = bytearray((saved / name).read_bytes())
         raw[-1] ^= 1

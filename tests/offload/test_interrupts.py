@@ -20,7 +20,7 @@ from torch.overrides import (
 )
 
 import offload
-from offload.train.interrupts import noted_interrupts
+from offload.interrupts import noted_interrupts
 from tests.offload.engine_cases import (
     HOST,
     MARKS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import signal
 import sys
 import time
@@ -23,7 +24,8 @@ from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, PathError
-from offload.runs.folder import LoopState, RunFolder, check_same_run, default_path
+from offload.interrupts import Terminated
+from offload.runs.folder import RunFolder, check_same_run, default_path
 from offload.swap.link_use import LinkUse
 from offload.train.loop import RunResult, readable, run
 from offload.train.schedule import lr_factor
@@ -77,16 +79,6 @@ class PlainEngine:
 
     def report(self) -> PlainReport:
         return PlainReport()
-
-    def save_checkpoint(self, path: Path) -> None:
-        path.mkdir()
-        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(states, path / "states.pt")
-
-    def load_checkpoint(self, path: Path) -> None:
-        states = torch.load(path / "states.pt")
-        self.model.load_state_dict(states["model"])
-        self.optimizer.load_state_dict(states["optimizer"])
 
     def close(self) -> None:
         self.closed = True
@@ -196,44 +188,57 @@ def test_plain_states_are_those_of_the_optimizer(
 @on_a_gpu_too
 def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
     config = make_config({"checkpoint_every": 2}, gradient_accumulation_steps=2)
-    run_quietly(config, tmp_path / "whole")
+    run_quietly(config, tmp_path / "whole", initialize=offload.initialize)
 
     class Stopped(Exception):
         pass
 
-    class StoppingEngine(PlainEngine):
-        steps = 0
+    def stopping(model: nn.Module, config: OffloadConfig) -> offload.Engine:
+        engine = offload.initialize(model, config)
+        calls = 0
 
-        def report(self) -> PlainReport:
-            StoppingEngine.steps += 1
-            if StoppingEngine.steps == 7:  # the first is asked before any step
+        def stop(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 6:
                 raise Stopped
-            return super().report()
+
+        engine.optimizer.register_step_pre_hook(stop)
+        return engine
 
     with pytest.raises(Stopped):
-        run_quietly(config, tmp_path / "cut", initialize=StoppingEngine)
+        run_quietly(config, tmp_path / "cut", initialize=stopping)
     assert len(losses(tmp_path / "cut")) == 5  # one past the checkpoint
-    _, output = run_quietly(config, tmp_path / "cut", resume=True)
+    _, output = run_quietly(config, tmp_path / "cut", resume=True, initialize=offload.initialize)
     assert "resumed after step 4" in output
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_every_logger_is_told_of_every_step(make_config: Any, tmp_path: Path) -> None:
-    config = make_config({"loggers": ["csv"], "checkpoint_every": 2})
-    run_quietly(config, tmp_path / "run")
-    table = tmp_path / "run/metrics.csv"
+def rows_of(table: Path) -> list[dict[str, str]]:
     with table.open() as file:
-        rows = list(csv.DictReader(file))
+        return list(csv.DictReader(file))
+
+
+def test_every_logger_is_told_of_every_step(make_config: Any, tmp_path: Path) -> None:
+    run_quietly(make_config({"loggers": ["csv"]}), tmp_path / "run")
+    rows = rows_of(tmp_path / "run/metrics.csv")
     assert [float(row["loss"]) for row in rows] == losses(tmp_path / "run")
     assert [row["step"] for row in rows] == list("123456")
     assert {(row["waited/nvme"], row["moved/nvme read"]) for row in rows} == {("0.5", "5")}
     assert {row["links/nvme busy"] for row in rows} == {"1.0"}
-    whole = table.read_text()
-    table.write_text(whole[:-5])  # a crash amid the last row
-    (tmp_path / "run/checkpoints/step-00000006.json").unlink()
-    run_quietly(config, tmp_path / "run", resume=True)
-    with table.open() as file:
-        again = list(csv.DictReader(file))
+
+
+def test_a_logger_keeps_the_rows_of_steps_before_the_checkpoint(
+    make_config: Any, tmp_path: Path
+) -> None:
+    config = make_config({"loggers": ["csv"], "checkpoint_every": 2})
+    run_quietly(config, tmp_path / "run", initialize=offload.initialize)
+    table = tmp_path / "run/metrics.csv"
+    rows = rows_of(table)
+    table.write_text(table.read_text()[:-5])  # a crash amid the last row
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000006")
+    run_quietly(config, tmp_path / "run", resume=True, initialize=offload.initialize)
+    again = rows_of(table)
     for name in ("step", "loss", "lr"):
         assert [row[name] for row in again] == [row[name] for row in rows]
 
@@ -248,54 +253,63 @@ def test_a_logger_without_its_library_is_refused_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-class Pressing(PlainEngine):
-    """Ctrl-C comes amid the third step."""
+def interrupted(
+    config: OffloadConfig, path: Path, number: int = signal.SIGINT, again_s: float | None = None
+) -> str:
+    """What is printed when a signal comes amid the third step, and another one `again_s` later."""
 
-    again: float | None = None  # seconds after which another one comes
+    def pressing(model: nn.Module, config: OffloadConfig) -> offload.Engine:
+        engine = offload.initialize(model, config)
+        calls = 0
 
-    def backward(self, loss: Tensor) -> None:
-        super().backward(loss)
-        self.passes = getattr(self, "passes", 0) + 1
-        if self.passes == 3:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)  # torchrun passes it on
-        if self.passes == 3 and self.again is not None:
-            time.sleep(self.again)
-            signal.raise_signal(signal.SIGINT)
+        def press(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                signal.raise_signal(number)
+                signal.raise_signal(number)  # torchrun passes it on
+            if calls == 3 and again_s is not None:
+                time.sleep(again_s)
+                signal.raise_signal(number)
 
+        engine.optimizer.register_step_pre_hook(press)
+        return engine
 
-def interrupted(config: OffloadConfig, path: Path, engine: Any) -> str:
     console = Console(file=io.StringIO(), width=120)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         run(
-            config, RunFolder.new(path), console=console, initialize=engine,
+            config, RunFolder.new(path), console=console, initialize=pressing,
             resume_with="offload train file.yaml --run-dir RUN --resume",
         )  # fmt: skip
+    assert isinstance(caught.value, Terminated) is (number == signal.SIGTERM)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_an_interrupt_ends_the_step_saves_and_says_how_to_go_on(
-    make_config: Any, tmp_path: Path, capfd: Any
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
+    name: str, make_config: Any, tmp_path: Path, capfd: Any
 ) -> None:
-    config = make_config()
-    run_quietly(config, tmp_path / "whole")
-    output = interrupted(config, tmp_path / "cut", Pressing)
+    config, number = make_config(), signal.Signals[name]
+    before = signal.getsignal(number)
+    run_quietly(config, tmp_path / "whole", initialize=offload.initialize)
+    output = interrupted(config, tmp_path / "cut", number)
     assert "interrupted after step 3 of 6; the checkpoint of step 3 is in " in output
     assert output.endswith(":\n  offload train file.yaml --run-dir RUN --resume\n")
-    assert capfd.readouterr().err.count("Ctrl-C: this step ends and is saved") == 1
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    run_quietly(config, tmp_path / "cut", resume=True)
+    said = "Ctrl-C" if name == "SIGINT" else name
+    assert capfd.readouterr().err.count(f"{said}: this step ends and is saved") == 1
+    assert signal.getsignal(number) is before
+    run_quietly(config, tmp_path / "cut", resume=True, initialize=offload.initialize)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
 def test_a_second_interrupt_stops_at_once_and_saves_nothing(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.train.interrupts._AGAIN_S", 0.01)
-    monkeypatch.setattr(Pressing, "again", 0.02)
-    output = interrupted(make_config(), tmp_path / "none", Pressing)
+    monkeypatch.setattr("offload.interrupts._AGAIN_S", 0.01)
+    output = interrupted(make_config(), tmp_path / "none", again_s=0.02)
     assert "interrupted after step 2 of 6; nothing was saved" in output
-    output = interrupted(make_config({"checkpoint_every": 1}), tmp_path / "one", Pressing)
+    config = make_config({"checkpoint_every": 1})
+    output = interrupted(config, tmp_path / "one", again_s=0.02)
     assert "interrupted after step 2 of 6; the checkpoint of step 2 is in " in output
     assert not list((tmp_path / "none/checkpoints").iterdir())
 
@@ -405,27 +419,42 @@ def test_resume_names_the_keys_that_changed(make_config: Any) -> None:
     assert "seed: 1 was 0" in str(caught.value)
 
 
-def test_an_uncommitted_checkpoint_is_ignored_and_replaced(tmp_path: Path) -> None:
-    folder = RunFolder.new(tmp_path / "run")
-    folder.make()
-    for step in (2, 4, 6):
-        folder.prepare_checkpoint(step).mkdir()
-        folder.commit_checkpoint(LoopState(step, b"rng", {}))
-    killed = folder.prepare_checkpoint(8)
-    killed.mkdir()
-    (killed / "half").touch()
-    path, state = folder.latest_checkpoint()
-    assert (path.name, state) == ("step-00000006", LoopState(6, b"rng", {}))
-    assert not folder.prepare_checkpoint(8).exists()
-    assert not (folder.checkpoints / "step-00000002").exists()  # two are kept
+def checkpoints_in(path: Path) -> list[str]:
+    return sorted(entry.name for entry in (path / "checkpoints").iterdir())
 
 
-def test_a_damaged_loop_state_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_the_last_checkpoints_stay_and_of_the_older_ones_every_so_manieth(
+    make_config: Any, tmp_path: Path
+) -> None:
+    config = make_config({"checkpoint_every": 1, "steps": 9, "keep_last": 2, "keep_every": 3})
+    run_quietly(config, tmp_path / "run", initialize=offload.initialize)
+    assert checkpoints_in(tmp_path / "run") == [f"step-00000{n}" for n in (3, 6, 8, 9)]
+
+
+def test_the_last_step_is_saved(make_config: Any, tmp_path: Path) -> None:
+    config = make_config({"checkpoint_every": 4})
+    run_quietly(config, tmp_path / "run", initialize=offload.initialize)
+    assert checkpoints_in(tmp_path / "run") == ["step-000004", "step-000006"]
+
+
+def test_a_torn_checkpoint_is_passed_over_and_replaced(make_config: Any, tmp_path: Path) -> None:
+    config = make_config({"checkpoint_every": 2})
+    run_quietly(config, tmp_path / "run", initialize=offload.initialize)
+    expected = losses(tmp_path / "run")
+    next((tmp_path / "run/checkpoints/step-000006/parameters").iterdir()).unlink()
+    _, output = run_quietly(config, tmp_path / "run", resume=True, initialize=offload.initialize)
+    assert "resumed after step 4" in output
+    assert losses(tmp_path / "run") == expected
+    assert RunFolder.reopen(tmp_path / "run").latest_checkpoint().step == 6
+
+
+def test_a_checkpoint_of_another_loop_is_a_checkpoint_error(tmp_path: Path) -> None:
     folder = RunFolder.new(tmp_path / "run")
     folder.make()
-    folder.prepare_checkpoint(2).mkdir()
-    (folder.checkpoints / "step-00000002.json").write_text("{")
-    with pytest.raises(CheckpointError, match="damaged"):
+    engine = offload.initialize(nn.Linear(4, 4), {"device": ON})
+    engine.save_checkpoint(folder.checkpoint_path(2))
+    engine.close()
+    with pytest.raises(CheckpointError, match="is none of `offload train`"):
         folder.latest_checkpoint()
 
 

@@ -196,3 +196,23 @@ def test_an_integer_parameter_comes_from_the_files(tmp_path: Path) -> None:
     save_file(values, weights)
     with pytest.raises(CheckpointError, match="no tensor table"):
         offload.initialize(build(), config(tmp_path, HOST), weights=weights)
+
+
+def test_missing_tensors_are_named_together_and_unused_ones_in_a_warning(
+    tmp_path: Path, caplog: Any
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    values = build().state_dict()
+    renamed, more = tmp_path / "renamed.safetensors", tmp_path / "more.safetensors"
+    save_file({f"model.{name}": tensor for name, tensor in values.items()}, renamed)
+    with pytest.raises(CheckpointError) as caught:
+        offload.initialize(build(), config(tmp_path, HOST), weights=renamed)
+    assert str(caught.value).startswith(
+        "weights: no tensor 0.weight, 0.bias, 1.weight, ... in the files, which have "
+        "model.0.bias, model.0.weight, model.1.bias, ... (6 of 6 parameters); "
+    )
+    save_file({**values, "more": torch.ones(2)}, more)
+    with offload.initialize(build(), config(tmp_path, HOST), weights=more):
+        assert "1 tensors of the files are not the model's, and unused (more)" in caplog.text

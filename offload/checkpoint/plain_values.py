@@ -1,0 +1,114 @@
+"""Values of a loop as JSON, without pickle: numbers, text, containers, tensors and arrays."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.tiers.errors import CheckpointError, UnsupportedError
+
+_MOST_NBYTES = 64 << 20  # of one tensor in JSON: text is no place for weights
+_KIND = "is"
+
+PackTensor = Callable[[torch.Tensor, str], dict[str, Any]]
+UnpackTensor = Callable[[dict[str, Any]], torch.Tensor]
+
+
+def packed(value: Any, name: str, tensor: PackTensor | None = None) -> Any:
+    """What JSON can hold, for `unpacked`. UnsupportedError, with the name, for other objects.
+
+    `tensor` says what stands for a tensor, by default its bytes as text."""
+    tensor = tensor or _packed_tensor
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bytes | bytearray):
+        return {_KIND: "bytes", "of": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return _packed_dict(value, name, tensor)
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [packed(inner, f"{name}[{i}]", tensor) for i, inner in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return {_KIND: "tuple" if isinstance(value, tuple) else "set", "of": items}
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return {_KIND: "tensor", **tensor(value, name)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        whole = torch.from_numpy(np.array(value, order="C"))  # a copy: it may be read-only
+        return {_KIND: "array", **tensor(whole, name)}
+    if isinstance(value, np.generic):
+        return packed(value.item(), name, tensor)
+    raise UnsupportedError(
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: nothing is pickled; "
+        "keep numbers, text, tensors and containers of them there, and save other objects yourself"
+    )
+
+
+def _packed_dict(value: dict[Any, Any], name: str, tensor: PackTensor) -> dict[str, Any]:
+    counts = isinstance(value, Counter)  # a scheduler of torch asks it for its elements
+    if not counts and all(isinstance(key, str) for key in value) and _KIND not in value:
+        return {key: packed(inner, f"{name}[{key!r}]", tensor) for key, inner in value.items()}
+    pairs = [
+        [packed(key, name, tensor), packed(inner, f"{name}[{key!r}]", tensor)]
+        for key, inner in value.items()
+    ]
+    return {_KIND: "counter" if counts else "dict", "of": pairs}
+
+
+def _packed_tensor(value: torch.Tensor, name: str) -> dict[str, Any]:
+    if value.nbytes > _MOST_NBYTES:
+        raise UnsupportedError(
+            f"{name} has {value.nbytes:,} bytes, more than the {_MOST_NBYTES:,} that a tensor of a "
+            "client state may have; save it in a safetensors file of its own"
+        )
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape), "of": base64.b64encode(raw).decode(),
+    }  # fmt: skip
+
+
+def unpacked(value: Any, tensor: UnpackTensor | None = None) -> Any:
+    """The reverse of `packed`. CheckpointError for what it did not write."""
+    try:
+        return _unpacked(value, tensor or _tensor)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"a saved state is malformed: {error!s:.200}") from None
+
+
+def _unpacked(value: Any, tensor: UnpackTensor) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(inner, tensor) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_KIND)
+    match kind:
+        case None:
+            return {key: _unpacked(inner, tensor) for key, inner in value.items()}
+        case "tuple":
+            return tuple(_unpacked(inner, tensor) for inner in value["of"])
+        case "set":
+            return {_unpacked(inner, tensor) for inner in value["of"]}
+        case "dict" | "counter":
+            pairs = {_unpacked(k, tensor): _unpacked(v, tensor) for k, v in value["of"]}
+            return Counter(pairs) if kind == "counter" else pairs
+        case "bytes":
+            return base64.b64decode(value["of"], validate=True)
+        case "tensor":
+            return tensor(value)
+        case "array":
+            return tensor(value).numpy()
+    raise CheckpointError(f"a saved state has a value of kind {kind!r:.40}, which is unknown")
+
+
+def _tensor(value: dict[str, Any]) -> torch.Tensor:
+    dtype = getattr(torch, value["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"a saved state has a tensor of dtype {value['dtype']!r:.40}")
+    raw = bytearray(base64.b64decode(value["of"], validate=True))
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(value["shape"])

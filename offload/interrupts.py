@@ -1,0 +1,91 @@
+"""Ctrl-C and SIGTERM that cannot get lost, and that end a step before they end the run.
+
+Python raises KeyboardInterrupt wherever the main thread happens to be. In a finaliser or a callback
+from C it is printed or dropped, and the run would go on in spite of the Ctrl-C. Amid a step a part
+of the weights may have been updated, so that nothing could be saved. SIGTERM, with which batch
+systems and preempted machines announce the end, would end the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+_AGAIN_S = 1.0  # torchrun passes on to its workers a signal that they have got already
+
+
+class Terminated(KeyboardInterrupt):
+    """A SIGTERM came."""
+
+
+class Interrupts:
+    """Remembers that one came."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._number = int(signal.SIGINT)
+        self._seen_at = 0.0
+        self._putting_off: str | None = None
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        now = time.monotonic()
+        first, self.seen = not self.seen, True
+        if first:
+            self._number, self._seen_at = number, now
+        if self._putting_off is None or (not first and now - self._seen_at >= _AGAIN_S):
+            raise self.error()
+        if first and self._putting_off:  # `print` may be what was interrupted
+            name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
+            os.write(2, f"\r{name}: {self._putting_off}\n".encode())
+
+    def error(self) -> KeyboardInterrupt:
+        """What is raised for the first one."""
+        return Terminated() if self._number == signal.SIGTERM else KeyboardInterrupt()
+
+    def check(self) -> None:
+        """Raise what was lost, if one was."""
+        if self.seen:
+            raise self.error()
+
+    @contextmanager
+    def put_off(self, message: str) -> Iterator[None]:
+        """Inside, the first one is noted, and `message` written; another one, later, raises."""
+        self._putting_off = message
+        try:
+            yield
+        finally:
+            self._putting_off = None
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[Interrupts]:
+    """Ctrl-C and SIGTERM are noted inside the block. Does nothing off the main thread, nor with a
+    signal that the program handles itself."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    with ExitStack() as stack:
+        for number, own in (
+            (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)
+        ):  # fmt: skip
+            if signal.getsignal(number) is own:
+                stack.callback(signal.signal, number, own)
+                signal.signal(number, interrupts.note)
+        previous_hook = sys.unraisablehook
+
+        def say_unless_interrupt(dropped: sys.UnraisableHookArgs) -> None:
+            # those are raised by `check`
+            if dropped.exc_type is None or not issubclass(dropped.exc_type, KeyboardInterrupt):
+                previous_hook(dropped)
+
+        sys.unraisablehook = say_unless_interrupt
+        stack.callback(setattr, sys, "unraisablehook", previous_hook)
+        yield interrupts

@@ -1,0 +1,379 @@
+"""A checkpoint keeps what goes on beside the engine: random numbers of every kind, schedules, the
+position in the data, and the loop's own state. What is resumed draws, steps and reads as if it had
+never stopped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedules
+
+import offload
+from offload.checkpoint.manifest import MANIFEST, Manifest
+from offload.checkpoint.plain_values import packed, unpacked
+from offload.errors import CheckpointError, StateError, UnsupportedError
+from tests.offload.engine_cases import (
+    HOST,
+    MARKS,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    seeded,
+    states_of,
+)
+
+pytestmark = MARKS
+
+
+class Noisy(TinyLM):
+    """Draws from every generator there is, and has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = np.random.default_rng(5)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = super().loss(tokens)
+        noise = random.random() + np.random.random() + self.own.random()
+        return loss * (1 + noise) + torch.rand((), device=loss.device) * loss
+
+
+class Reader:
+    """A shuffled loader that knows where it is."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self._order: list[int] = []
+        self._data = batches(8)
+
+    def next(self) -> Tensor:
+        if not self._order:
+            self._order = torch.randperm(len(self._data), generator=self.generator).tolist()
+        return self._data[self._order.pop()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self._order, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order = state["order"]
+        self.generator.set_state(state["generator"])
+
+
+class Run:
+    """A loop with all that such loops have."""
+
+    def __init__(self, folder: Path, **keys: Any) -> None:
+        self.passes = keys.get("gradient_accumulation_steps", 1)
+        self.engine = offload.initialize(seeded(Noisy), config(folder, **keys))
+        optimizer = self.engine.optimizer
+        self.scheduler = schedules.OneCycleLR(optimizer, 1e-2, total_steps=12)
+        self.reader, self.augment = Reader(), random.Random(7)
+        self.engine.register_for_checkpointing(
+            scheduler=self.scheduler, reader=self.reader, augment=self.augment
+        )
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            for _ in range(self.passes):
+                scale = self.augment.random() / self.passes
+                loss = self.engine.module.loss(self.reader.next()) * scale  # type: ignore[operator]
+                self.engine.backward(loss)
+                losses.append(float(loss.detach()))
+            self.engine.optimizer.step()
+            self.engine.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(self.scheduler.get_last_lr()[0])
+        return losses
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+MIXED = {"parameters": "host", "gradients": "host", "optimizer": {"host": "50%", "nvme": "50%"}}
+RECOMPUTED = {"activations": {"tier": "nvme", "checkpoint": True}}
+DISK = NVME | {"gradients": "host"}
+PLACEMENTS = {"nvme": DISK, "host": HOST, "mixed": MIXED, "recomputed": DISK | RECOMPUTED}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"clip_grad_norm": 0.1},
+    "accumulated": {"gradient_accumulation_steps": 2, "clip_grad_norm": 1.0},
+    "lion": {"optimizer": {"type": "lion"}},
+    "8-bit": {"optimizer": {"states": "int8"}},
+}
+RESUMES = [
+    (precision, way, saved, loaded)
+    for way, precision in itertools.product(WAYS, ("fp32", "bf16", "fp16"))
+    for saved, loaded in itertools.permutations(PLACEMENTS, 2)
+    if not (way == "8-bit" and precision == "fp32")
+]
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, long: bool) -> None:
+    """Another placement, and generators that are elsewhere, at the load."""
+    assert len(RESUMES) >= 50
+    for precision, way, saved, loaded in RESUMES if long else RESUMES[:: len(RESUMES) // 6]:
+        keys = {"precision": precision, "groups": {"blocks": ["Block"]}, **WAYS[way]}
+        seed_all(1)
+        whole = Run(tmp_path, placement=PLACEMENTS[saved], **keys)
+        whole.steps(2)
+        whole.engine.save_checkpoint(tmp_path / "saved", state={"epoch": 1})
+        expected = whole.steps(3), states_of(whole.engine), random.random(), np.random.random()
+        whole.engine.close()
+        seed_all(2)
+        resumed = Run(tmp_path, placement=PLACEMENTS[loaded], **keys)
+        resumed.steps(1)
+        assert resumed.engine.load_checkpoint(tmp_path / "saved") == {"epoch": 1}
+        losses, states = resumed.steps(3), states_of(resumed.engine)
+        assert losses == expected[0], (precision, way, saved, loaded)
+        assert_same_bits(states, expected[1])
+        assert (random.random(), np.random.random()) == expected[2:]
+        resumed.engine.close()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    with offload.initialize(seeded(TinyLM), config(tmp_path)) as engine:
+        yield engine
+
+
+SCHEDULERS: dict[str, Any] = {
+    "lambda": lambda o: schedules.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "step": lambda o: schedules.StepLR(o, 2),
+    "multistep": lambda o: schedules.MultiStepLR(o, [1, 3, 3]),
+    "exponential": lambda o: schedules.ExponentialLR(o, 0.9),
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 6),
+    "restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: schedules.CyclicLR(o, 1e-4, 1e-2, cycle_momentum=False),
+    "one cycle": lambda o: schedules.OneCycleLR(o, 1e-2, total_steps=9),
+    "plateau": schedules.ReduceLROnPlateau,
+    "polynomial": lambda o: schedules.PolynomialLR(o, 6),
+    "linear": schedules.LinearLR,
+    "sequential": lambda o: schedules.SequentialLR(
+        o, [schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)], [2]
+    ),
+    "chained": lambda o: schedules.ChainedScheduler(
+        [schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_every_scheduler_of_torch_goes_on(kind: str, engine: Any, tmp_path: Path) -> None:
+    def rates(scheduler: Any, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            engine.optimizer.step()
+            scheduler.step(*([1.0] if kind == "plateau" else []))
+            found.append(engine.optimizer.param_groups[0]["lr"])
+        return found
+
+    scheduler = SCHEDULERS[kind](engine.optimizer)
+    engine.register_for_checkpointing(scheduler=scheduler)
+    rates(scheduler, 2)
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = rates(scheduler, 4)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert rates(scheduler, 4) == expected
+
+
+STATE: dict[str, Any] = {
+    "epoch": 3, "loss": 0.1, "nan": float("inf"), "name": "run", "none": None, "yes": True,
+    "tuple": (1, [2.5, (3,)]), "by number": {1: "a", (2, 3): "b"}, "is": {"is": "tensor"},
+    "counter": Counter(a=2), "set": {1, 2}, "bytes": b"\0\xff", "large": 1 << 100,
+    "numpy": np.float32(0.1).item(), "empty": {},
+}  # fmt: skip
+
+
+def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -> None:
+    tensors = {
+        "bf16": torch.randn(3, 2).bfloat16(), "0-dim": torch.tensor(3), "none": torch.empty(0, 4),
+        "bool": torch.tensor([True, False]), "sliced": torch.arange(10)[::3],
+    }  # fmt: skip
+    given = {**STATE, "tensors": tensors, "array": np.arange(4.0), "f16": np.float16([1, 2])}
+    engine.save_checkpoint(tmp_path / "saved", state=given)
+    tensors["0-dim"].fill_(9)
+    found = engine.load_checkpoint(tmp_path / "saved")
+    assert {name: found[name] for name in STATE} == STATE
+    assert isinstance(found["counter"], Counter)
+    assert found["tensors"].pop("0-dim") == 3
+    for name, tensor in found["tensors"].items():
+        assert tensor.dtype is tensors[name].dtype
+        assert torch.equal(tensor, tensors[name])
+    assert (found["array"].tolist(), found["f16"].dtype) == ([0, 1, 2, 3], np.float16)
+    engine.save_checkpoint(tmp_path / "saved")
+    assert engine.load_checkpoint(tmp_path / "saved") == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(lambda: 0, "function"), (object(), "object"), (torch.zeros(2).to_sparse(), "Tensor"),
+     (np.array(["text"]), "ndarray"), (Path("x"), "PosixPath")],
+)  # fmt: skip
+def test_what_would_be_pickled_is_refused_by_name(
+    value: Any, kind: str, engine: Any, tmp_path: Path
+) -> None:
+    engine.save_checkpoint(tmp_path / "saved", state={"a": 1})
+    with pytest.raises(UnsupportedError, match=rf"state\['a'\]\['b'\] is a {kind}.*is pickled"):
+        engine.save_checkpoint(tmp_path / "saved", state={"a": {"b": value}})
+    assert engine.load_checkpoint(tmp_path / "saved") == {"a": 1}
+
+
+def test_what_has_no_state_is_refused_when_it_is_registered(engine: Any) -> None:
+    loader = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"loader is a DataLoader.*StatefulDataLoader"):
+        engine.register_for_checkpointing(loader=loader)
+
+    class Odd(Reader):
+        def state_dict(self) -> dict[str, Any]:
+            return {"function": print}
+
+    with pytest.raises(UnsupportedError, match=r"odd.state_dict.*'function'.* is a built"):
+        engine.register_for_checkpointing(odd=Odd())
+    reader = Reader()
+    engine.register_for_checkpointing(reader=reader)
+    engine.register_for_checkpointing(reader=reader)
+    with pytest.raises(StateError, match="reader is registered already"):
+        engine.register_for_checkpointing(reader=Reader())
+
+
+def test_what_is_registered_has_to_be_in_the_checkpoint(
+    engine: Any, tmp_path: Path, caplog: Any
+) -> None:
+    engine.save_checkpoint(tmp_path / "without")
+    reader = Reader()
+    engine.register_for_checkpointing(reader=reader)
+    before, state = states_of(engine), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match="no state of reader; load it before that is regist"):
+        engine.load_checkpoint(tmp_path / "without")
+    assert_same_bits(states_of(engine), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    engine.save_checkpoint(tmp_path / "with")
+    engine.carried.clear()
+    engine.load_checkpoint(tmp_path / "with")
+    assert "has the state of reader, which is not taken over" in caplog.text
+
+
+def test_a_load_that_a_registered_object_refuses_says_what_is_loaded(
+    engine: Any, tmp_path: Path
+) -> None:
+    class Refusing(Reader):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("order")
+
+    engine.register_for_checkpointing(reader=Refusing())
+    engine.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(KeyError) as caught:
+        engine.load_checkpoint(tmp_path / "saved")
+    assert "is loaded, but for reader.load_state_dict()" in caught.value.__notes__[0]
+    engine.module(batches(1)[0][:, :-1])  # it can be used
+
+
+def edited(path: Path, change: Any) -> None:
+    """A manifest that hashes as it says, with another state of the run."""
+    manifest = Manifest.from_json((path / MANIFEST).read_bytes(), "it")
+    content = json.loads(manifest.to_json())
+    change(content["run"]["sections"])
+    del content["xxh3"]
+    (path / MANIFEST).write_text(Manifest.model_validate(content).to_json())
+
+
+FORGED: dict[str, Any] = {
+    "no sections": lambda run: run.clear(),
+    "random is text": lambda run: run.update(random="x"),
+    "a rank is text": lambda run: run.update(random=["x"]),
+    "python's key is short": lambda run: run["random"][0]["python"].update(key=[1]),
+    "torch's is text": lambda run: run["random"][0].update(torch="x"),
+    "torch's is another's": lambda run: run["random"][0].update(
+        torch=run["random"][0]["numpy"]["state"]["key"]
+    ),
+    "numpy's is a list": lambda run: run["random"][0].update(numpy=[]),
+    "a name is unknown": lambda run: run["random"][0]["torch"].update(name="x"),
+    "a name is a list": lambda run: run["random"][0]["torch"].update(name=[]),
+    "a kind is unknown": lambda run: run["state"].update({"is": "pickle"}),
+    "pairs are numbers": lambda run: run["state"].update({"is": "dict", "of": [1]}),
+    "a key is a list": lambda run: run["state"].update({"is": "dict", "of": [[[1], 1]]}),
+    "bytes are no base64": lambda run: run["state"].update({"is": "bytes", "of": "!"}),
+    "the state is a list": lambda run: run.update(state=[1]),
+    "the state is text": lambda run: run.update(state="text"),
+    "deep": lambda run: run.update(state=json.loads("[" * 400 + "]" * 400)),
+    "objects are a list": lambda run: run.update(objects=[]),
+    "an object is a number": lambda run: run["objects"].update(reader=3),
+    "an object has no states": lambda run: run["objects"].update(reader=[]),
+    "two states for one rank": lambda run: run["objects"].update(reader=[{}, {}]),
+    "extra is a number": lambda run: run.update(extra=1),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_forged_state_of_the_run_is_refused_and_changes_nothing(
+    forged: str, engine: Any, tmp_path: Path
+) -> None:
+    engine.register_for_checkpointing(reader=Reader())
+    engine.save_checkpoint(tmp_path / "saved", state={"a": 1})
+    edited(tmp_path / "saved", FORGED[forged])
+    before, drawn = states_of(engine), (torch.get_rng_state(), random.getstate())
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path / "saved")
+    assert_same_bits(states_of(engine), before)
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+
+
+class Counting(nn.Linear):
+    """State of its own, which state_dict() has, too."""
+
+    calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls} if self.calls < 9 else object()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_extra_state_of_modules_is_kept(tmp_path: Path, caplog: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
+    with offload.initialize(model, config(tmp_path)) as engine:
+        model[1].calls = 3
+        engine.save_checkpoint(tmp_path / "saved")
+        model[1].calls = 5
+        engine.load_checkpoint(tmp_path / "saved")
+        assert model[1].calls == 3
+        assert not caplog.records
+        model[1].calls = 9
+        engine.save_checkpoint(tmp_path / "saved")
+        assert "leaves it out: 1.get_extra_state() is a object" in caplog.text
+
+
+def test_plain_values_hold_every_kind() -> None:
+    assert unpacked(json.loads(json.dumps(packed(STATE, "it")))) == STATE
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_told_between_steps(number: int, engine: Any) -> None:
+    before = signal.getsignal(number)
+    with engine.stop_signals() as stop:
+        assert not stop()
+        os.kill(os.getpid(), number)
+        assert stop()
+        engine.module.loss(batches(1)[0]).backward()
+        engine.optimizer.step()
+        assert stop()
+    assert signal.getsignal(number) is before
