@@ -23,7 +23,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
 _CALL_NBYTES = 16 << 20  # that a call moves: a slow disk, too, ends one long before it is given up
-_READ_NBYTES = 2 << 20
+_READ_NBYTES = 512 << 10  # stays in the processor's cache until it has been copied
 
 
 @contextmanager

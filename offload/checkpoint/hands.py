@@ -81,12 +81,19 @@ class Call:
             self.error = error
         with _books:
             self._returned = True
-            _left.discard(self)
-            then, self.then = self.then, []
         self._over.set()
         _here.call = None  # memory that it has moved is not held until the next one
-        for function in then:
-            function()
+        while then := self._then():
+            for function in then:
+                function()
+
+    def _then(self) -> list[Callable[[], None]]:
+        """What waits for it. If nothing does, it is over for everybody."""
+        with _books:
+            then, self.then = self.then, []
+            if not then:
+                _left.discard(self)
+        return then
 
     def give_up(self) -> None:
         """Let nobody wait for it any longer."""

@@ -66,7 +66,8 @@ class OpenFolder:
     def close(self) -> None:
         """If a rename below it was left, or the lock itself, it stays as it is until that has
         returned."""
-        if not when_returned(self._close, self.path, _PROTECTED):
+        forked = self._pid != os.getpid()
+        if forked or not when_returned(self._close, self.path, _PROTECTED):
             self._close()
 
     def _close(self) -> None:

@@ -68,6 +68,10 @@ class FaultyCalls:
             self._left = -1
             self._released.set()
             assert self._out.wait_for(lambda: not self._inside, _RELEASE_S)
+        until = time.monotonic() + _RELEASE_S
+        while hands._left:  # what has waited for it is done, too
+            assert time.monotonic() < until
+            time.sleep(0.001)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
