@@ -73,10 +73,13 @@ class WriteBehind:
     def __enter__(self) -> Self:
         # now: it may be needed once the program has begun to end
         self._thread = threading.Thread(
-            target=self._serve, name="offload-checkpoint-files", daemon=True
+            target=_serve, args=(self._todo,), name="offload-checkpoint-files", daemon=True
         )
         self._thread.start()
         return self
+
+    def __del__(self) -> None:
+        self._todo.put(None)  # a Ctrl-C may come before the caller has entered the block
 
     @uninterrupted  # a descriptor must not be closed while the thread writes to it
     def __exit__(
@@ -119,11 +122,6 @@ class WriteBehind:
             raise self._failure
 
     # ---------------------------------------------------------------- on the thread
-    def _serve(self) -> None:
-        while (work := self._todo.get()) is not None:
-            work()
-            del work  # it refers to a block's memory
-
     def _write(
         self, file: BehindFile, memory: AlignedMemory, data: memoryview, offset: int
     ) -> None:
@@ -141,6 +139,12 @@ class WriteBehind:
             self._failure = error
 
 
+def _serve(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := todo.get()) is not None:
+        work()
+        del work  # it refers to a block's memory
+
+
 class AlignedMemory:
     """Whole pages for a block, and one more, as it may begin within a page of its file."""
 
@@ -151,12 +155,12 @@ class AlignedMemory:
 
 
 class BehindFile:
-    """A file that a `WriteBehind` writes."""
+    """A file that a `WriteBehind` writes. It is closed with the object at the latest."""
 
     def __init__(self, path: Path, behind: WriteBehind) -> None:
         self.path = path
         self._behind = behind
-        self._direct = -1
+        self._fd = self._direct = -1
         self._uncached = 0  # bytes in the cache that the device was not asked to write yet
         with storage_errors("creating", path):
             self._fd = os.open(path, _FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o666)
@@ -223,6 +227,9 @@ class BehindFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
     def _close_direct(self) -> None:
         fd, self._direct = self._direct, -1
