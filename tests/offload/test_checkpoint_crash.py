@@ -340,7 +340,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(saving._Saver, "_write_others", interrupted)
+    monkeypatch.setattr(saving.Saver, "_write_others", interrupted)
     losses_of(engine, batches(1))
     with pytest.raises(KeyboardInterrupt):
         engine.save_checkpoint(path)
