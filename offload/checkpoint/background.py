@@ -109,7 +109,8 @@ class BackgroundSave:
         snapshots = _snapshots(engine, held)
         saver = Saver(engine, run, snapshots)
         folder = held.enter_context(PendingFolder(path))
-        behind = held.enter_context(WriteBehind())
+        with uninterrupted:
+            behind = held.enter_context(WriteBehind())
         saver.begin(folder.path, behind)
         saver.write_fixed(folder.path, list(_fixed(saver, snapshots)))
         trials = engine.runtime.stepper.trials

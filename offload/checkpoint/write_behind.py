@@ -155,7 +155,7 @@ class AlignedMemory:
 
 
 class BehindFile:
-    """A file that a `WriteBehind` writes."""
+    """A file that a `WriteBehind` writes. It is closed with the object at the latest."""
 
     def __init__(self, path: Path, behind: WriteBehind) -> None:
         self.path = path

@@ -18,6 +18,9 @@ a time, no more than lives on nvme:
 Where nothing is trained nothing is written anew. Gradients have no second version: an old sum is
 never read again, so it is freed before the next one is written. Nothing here depends on an order
 of uses, arrivals or updates.
+
+A save in the background keeps old versions beyond that until it has read them, if the budget has
+room (`checkpoint/background.py`). Whether there will be one, no plan knows: they are not counted.
 """
 
 from __future__ import annotations
