@@ -475,7 +475,8 @@ class Engine(TieredModel):
         """Inside, the first Ctrl-C or SIGTERM is noted and raises nothing; what is given says
         whether one came, so that a loop can save and end between two steps. Of several ranks all
         ask, and are told of each other's. A second one, a second later or more, raises
-        KeyboardInterrupt.
+        KeyboardInterrupt, and so does the end of the block if one came that nobody was told of. A
+        signal that the program handles itself, and any off the main thread, are not noted.
 
             with engine.stop_signals() as stop:
                 for batch in loader:
@@ -484,16 +485,21 @@ class Engine(TieredModel):
                         engine.save_checkpoint("checkpoint")
                         break
         """
-        ranks = self._open().ranks
+        ranks, told = self._open().ranks, False
 
         def came() -> bool:
+            nonlocal told
             seen = interrupts.seen
-            if ranks is None:
-                return seen
-            return bool(ranks.exchange([seen], "whether a signal came").any())
+            if ranks is not None:
+                seen = bool(ranks.exchange([seen], "whether a signal came").any())
+            told = told or seen
+            return seen
 
-        with noted_interrupts() as interrupts, interrupts.put_off(_PUT_OFF):
-            yield came
+        with noted_interrupts() as interrupts:
+            with interrupts.put_off(_PUT_OFF):
+                yield came
+            if not told:
+                interrupts.check()
 
     def save_checkpoint(
         self, path: str | Path, *, state: Mapping[str, Any] | None = None, wait: bool = True
@@ -509,7 +515,8 @@ class Engine(TieredModel):
         while training goes on, to the same bits: states on nvme keep their old version, as far as
         there is room, updates of others wait until the thread has passed them. The folder appears
         when it is complete. One is under way at a time: the next save, a load, `close` and
-        `checkpoint_saved` wait for it, and raise what went wrong with it. On several ranks, with
+        `checkpoint_saved` wait for it, and raise what went wrong with it (the next save when it is
+        complete itself). On several ranks, with
         states at home on a GPU or weights in codes it waits all the same, and says so once.
 
         StateError while gradients wait for a step, or inside `gathered`. PathError for a folder
@@ -521,7 +528,7 @@ class Engine(TieredModel):
 
         refuse_url(path, "save_checkpoint")
         _refuse_parts("save_checkpoint", self._open())
-        self._saves.wait()
+        earlier = self._saves.failure()
         self.values.adopt_changes()
         stepper = self._open().stepper
         saved = SavedCheckpoint(Path(path), stepper.taken + stepper.skipped)
@@ -529,6 +536,8 @@ class Engine(TieredModel):
         if wait or not save_behind(self, Path(path), state, self._saves, note):
             save(self, Path(path), state)
             note()
+        if earlier is not None:  # of the one before; this one is saved all the same
+            raise earlier
 
     def checkpoint_saved(self, *, wait: bool = True) -> bool:
         """Whether no save of `save_checkpoint(wait=False)` is under way any more: with `wait` it is

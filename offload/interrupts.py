@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 _AGAIN_S = 1.0  # torchrun passes on to its workers a signal that they have got already
@@ -29,12 +29,16 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.seen = False
+        self._pid = os.getpid()
         self._number = int(signal.SIGINT)
         self._seen_at = 0.0
         self._putting_off: str | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
+        if os.getpid() != self._pid:  # of a forked child, which nobody asks
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         now = time.monotonic()
         first, self.seen = not self.seen, True
         if first:
@@ -43,7 +47,8 @@ class Interrupts:
             raise self.error()
         if first and self._putting_off:  # `print` may be what was interrupted
             name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-            os.write(2, f"\r{name}: {self._putting_off}\n".encode())
+            with suppress(OSError):  # nobody may read it any more
+                os.write(2, f"\r{name}: {self._putting_off}\n".encode())
 
     def error(self) -> KeyboardInterrupt:
         """What is raised for the first one."""

@@ -336,9 +336,9 @@ def _close_dropped(pid: int, close: Callable[[], None]) -> None:
     """
     if os.getpid() != pid:
         return
-    if threading.main_thread().is_alive():
+    if threading.main_thread().is_alive() or threading.get_ident() != threading.main_thread().ident:
         _thread.start_new_thread(_close_alone, (close,))
-    else:  # the program ends
+    else:  # the program ends, and this is its last thread
         _close_alone(close)
 
 

@@ -202,6 +202,14 @@ class BackgroundSaves:
                 if self.under_way.has_ended:  # a Ctrl-C ends the wait alone
                     self.under_way = None
 
+    def failure(self) -> OffloadError | None:
+        """Block until it has ended; what went wrong with it, once."""
+        try:
+            self.wait()
+        except OffloadError as error:
+            return error
+        return None
+
     def give_up(self) -> None:
         """End it, and leave nothing."""
         if self.under_way is not None:

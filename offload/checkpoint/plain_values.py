@@ -23,7 +23,13 @@ def packed(value: Any, name: str, tensor: PackTensor | None = None) -> Any:
     """What JSON can hold, for `unpacked`. UnsupportedError, with the name, for other objects.
 
     `tensor` says what stands for a tensor, by default its bytes as text."""
-    tensor = tensor or _packed_tensor
+    try:
+        return _packed(value, name, tensor or _packed_tensor)
+    except (TypeError, ValueError, RuntimeError) as error:  # deep, in a circle, or on no device
+        raise UnsupportedError(f"{name} cannot be kept in a checkpoint: {error!s:.200}") from error
+
+
+def _packed(value: Any, name: str, tensor: PackTensor) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bytes | bytearray):
@@ -31,17 +37,17 @@ def packed(value: Any, name: str, tensor: PackTensor | None = None) -> Any:
     if isinstance(value, dict):
         return _packed_dict(value, name, tensor)
     if isinstance(value, list | tuple | set | frozenset):
-        items = [packed(inner, f"{name}[{i}]", tensor) for i, inner in enumerate(value)]
-        if isinstance(value, list):
-            return items
-        return {_KIND: "tuple" if isinstance(value, tuple) else "set", "of": items}
+        items = [_packed(inner, f"{name}[{i}]", tensor) for i, inner in enumerate(value)]
+        kinds = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+        kind = next((text for of, text in kinds.items() if isinstance(value, of)), None)
+        return items if kind is None else {_KIND: kind, "of": items}
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return {_KIND: "tensor", **tensor(value, name)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         whole = torch.from_numpy(np.array(value, order="C"))  # a copy: it may be read-only
         return {_KIND: "array", **tensor(whole, name)}
     if isinstance(value, np.generic):
-        return packed(value.item(), name, tensor)
+        return _packed(value.item(), name, tensor)
     raise UnsupportedError(
         f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: nothing is pickled; "
         "keep numbers, text, tensors and containers of them there, and save other objects yourself"
@@ -51,9 +57,9 @@ def packed(value: Any, name: str, tensor: PackTensor | None = None) -> Any:
 def _packed_dict(value: dict[Any, Any], name: str, tensor: PackTensor) -> dict[str, Any]:
     counts = isinstance(value, Counter)  # a scheduler of torch asks it for its elements
     if not counts and all(isinstance(key, str) for key in value) and _KIND not in value:
-        return {key: packed(inner, f"{name}[{key!r}]", tensor) for key, inner in value.items()}
+        return {key: _packed(inner, f"{name}[{key!r}]", tensor) for key, inner in value.items()}
     pairs = [
-        [packed(key, name, tensor), packed(inner, f"{name}[{key!r}]", tensor)]
+        [_packed(key, name, tensor), _packed(inner, f"{name}[{key!r}]", tensor)]
         for key, inner in value.items()
     ]
     return {_KIND: "counter" if counts else "dict", "of": pairs}
@@ -93,6 +99,8 @@ def _unpacked(value: Any, tensor: UnpackTensor) -> Any:
             return tuple(_unpacked(inner, tensor) for inner in value["of"])
         case "set":
             return {_unpacked(inner, tensor) for inner in value["of"]}
+        case "frozenset":
+            return frozenset(_unpacked(inner, tensor) for inner in value["of"])
         case "dict" | "counter":
             pairs = {_unpacked(k, tensor): _unpacked(v, tensor) for k, v in value["of"]}
             return Counter(pairs) if kind == "counter" else pairs

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import nn
 
+from offload.checkpoint import bounded_json
 from offload.checkpoint.manifest import BufferRecord, RunRecord
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.plain_values import packed, unpacked
@@ -65,6 +67,11 @@ Carried = Stateful | Generator
 
 def check_carried(name: str, value: object) -> None:
     """UnsupportedError, saying what to do, for what has no state that can be saved and loaded."""
+    if isinstance(value, nn.Module | torch.optim.Optimizer):
+        raise UnsupportedError(
+            f"{name} is a {type(value).__name__}: the engine's model and optimizer are in each "
+            "checkpoint; save others yourself"
+        )
     if is_generator(value) or isinstance(value, Stateful):
         _Packer(0).packed("objects", _state_of(value), f"{name}.state_dict()")  # type: ignore[arg-type]
         return
@@ -98,8 +105,20 @@ class RunState:
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
         _agree(ranks, error, "no checkpoint was saved")
+        if ranks is not None:
+            _check_names(ranks, engine.carried)
         found = [(values, own.tensors)] if ranks is None else _on_first(ranks, values, own.tensors)
         return cls(*_merged(found)) if found else cls(RunRecord(sections={}), {})
+
+
+def _check_names(ranks: Ranks, carried: Mapping[str, Carried]) -> None:
+    """StateError, on all ranks, unless all have registered the same names."""
+    mine = crc32("\n".join(sorted(carried)).encode()) >> 1
+    if len({*ranks.exchange([mine], "what is registered")[:, 0].tolist()}) > 1:
+        raise StateError(
+            f"ranks have registered different names for checkpoints (here: "
+            f"{', '.join(carried) or 'none'}); register the same on all of them"
+        )
 
 
 class _Packer:
@@ -117,7 +136,8 @@ class _Packer:
                 )
             key = f"{section}/{self._rank}/{len(self.tensors)}"
             # a copy: it may be changed while it is written
-            self.tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.tensors[key] = whole.copy_(tensor.detach())
             return {"name": key}
 
         return packed(value, name, aside)
@@ -127,12 +147,8 @@ def _values_of(engine: Engine, state: Mapping[str, Any] | None, to: _Packer) -> 
     generators = named_generators(engine.module, engine.device)
     with uninterrupted:  # pydantic takes a Ctrl-C for an error of its own
         config = engine.config.to_dict()
-    return {
+    values = {
         "config": config,
-        "random": {
-            name: to.packed("random", _state_of(each), f"the state of the generator {name}")
-            for name, each in generators.items()
-        },
         "objects": {
             name: to.packed("objects", _state_of(each), f"{name}.state_dict()")
             for name, each in engine.carried.items()
@@ -140,6 +156,24 @@ def _values_of(engine: Engine, state: Mapping[str, Any] | None, to: _Packer) -> 
         "extra": _extra_states(engine.module, to),
         "state": None if state is None else to.packed("state", dict(state), "state"),
     }  # fmt: skip
+    # last: what the others do for it may draw
+    values["random"] = {
+        name: to.packed("random", _state_of(each), f"the state of the generator {name}")
+        for name, each in generators.items()
+    }
+    _check_size(values)
+    return values
+
+
+def _check_size(values: dict[str, Any]) -> None:
+    """UnsupportedError for what a manifest could not hold, before anything is written."""
+    try:
+        bounded_json.check_size(json.dumps(values).encode())
+    except ValueError as error:
+        raise UnsupportedError(
+            f"the states of what is registered, and `state`, are too large: {error}; keep long "
+            "lists in tensors"
+        ) from None
 
 
 def _extra_states(model: nn.Module, to: _Packer) -> dict[str, Any]:
@@ -253,9 +287,9 @@ class Restoring:
     def _prepare(self, sections: Mapping[str, Any]) -> None:
         if not all(isinstance(sections[name], dict) for name in ("extra", "objects")):
             raise TypeError("states by name are no dict")
-        self._prepare_random(sections["random"])
         self._prepare_extra(sections["extra"])
         self._prepare_objects(sections["objects"])
+        self._prepare_random(sections["random"])  # last: what is set before may draw
         saved = sections["state"]
         self.state = None if saved is None else self._unpacked(saved)
         if not isinstance(self.state, dict | None):
@@ -341,7 +375,9 @@ def _another(generator: Generator) -> Generator:
         return torch.Generator(generator.device)
     if isinstance(generator, np.random.Generator):
         return np.random.Generator(type(generator.bit_generator)())
-    return type(generator)()
+    if isinstance(generator, np.random.RandomState):
+        return np.random.RandomState(type(generator._bit_generator)())
+    return random.Random()
 
 
 def _agree(ranks: Ranks | None, error: Exception | None, doing: str) -> None:

@@ -389,6 +389,7 @@ class Saver:
         ) as file:
             for tensor in tensors.values():
                 if tensor.numel():
-                    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+                    flat = flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)
                     file.append(_TENSORS, flat.numpy().data)
             self._files[name] = file.finish()

@@ -10,6 +10,7 @@ it names. Which stores there are, and how one logs in, is fsspec's to know.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,8 @@ class ObjectStore:
 
 
 def is_url(path: str | Path) -> bool:
-    return "://" in str(path)
+    """Also of a Path that was made of one, which has one slash less."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
 def refuse_url(path: str | Path, doing: str) -> None:
@@ -131,7 +133,10 @@ def _upload(source: Path, store: ObjectStore) -> int:
             for name, record in reader.manifest.files.items():
                 store.put(name, source / name)
                 came(record.nbytes)
-        store.commit((source / MANIFEST).read_bytes())
+        raw = (source / MANIFEST).read_bytes()
+        if Manifest.from_json(raw, str(source)).generation != reader.manifest.generation:
+            raise CheckpointError(f"{source} was saved again while it was copied; copy it again")
+        store.commit(raw)
         return reader.manifest.nbytes
 
 

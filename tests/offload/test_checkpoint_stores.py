@@ -110,6 +110,8 @@ def test_places_are_named_right(engine: offload.Engine, tmp_path: Path, capsys: 
     for call in (engine.save_checkpoint, engine.load_checkpoint):
         with pytest.raises(PathError, match=r"s3://bucket/it: .*offload checkpoint copy FROM"):
             call("s3://bucket/it")
+        with pytest.raises(PathError, match="offload checkpoint copy FROM"):
+            call(Path("s3://bucket/it"))
     assert not Path("s3:").exists()
     with pytest.raises(PathError, match="one of both has to be a folder here"):
         checkpoint.copy(tmp_path / "saved/step-000003", tmp_path / "other")

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,7 @@ STATE: dict[str, Any] = {
     "epoch": 3, "loss": 0.1, "nan": float("inf"), "name": "run", "none": None, "yes": True,
     "tuple": (1, [2.5, (3,)]), "by number": {1: "a", (2, 3): "b"}, "is": {"is": "tensor"},
     "counter": Counter(a=2), "set": {1, 2}, "bytes": b"\0\xff", "large": 1 << 100,
+    "frozen": {frozenset({1}): frozenset({(1, 2)})},
     "numpy": np.float32(0.1).item(), "empty": {},
 }  # fmt: skip
 
@@ -205,6 +207,7 @@ def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -
     tensors = {
         "bf16": torch.randn(3, 2).bfloat16(), "0-dim": torch.tensor(3), "none": torch.empty(0, 4),
         "bool": torch.tensor([True, False]), "sliced": torch.arange(10)[::3],
+        "odd stride": torch.arange(6.0).reshape(1, 6)[:, 0],
     }  # fmt: skip
     given = {**STATE, "tensors": tensors, "array": np.arange(4.0), "f16": np.float16([1, 2])}
     engine.save_checkpoint(tmp_path / "saved", state=given)
@@ -235,6 +238,43 @@ def test_what_would_be_pickled_is_refused_by_name(
     assert engine.load_checkpoint(tmp_path / "saved") == {"a": 1}
 
 
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(
+    engine: Any, tmp_path: Path
+) -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    for value in (
+        circle,
+        list(range(2_000_000)),
+        np.longdouble([1]),
+        torch.empty(2, device="meta"),
+    ):
+        with pytest.raises(UnsupportedError):
+            engine.save_checkpoint(tmp_path / "saved", state={"a": value})
+    assert not (tmp_path / "saved").exists()
+
+
+class Drawing(Reader):
+    """Draws when it is asked for its state, and when it gets one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.rand(3)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.rand(5)
+        super().load_state_dict(state)
+
+
+def test_what_registered_objects_draw_changes_nothing(engine: Any, tmp_path: Path) -> None:
+    own = np.random.RandomState(np.random.PCG64(3))  # type: ignore[arg-type]
+    engine.register_for_checkpointing(drawing=Drawing(), own=own)
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = torch.rand(4).tolist(), own.random()
+    engine.load_checkpoint(tmp_path / "saved")
+    assert (torch.rand(4).tolist(), own.random()) == expected
+
+
 def test_what_has_no_state_is_refused_when_it_is_registered(engine: Any) -> None:
     loader = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=r"loader is a DataLoader.*StatefulDataLoader"):
@@ -246,6 +286,9 @@ def test_what_has_no_state_is_refused_when_it_is_registered(engine: Any) -> None
 
     with pytest.raises(UnsupportedError, match=r"odd.state_dict.*'function'.* is a built"):
         engine.register_for_checkpointing(odd=Odd())
+    for name, value in {"model": engine.module, "optimizer": engine.optimizer}.items():
+        with pytest.raises(UnsupportedError, match="are in each checkpoint"):
+            engine.register_for_checkpointing(**{name: value})
     reader = Reader()
     engine.register_for_checkpointing(reader=reader)
     engine.register_for_checkpointing(reader=reader)
@@ -377,3 +420,20 @@ def test_a_signal_is_told_between_steps(number: int, engine: Any) -> None:
         engine.optimizer.step()
         assert stop()
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_nobody_was_told_of_is_raised_at_the_end(engine: Any) -> None:
+    with pytest.raises(KeyboardInterrupt), engine.stop_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_forked_child_ends_by_a_signal(engine: Any) -> None:
+    with engine.stop_signals() as stop:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not stop()

@@ -93,8 +93,8 @@ def open_fds() -> int:
 
 @pytest.fixture
 def no_leak() -> Iterator[None]:
-    """Threads and descriptors are the same after the test as before."""
-    fds, threads = open_fds(), threading.active_count()
+    """No thread, and no descriptor, is there after the test that was not before."""
+    fds, threads = open_fds(), set(threading.enumerate())
     yield
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - threads
     assert open_fds() == fds

@@ -24,7 +24,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 def generator(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A global one, from a known state; what other tests draw stays what it was."""
     found = GLOBAL[request.param]
-    before = random_state._state(found)
+    before = random_state.state_of(found)
     found.seed(7)
     yield found
     RandomState([found])._put([before], [None])
@@ -80,7 +80,7 @@ def test_a_state_of_before_is_whole_when_it_is_set_again(generator: Any) -> None
     """The words are those of a state that was seen since, without the second number of a pair."""
     draw = DRAWS["one of two normal"]
     draw(generator)
-    half = random_state._state(generator)
+    half = random_state.state_of(generator)
     draw(generator)
     RandomState([generator])
     RandomState([generator])._put([half], [None])
