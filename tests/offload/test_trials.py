@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -241,6 +242,16 @@ def _step(engine: Engine, words: Tensor) -> None:
     engine.optimizer.zero_grad()
 
 
+def _interrupted_settle(engine: Any, go_on: threading.Event) -> None:
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.4)  # not before, however slow the machine is
+        go_on.set()
+
+    threading.Timer(0.2, interrupt).start()
+    engine.settle()
+
+
 def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path) -> None:
     """The update is on its way: Ctrl-C while somebody who needs the old version waits for it."""
     found, words = [], torch.arange(21).view(3, 7)
@@ -259,10 +270,8 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
             engine.backward(loss_of(engine.module, words))
             assert list(trials)
             if interrupted:
-                threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
-                threading.Timer(0.6, go_on.set).start()
                 with pytest.raises(KeyboardInterrupt):
-                    engine.settle()
+                    _interrupted_settle(engine, go_on)
             go_on.set()
             engine.optimizer.step()
             engine.optimizer.zero_grad()
