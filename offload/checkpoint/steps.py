@@ -88,8 +88,7 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
     whole = [path for path in steps if is_complete(path)]
     if not whole:
         return []
-    stays = set(whole) if keep_every else set()
-    stays = {path for path in stays if not (step_of(path) or 0) % (keep_every or 1)}
+    stays = {path for path in whole if keep_every and not (step_of(path) or 0) % keep_every}
     older = steps[: steps.index(whole[-keep_last:][0])]
     return [path for path in older if path not in stays and _discard(path)]
 

@@ -339,4 +339,4 @@ def test_both_ways_hold_one_parameter_at_a_time(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-2000:]
     before, exported, imported = map(int, ended.stdout.split())
     assert exported - before < 150  # of torch.distributed's modules, too
-    assert imported - exported < 60
+    assert imported - exported < 120  # a fifth, whatever the heap keeps
