@@ -30,7 +30,7 @@ from offload.tiers.units import format_bytes, round_up
 _log = logging.getLogger(__name__)
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # O_TMPFILE: EISDIR on kernels that do not know it, the others from file systems
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
@@ -179,7 +179,7 @@ class SwapFile:
         except OSError as error:
             if error.errno in _NO_SPACE:
                 raise self._growth_error(PAGE_NBYTES, error) from error
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in UNSUPPORTED:
                 raise StorageError(
                     f"{self.path}: probing it failed: {error.strerror}; see `dmesg`",
                     path=self.path, nbytes=PAGE_NBYTES, errno=error.errno,
@@ -196,9 +196,9 @@ class SwapFile:
     def _grow(self, nbytes: int) -> None:
         if self._preallocates:
             try:
-                _fallocate(self.fd, self.nbytes, nbytes - self.nbytes)
+                fallocate(self.fd, self.nbytes, nbytes - self.nbytes)
             except OSError as error:
-                if error.errno not in _UNSUPPORTED:
+                if error.errno not in UNSUPPORTED:
                     raise
                 self._preallocates = False
                 _log.warning(
@@ -362,7 +362,7 @@ def _write_and_read(fd: int, page: memoryview, offset_bytes: int) -> None:
         raise OSError(errno.EINVAL, f"{wrote} bytes written and {read} read of {page.nbytes}")
 
 
-def _fallocate(fd: int, offset_bytes: int, nbytes: int) -> None:
+def fallocate(fd: int, offset_bytes: int, nbytes: int) -> None:
     """fallocate(2) itself: where a file system lacks it, posix_fallocate would write a byte to
     every block instead, for minutes."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.checkpoint.hands import waiting
 from offload.checkpoint.steps import latest, prune, step_path
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def save(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> 
     """
     from offload.checkpoint.saving import save_engine
 
-    save_engine(engine, path, state)
+    with waiting(engine.config.nvme.timeout_s):
+        save_engine(engine, path, state)
 
 
 def save_behind(
@@ -61,7 +63,8 @@ def save_behind(
     if reason:
         saves.say_once(f"save_checkpoint(wait=False) waits: {reason}")
         return False
-    BackgroundSave(engine, path, state, saves, done)
+    with waiting(engine.config.nvme.timeout_s):
+        BackgroundSave(engine, path, state, saves, done)
     return True
 
 
@@ -95,4 +98,5 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     """
     from offload.checkpoint.loading import load_engine
 
-    return load_engine(engine, path)
+    with waiting(engine.config.nvme.timeout_s):
+        return load_engine(engine, path)

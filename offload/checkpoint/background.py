@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,8 @@ class BackgroundSave:
         self._ended = threading.Event()
         with ExitStack() as unless_begun:
             work = self._begin(engine, path, state, unless_begun.enter_context(ExitStack()))
-            thread = threading.Thread(target=self._run, args=(work,), name="offload-checkpoint")
+            run = copy_context().run  # with the time that its calls are waited for
+            thread = threading.Thread(target=run, args=(self._run, work), name="offload-checkpoint")
             with uninterrupted:
                 thread.start()
                 saves.under_way = self
@@ -109,8 +111,7 @@ class BackgroundSave:
         snapshots = _snapshots(engine, held)
         saver = Saver(engine, run, snapshots)
         folder = held.enter_context(PendingFolder(path))
-        with uninterrupted:
-            behind = held.enter_context(WriteBehind())
+        behind = held.enter_context(WriteBehind())
         saver.begin(folder.path, behind)
         saver.write_fixed(folder.path, list(_fixed(saver, snapshots)))
         trials = engine.runtime.stepper.trials

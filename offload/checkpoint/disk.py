@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.checkpoint.hands import Hand, patiently
+from offload.checkpoint.hands import Call, Hand, patiently
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError
 from offload.tiers.units import format_bytes
 
@@ -93,7 +93,7 @@ class OpenFile:
     def _let_go(self) -> Hand | None:
         hand, self._hand = self._hand, None
         if hand is not None and hand.is_here:
-            hand.ask("close", self.path, self._close)
+            hand.ask(Call("close", self.path, self._close, (), 0, 0))
         elif hand is not None:  # a forked child, which has a descriptor of its own
             self._close()
         return hand
@@ -106,6 +106,21 @@ class OpenFile:
 
     def __del__(self) -> None:
         self._let_go()
+
+    def begin(
+        self, operation: str, function: Callable[..., Any], *args: Any, offset: int = 0, n: int = 0
+    ) -> Call:
+        """Have `function(fd, *args)` called behind all others; its `result` is to be asked for, in
+        the order of these calls."""
+        assert self._hand is not None, "it is open"
+        call = Call(operation, self.path, function, (self.fd, *args), offset, n)
+        self._hand.ask(call)
+        return call
+
+    def result(self, call: Call) -> Any:
+        """Of what was begun, once it is there. Its OSError, StuckError."""
+        assert self._hand is not None, "it is open"
+        return self._hand.result(call)
 
     def status(self) -> os.stat_result:
         return self._call("stat", os.fstat, self.fd)
@@ -161,17 +176,23 @@ class OpenFile:
             self._call("sync_file_range", _sync_range, self.fd, 0, 0, _WRITE)
 
     def sync(self) -> None:
-        """Wait until all is on the device. Part by part, so that a large file on a slow device is
-        not taken for one that does not answer."""
+        """Wait until all is on the device."""
         with storage_errors("writing", self.path):
-            nbytes = self.status().st_size
-            for start in range(0, nbytes, _CALL_NBYTES):
-                self._call(
-                    "sync_file_range", _sync_range, self.fd, start, _CALL_NBYTES,
-                    _WAIT_BEFORE | _WRITE | _WAIT_AFTER, offset=start,
-                    n=min(_CALL_NBYTES, nbytes - start),
-                )  # fmt: skip
-            self._call("fsync", os.fsync, self.fd)
+            for call in self.begin_sync(self.status().st_size):
+                self.result(call)
+
+    def begin_sync(self, nbytes: int) -> list[Call]:
+        """Let the device have all of its so many bytes; results as of `begin`. Part by part, so
+        that a large file on a slow device is not taken for one that does not answer."""
+        flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
+        parts = [
+            self.begin(
+                "sync_file_range", _sync_range, start, _CALL_NBYTES, flags,
+                offset=start, n=min(_CALL_NBYTES, nbytes - start),
+            )
+            for start in range(0, nbytes, _CALL_NBYTES)
+        ]  # fmt: skip
+        return [*parts, self.begin("fsync", os.fsync)]
 
     def read_ahead(self, offset_bytes: int, nbytes: int) -> None:
         """Let the device begin to read a range into the page cache; does not wait for it."""
@@ -180,6 +201,10 @@ class OpenFile:
     def forget(self, offset_bytes: int, nbytes: int) -> None:
         """Let the page cache give up a range, so that the next read asks the device."""
         self._advise(offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def begin_forget(self) -> Call:
+        """Let the page cache give up all of it; a result as of `begin`."""
+        return self.begin("fadvise", os.posix_fadvise, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _advise(self, offset_bytes: int, nbytes: int, advice: int) -> None:
         with storage_errors("reading", self.path):

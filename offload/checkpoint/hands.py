@@ -3,7 +3,7 @@
 A disk or a server that does not answer keeps the thread that asks, and the kernel has no way to
 take a call back. So another thread asks, a *hand*, one call at a time:
 
-    caller   ├─ asks ─┤ waits ............... │ the result or, after TIMEOUT_S, a StuckError
+    caller   ├─ asks ─┤ waits ............... │ the result or, after `timeout_s`, a StuckError
     hand              ├──────── call ──────── ...
 
 A call that was left keeps its hand, its memory and its descriptor until it returns, if ever. It may
@@ -17,7 +17,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -27,10 +29,8 @@ from offload.tiers.units import format_bytes
 
 R = TypeVar("R")
 
-# From when on Linux itself calls a task hung (hung_task_timeout_secs). A server that is started
-# anew or a busy disk's journal may take a minute; data goes in calls of few MiB (`disk`).
-TIMEOUT_S = 120.0
-_WARN_S = 30.0
+TIMEOUT_S = 30.0  # that of `nvme.timeout_s`; data goes in calls of few MiB (`disk`)
+_WARN = 1 / 3  # of it
 _LOOK_S = 1.0
 _PATIENCE_S = 5.0  # of a Ctrl-C, with the call that is under way
 
@@ -38,6 +38,17 @@ _log = logging.getLogger("offload")
 _books = threading.Lock()
 _left: set[Call] = set()  # calls that nobody waits for any more, until they return
 _here = threading.local()  # of a hand: the call that it makes
+_timeout_s: ContextVar[float | None] = ContextVar("timeout_s", default=None)
+
+
+@contextmanager
+def waiting(timeout_s: float) -> Iterator[None]:
+    """Hands that are made inside wait so long for each call."""
+    token = _timeout_s.set(timeout_s)
+    try:
+        yield
+    finally:
+        _timeout_s.reset(token)
 
 
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
@@ -66,6 +77,7 @@ class Call:
         self.result: Any = None
         self.error: BaseException | None = None
         self.then: list[Callable[[], None]] = []
+        self.is_asked = False
         self._make = function, args
         self._began_s = time.monotonic()
         self._over = threading.Event()  # it has returned, or is not waited for any more
@@ -104,15 +116,15 @@ class Call:
 
     def wait(self, timeout_s: float) -> None:
         """Until it is over, at most so long."""
-        warn_at = _WARN_S
+        warn_at = timeout_s * _WARN
         looked = 0.0
         while not self._over.wait(_LOOK_S) and looked < timeout_s:
             looked += _LOOK_S
             if looked >= warn_at:
                 warn_at = timeout_s + 1
                 _log.warning(
-                    "%s: not ended for %.3g s; see `dmesg`; an error after %.3g s", self, looked,
-                    timeout_s,
+                    "%s: not ended for %.3g s; see `dmesg`; an error after %.3g s "
+                    "(nvme.timeout_s)", self, looked, timeout_s,
                 )  # fmt: skip
 
     @property
@@ -126,7 +138,7 @@ class Call:
         return StuckError(
             f"{self} has not ended for {seconds:.3g} s: the device or its server does not answer, "
             "see `dmesg`; what was complete before is there; go on once the device answers, or "
-            "with a folder on another one",
+            "with a folder on another one; where it is only slow, raise nvme.timeout_s",
             path=str(self.path), offset_bytes=self.offset_bytes, nbytes=self.nbytes,
             seconds=seconds,
         )  # fmt: skip
@@ -145,7 +157,8 @@ class Hand:
     def __init__(self) -> None:
         self._asked = SimpleQueue()
         self._stuck: Call | None = None
-        self._last: Call | None = None  # of those that are not waited for
+        self._last: Call | None = None  # that was asked for
+        self._timeout_s = _timeout_s.get()
         self._pid = os.getpid()
         self._thread = threading.Thread(
             target=_work, args=(self._asked,), name="offload-checkpoint-call", daemon=True
@@ -178,16 +191,27 @@ class Hand:
         self, operation: str, path: Path, function: Callable[..., R], *args: Any,
         offset_bytes: int = 0, nbytes: int = 0,
     ) -> R:  # fmt: skip
-        """The result of `function(*args)`, or its error. StuckError if it does not return for
-        `TIMEOUT_S`, or an earlier one has not. A Ctrl-C is raised when the call has returned, or
-        soon."""
+        """The result of `function(*args)`, or its error. StuckError if it does not return in time,
+        or an earlier one has not. A Ctrl-C is raised when the call has returned, or soon."""
+        result: R = self.result(Call(operation, path, function, args, offset_bytes, nbytes))
+        return result
+
+    def ask(self, call: Call) -> None:
+        """Have it made behind all others, and do not wait for it."""
         assert self._asked is not None, "it has not ended"
+        self._last = call
+        self._asked.put(call)
+        call.is_asked = True
+
+    def result(self, call: Call) -> Any:
+        """Of a call that was asked for, in the order of asking, or is asked for now. Raises as
+        `make`."""
         if self._stuck is not None:
             raise self._stuck.stuck()
-        call = Call(operation, path, function, args, offset_bytes, nbytes)
         try:
-            self._asked.put(call)
-            call.wait(TIMEOUT_S)
+            if not call.is_asked:
+                self.ask(call)
+            call.wait(TIMEOUT_S if self._timeout_s is None else self._timeout_s)
         except BaseException:
             self._hurry(call)
             raise
@@ -199,8 +223,7 @@ class Hand:
                 raise call.error
             finally:
                 call.error = None  # its traceback leads to the call, and so to the caller's memory
-        result: R = call.result
-        return result
+        return call.result
 
     def _hurry(self, call: Call) -> None:
         try:
@@ -212,12 +235,6 @@ class Hand:
         call.give_up()
         if not call.has_returned:
             self._stuck = call
-
-    def ask(self, operation: str, path: Path, function: Callable[[], None]) -> None:
-        """Have a call made behind all others, and do not wait for it."""
-        assert self._asked is not None, "it has not ended"
-        self._last = Call(operation, path, function, (), 0, 0)
-        self._asked.put(self._last)
 
 
 def _work(asked: SimpleQueue[Call | None]) -> None:

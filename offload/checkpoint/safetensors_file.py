@@ -25,7 +25,6 @@ from typing import Any
 from offload.checkpoint import bounded_json
 from offload.checkpoint.blocks import BlockHashes
 from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.disk import OpenFile, new_file
 from offload.checkpoint.manifest import (
     ITEMSIZE,
     BufferRecord,
@@ -33,13 +32,12 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     SectionRecord,
 )
-from offload.checkpoint.write_behind import BehindFile, Stream, WriteBehind
+from offload.checkpoint.write_behind import Stream, WriteBehind
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
 _PART_NBYTES = 1 << 20
-_WRITEBACK_NBYTES = 8 << 20
 _MOST_NUMEL = 1 << 60
 
 
@@ -85,7 +83,7 @@ class _Section:
     start: int
     nbytes: int
     hashes: BlockHashes
-    into: Stream | None  # of a file that is written behind
+    into: Stream
     filled: int = 0
 
 
@@ -114,7 +112,7 @@ class SafetensorsWriter:
     """Creates `path` and fills its sections. A context manager; `finish` makes it durable.
 
     `bound_to`: of a checkpoint's file what its hashes are bound to (`Manifest.bound_to`). `behind`
-    writes it while the caller goes on, and closes it; what goes wrong then is raised later.
+    writes it together with others, and closes it: its `finish` makes them durable.
     """
 
     def __init__(
@@ -124,63 +122,45 @@ class SafetensorsWriter:
         self.path = path
         header = _header(sections, metadata)
         sizes = {name: sum(tensor.nbytes for tensor in each) for name, each in sections.items()}
-        self._file: OpenFile | None = None
-        self._behind: BehindFile | None = None
-        if behind is not None:
-            self._behind = behind.create(path)
-        else:
-            self._file = new_file(path)
-        self._sections: dict[str, _Section] = {}
-        end = 0
-        for name, nbytes in {"header": len(header), **sizes}.items():
-            into = None if self._behind is None else self._behind.stream(end, nbytes)
-            self._sections[name] = _Section(name, end, nbytes, BlockHashes(bound_to, end), into)
-            end += nbytes
-        self.nbytes = end
-        self._unstarted = 0  # bytes that the device was not asked to write yet
+        self.nbytes = len(header) + sum(sizes.values())
+        self._own = WriteBehind() if behind is None else None
         try:
+            behind = behind or self._own
+            assert behind is not None, "it is one of them"
+            self._file = behind.create(path, self.nbytes)
+            self._sections: dict[str, _Section] = {}
+            end = 0
+            for name, nbytes in {"header": len(header), **sizes}.items():
+                hashes, into = BlockHashes(bound_to, end), self._file.stream(end, nbytes)
+                self._sections[name] = _Section(name, end, nbytes, hashes, into)
+                end += nbytes
             self.append("header", memoryview(header))
         except BaseException:
             self._close()
             raise
 
     def append(self, section: str, data: memoryview) -> None:
-        """The next bytes of a section. Blocks until the operating system has them, or `behind` has
-        a copy."""
+        """The next bytes of a section, which are copied. Waits where the device falls behind."""
         into = self._sections[section]
         if into.filled + data.nbytes > into.nbytes:
             raise IntegrityError(f"{self.path}: {data.nbytes} bytes too many for {section}")
         data = data.cast("B")
         for part in (data[at : at + _PART_NBYTES] for at in range(0, data.nbytes, _PART_NBYTES)):
             into.hashes.update(part)
-            self._write(into, part)  # while it is in the processor's cache
+            into.into.append(part)  # while it is in the processor's cache
             into.filled += part.nbytes
 
-    def _write(self, into: _Section, data: memoryview) -> None:
-        if into.into is not None:
-            into.into.append(data)
-            return
-        assert self._file is not None, "without `behind`"
-        self._file.write_all(data, into.start + into.filled)
-        self._unstarted += data.nbytes
-        if self._unstarted >= _WRITEBACK_NBYTES:
-            self._file.start_writeback()
-            self._unstarted = 0
-
     def finish(self) -> FileRecord:
-        """Wait until the file is on the device (with `behind`: its `finish` does); its bytes and
+        """Wait until the file is on the device (`behind` waits for that itself); its bytes and
         hashes."""
         for section in self._sections.values():
             if section.filled != section.nbytes:
                 raise IntegrityError(
                     f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
                 )
-        if self._behind is not None:
-            self._behind.finish()
-        elif self._file is not None:
-            self._file.sync()
-            # written once and not read soon: leave the page cache to the training data
-            self._file.forget(0, 0)
+        self._file.finish()
+        if self._own is not None:
+            self._own.finish()
         records = [
             SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.hashes.text())
             for section in self._sections.values()
@@ -188,8 +168,8 @@ class SafetensorsWriter:
         return FileRecord(nbytes=self.nbytes, sections=records)
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._own is not None:
+            self._own.close()
 
     def __enter__(self) -> SafetensorsWriter:
         return self

@@ -1,11 +1,14 @@
-"""Files that a thread writes while the next bytes are read and hashed.
+"""Files that are written while the next bytes are read and hashed.
 
 What is appended is copied into page-aligned blocks, which go to the device around the page cache
 where the file system allows that (O_DIRECT): a copy into the cache costs several times as much of
-the processor, which training needs, and drives other files out of it.
+the processor, which training needs, and drives other files out of it. Threads that can be left
+(`hands`) make the calls, two at a time, so that the device always has the next one:
 
-    caller     ├ hash, copy 0 ┤├ hash, copy 1 ┤├ hash, copy 2 ┤
-    thread                     ├─── write 0 ───┤├─── write 1 ───┤├─── write 2 ───┤├ sync ┤
+    caller     ├ hash, copy 0 ┤├ hash, copy 1 ┤├ hash, copy 2 ┤├ hash, copy 3 ┤
+    hand       ................├──────── write 0 ────────┤├──────── write 2 ────────┤
+    hand       ................................├──────── write 1 ────────┤├──────── write 3 ───
+    hand       of a file before it:  ├─ sync ─┤
 
 Blocks end at multiples of their size in the file. The part pages at both ends of a stream are
 written through the cache, as other streams have the rest of them.
@@ -13,13 +16,10 @@ written through the cache, as other streams have the rest of them.
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
-import queue
-import threading
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,70 +27,63 @@ from typing import Self
 import numpy as np
 
 from offload.checkpoint.disk import OpenFile, new_file, storage_errors
-from offload.swap.shield import uninterrupted
+from offload.checkpoint.hands import Call
+from offload.swap.swap_file import UNSUPPORTED, fallocate, file_system_of
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
 
-# fewer take longer: a thread is woken for each, and a disk has one at a time
+# fewer take longer: a thread is woken for each
 BLOCK_NBYTES = 8 << 20
-MOST_QUEUED = 3  # blocks; what is appended meanwhile waits
+MOST_BLOCKS = 4  # that are written, or wait for it; what is appended meanwhile waits
+_DIRECT_HANDS = 2
+MOST_SYNCS = 4  # files; each is open, with its threads
 
 _LEAST_NBYTES = 64 << 10  # of a block, to have memory that is kept
 _FILE_FLAGS = os.O_WRONLY | os.O_CLOEXEC
 
+_log = logging.getLogger("offload")
+_said: set[int] = set()  # devices that are written through the page cache
+
 
 class WriteBehind:
-    """Writes files on a thread. A context manager: without `finish` inside, what was not written
-    yet never is. Not to be appended to by several threads at once.
+    """Writes files while its caller goes on. A context manager: without `finish` inside, what was
+    not written yet may never be. Not to be used by several threads at once.
 
-    An error of the thread is raised by whatever is asked of it next, and nothing is written after
-    it. Memory: at most `MOST_QUEUED` blocks beside one for each stream that is open.
+    An error is raised by what is asked of it later, at `finish` at the latest. Memory: at most
+    `MOST_BLOCKS` blocks beside one for each stream that is open.
     """
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(MOST_QUEUED)
-        self._free: list[AlignedMemory] = []  # of whole blocks; append and pop are atomic
+        self._writes: deque[_Write] = deque()
+        self._syncs: deque[_Sync] = deque()
+        self._free: list[AlignedMemory] = []  # of whole blocks
         self._files: list[BehindFile] = []
-        self._failure: BaseException | None = None
-        self._stopped = False
-        self._thread: threading.Thread | None = None
 
-    def create(self, path: Path) -> BehindFile:
-        """A new file. StorageError if it cannot be."""
-        file = BehindFile(path, self)
+    def create(self, path: Path, nbytes: int) -> BehindFile:
+        """A new file of so many bytes. StorageError if it cannot be."""
+        file = BehindFile(path, nbytes, self)
         self._files.append(file)
         return file
 
     def finish(self) -> None:
         """Wait until all files that were finished are on the device."""
-        ended = threading.Event()
-        self._todo.put(ended.set)
-        ended.wait()
-        self._raise_failure()
+        while self._writes:
+            self._end_write()
+        while self._syncs:
+            self._end_sync()
 
     def __enter__(self) -> Self:
-        # now: it may be needed once the program has begun to end
-        self._thread = threading.Thread(
-            target=_serve, args=(self._todo,), name="offload-checkpoint-files", daemon=True
-        )
-        self._thread.start()
         return self
 
-    def __del__(self) -> None:
-        self._todo.put(None)  # a Ctrl-C may come between the thread's start and the `with`
-
-    @uninterrupted  # a descriptor must not be closed while the thread writes to it
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._stopped = True
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._todo.put(None)
-            thread.join()
+        self.close()
+
+    def close(self) -> None:
+        """Close what is open. What was not written yet may never be."""
         for file in self._files:
             file.close()
 
@@ -98,51 +91,75 @@ class WriteBehind:
     def memory(self, nbytes: int) -> AlignedMemory:
         """For a block. It is used again, but for that of headers and the like: to touch a new page
         takes longer than to copy what is in it."""
-        self._raise_failure()
         if nbytes < _LEAST_NBYTES:
             return AlignedMemory(nbytes)
-        try:
-            return self._free.pop()
-        except IndexError:
-            return AlignedMemory(BLOCK_NBYTES)
+        return self._free.pop() if self._free else AlignedMemory(BLOCK_NBYTES)
 
-    def put(self, file: BehindFile, memory: AlignedMemory, data: memoryview, offset: int) -> None:
-        """Write `data`, a part of `memory`, which is used again then. Waits for room in the
-        queue."""
-        self._room.acquire()
-        self._todo.put(partial(self._write, file, memory, data, offset))
-        self._raise_failure()
+    def write(self, file: BehindFile, memory: AlignedMemory, data: memoryview, offset: int) -> None:
+        """Begin to write `data`, a part of `memory`, which is used again then. Waits where too
+        much is under way."""
+        while len(self._writes) >= MOST_BLOCKS or (self._writes and self._writes[0].has_ended):
+            self._end_write()
+        self._writes.append(_Write(file, memory, file.begin_write(data, offset)))
 
-    def sync(self, file: BehindFile) -> None:
+    def finish_file(self, file: BehindFile) -> None:
         """Put a file on the device and close it, once all before is written."""
-        self._todo.put(partial(self._unless_failed, file.sync))
+        if self._writes:
+            self._writes[-1].last_of.append(file)
+        else:
+            self._begin_sync(file)
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _end_write(self) -> None:
+        write = self._writes.popleft()
+        write.file.end_write(write.parts)
+        if write.memory.nbytes == BLOCK_NBYTES:
+            self._free.append(write.memory)
+        for file in write.last_of:
+            self._begin_sync(file)
 
-    # ---------------------------------------------------------------- on the thread
-    def _write(
-        self, file: BehindFile, memory: AlignedMemory, data: memoryview, offset: int
-    ) -> None:
-        self._unless_failed(partial(file.write, data, offset))
-        if memory.nbytes == BLOCK_NBYTES:
-            self._free.append(memory)
-        self._room.release()
+    def _begin_sync(self, file: BehindFile) -> None:
+        while len(self._syncs) >= MOST_SYNCS or (self._syncs and self._syncs[0].has_ended):
+            self._end_sync()
+        self._syncs.append(_Sync(file, file.begin_sync()))
 
-    def _unless_failed(self, work: Callable[[], None]) -> None:
-        if self._failure is not None or self._stopped:
-            return
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            self._failure = error
+    def _end_sync(self) -> None:
+        sync = self._syncs.popleft()
+        sync.file.end_sync(sync.calls)
+        self._files.remove(sync.file)
 
 
-def _serve(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (work := todo.get()) is not None:
-        work()
-        del work  # it refers to a block's memory, and to whose thread this is
+@dataclass(slots=True)
+class _Part:
+    """One call of a block's write."""
+
+    file: OpenFile
+    data: memoryview
+    offset: int
+    call: Call
+
+
+class _Write:
+    """A block that is being written."""
+
+    def __init__(self, file: BehindFile, memory: AlignedMemory, parts: list[_Part]) -> None:
+        self.file, self.memory, self.parts = file, memory, parts
+        self.last_of: list[BehindFile] = []  # files that are complete with it
+
+    @property
+    def has_ended(self) -> bool:
+        return all(part.call.has_returned for part in self.parts)
+
+
+@dataclass(slots=True)
+class _Sync:
+    """A file that the device is asked to have."""
+
+    file: BehindFile
+    calls: list[Call]
+
+    @property
+    def has_ended(self) -> bool:
+        return all(call.has_returned for call in self.calls)
 
 
 class AlignedMemory:
@@ -157,14 +174,51 @@ class AlignedMemory:
 class BehindFile:
     """A file that a `WriteBehind` writes. It is closed with the object at the latest."""
 
-    def __init__(self, path: Path, behind: WriteBehind) -> None:
-        self.path = path
+    def __init__(self, path: Path, nbytes: int, behind: WriteBehind) -> None:
+        self.path, self.nbytes = path, nbytes
         self._behind = behind
-        self._direct: OpenFile | None = None
         self._uncached = 0  # bytes in the cache that the device was not asked to write yet
+        self._direct: list[OpenFile] = []
+        self._is_direct = True
+        self._turn = 0
         self._file = new_file(path)
-        with suppress(OSError):  # of such a file system all goes through the cache
-            self._direct = OpenFile("open", path, path, _FILE_FLAGS | os.O_DIRECT)
+        try:
+            self._reserve()
+            self._open_direct()
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self) -> None:
+        """Its room on the device, in one piece: what extends a file is written one by one."""
+        with storage_errors("writing", self.path, 0, self.nbytes):
+            try:
+                self._file.result(self._file.begin("fallocate", fallocate, 0, self.nbytes))
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:  # such a file system finds room as it writes
+                    raise
+
+    def _open_direct(self) -> None:
+        try:
+            for _ in range(_DIRECT_HANDS):
+                flags = _FILE_FLAGS | os.O_DIRECT
+                self._direct.append(OpenFile("open", self.path, self.path, flags))
+        except OSError as error:
+            self._no_direct(error)
+
+    def _no_direct(self, error: OSError) -> None:
+        """Through the cache from now on. Said once for each file system."""
+        if error.errno not in UNSUPPORTED:
+            raise error
+        self._is_direct = False
+        device = self._file.status().st_dev
+        if device not in _said:
+            _said.add(device)
+            _log.warning(
+                "%s (%s) refuses O_DIRECT (%s): checkpoints there go through the page cache, which "
+                "takes more of the processor",
+                self.path.parent, file_system_of(self.path.parent), error.strerror,
+            )  # fmt: skip
 
     def stream(self, start_bytes: int, nbytes: int) -> Stream:
         """A range of the file, to be filled from its front to its end."""
@@ -172,57 +226,69 @@ class BehindFile:
 
     def finish(self) -> None:
         """All streams are complete: put it on the device."""
-        self._behind.sync(self)
+        self._behind.finish_file(self)
 
-    # ---------------------------------------------------------------- on the thread
-    def write(self, data: memoryview, offset: int) -> None:
-        """Blocks until the device, or the page cache, has all of it."""
+    # ---------------------------------------------------------------- for WriteBehind
+    def begin_write(self, data: memoryview, offset: int) -> list[_Part]:
+        """Ask for it. Part pages go through the cache."""
         first = min(round_up(offset, PAGE_NBYTES) - offset, data.nbytes)
         last = max(first, (offset + data.nbytes) // PAGE_NBYTES * PAGE_NBYTES - offset)
-        self._write_cached(data[:first], offset)
-        whole = data[first:last]
-        done = self._write_direct(whole, offset + first) if whole.nbytes else 0
-        self._write_cached(whole[done:], offset + first + done)
-        self._write_cached(data[last:], offset + last)
+        direct = self._file
+        if self._is_direct:
+            self._turn = (self._turn + 1) % _DIRECT_HANDS
+            direct = self._direct[self._turn]
+        spans = (self._file, 0, first), (direct, first, last), (self._file, last, data.nbytes)
+        return [
+            self._begin_part(file, data[start:stop], offset + start)
+            for file, start, stop in spans if start < stop
+        ]  # fmt: skip
 
-    def _write_direct(self, data: memoryview, offset: int) -> int:
-        """Whole pages; how much of it was written."""
-        if self._direct is None:
+    def _begin_part(self, file: OpenFile, data: memoryview, offset: int) -> _Part:
+        call = file.begin("pwrite", os.pwrite, data, offset, offset=offset, n=data.nbytes)
+        return _Part(file, data, offset, call)
+
+    def end_write(self, parts: list[_Part]) -> None:
+        """Wait until the device, or the page cache, has all of it."""
+        for part in parts:
+            with storage_errors("writing", self.path, part.offset, part.data.nbytes):
+                done = self._written(part)
+            if done < part.data.nbytes:
+                self._file.write_all(part.data[done:], part.offset + done)
+            if part.file is self._file or done < part.data.nbytes:
+                self._cached(part.data.nbytes)
+
+    def _written(self, part: _Part) -> int:
+        try:
+            count: int = part.file.result(part.call)
+        except OSError as error:
+            if part.file is self._file:
+                raise
+            self._no_direct(error)  # some file systems take the flag and refuse the write
             return 0
-        done = 0
-        with storage_errors("writing", self.path, offset, data.nbytes):
-            while done < data.nbytes and not done % PAGE_NBYTES:
-                try:
-                    done += self._direct.write_some(data[done:], offset + done)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    self._direct.close()  # some file systems take the flag and refuse the write
-                    self._direct = None
-                    break
-        return done
+        return count
 
-    def _write_cached(self, data: memoryview, offset: int) -> None:
-        if not data.nbytes:
-            return
-        self._file.write_all(data, offset)
-        self._uncached += data.nbytes
+    def _cached(self, nbytes: int) -> None:
+        self._uncached += nbytes
         if self._uncached >= BLOCK_NBYTES:
             self._file.start_writeback()
             self._uncached = 0
 
-    def sync(self) -> None:
-        """Wait until the file is on the device, and close it."""
-        self._file.sync()
+    def begin_sync(self) -> list[Call]:
+        """Ask the device to have it."""
         # written once and not read soon: leave the page cache to the training data
-        self._file.forget(0, 0)
+        return [*self._file.begin_sync(self.nbytes), self._file.begin_forget()]
+
+    def end_sync(self, calls: list[Call]) -> None:
+        """Wait until the file is on the device, and close it."""
+        with storage_errors("writing", self.path):
+            for call in calls:
+                self._file.result(call)
         self.close()
 
     def close(self) -> None:
         """Calling it again does nothing."""
-        self._file.close()
-        if self._direct is not None:
-            self._direct.close()
+        for file in (self._file, *self._direct):
+            file.close()
 
 
 class Stream:
@@ -261,4 +327,4 @@ class Stream:
         assert memory is not None, "a block was filled"
         inset = self._begin % PAGE_NBYTES
         data = memory.array[inset : inset + self._stop - self._begin].data
-        self._behind.put(self._file, memory, data, self._begin)
+        self._behind.write(self._file, memory, data, self._begin)

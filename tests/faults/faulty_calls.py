@@ -23,7 +23,8 @@ _RELEASE_S = 60.0
 ANY = ("EIO", "slow", "stuck", "stuck and done late")
 ROOM = ("ENOSPC", "EDQUOT")
 NEED_ROOM = {
-    "mkdir", "create", "pwrite", "sync_file_range", "fsync", "rename", "exchange", "fsync folder"
+    "mkdir", "create", "fallocate", "pwrite", "sync_file_range", "fsync", "rename", "exchange",
+    "fsync folder",
 }  # fmt: skip
 MOVING = {
     "pwrite": ("short", "nothing", "flip", "torn"), "preadv": ("short", "end", "flip", "torn"),

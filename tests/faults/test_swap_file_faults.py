@@ -60,7 +60,7 @@ class FaultyOS:
         with pytest.MonkeyPatch.context() as patch:
             for module in (swap_file, pinned_folder):
                 patch.setattr(module, "os", self)
-            patch.setattr(swap_file, "_fallocate", self.watched("fallocate", swap_file._fallocate))
+            patch.setattr(swap_file, "fallocate", self.watched("fallocate", swap_file.fallocate))
             yield
 
 

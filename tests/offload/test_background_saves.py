@@ -599,7 +599,7 @@ def test_files_are_closed_whatever_happens(tmp_path: Path, monkeypatch: pytest.M
         engine.save_checkpoint(tmp_path / "saved", wait=False)
         engine.checkpoint_saved()
         before = sorted(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(BehindFile, "sync", _fails)
+        monkeypatch.setattr(BehindFile, "begin_sync", _fails)
         with pytest.raises(StorageError):  # met by the first that comes behind it
             _save(engine, tmp_path / "saved")
         assert sorted(os.listdir("/proc/self/fd")) == before

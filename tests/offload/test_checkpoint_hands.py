@@ -26,7 +26,7 @@ SOON_S = 10.0  # at most, for what another thread does at once
 @contextmanager
 def soon(**others: float) -> Iterator[None]:
     """What is stuck inside stays so until a test ends it: there is no need to wait for long."""
-    times = {"TIMEOUT_S": 0.05, "_WARN_S": 0.02, "_LOOK_S": 0.01, "_PATIENCE_S": 0.05}
+    times = {"TIMEOUT_S": 0.05, "_WARN": 0.4, "_LOOK_S": 0.01, "_PATIENCE_S": 0.05}
     with pytest.MonkeyPatch.context() as patch:
         for name, seconds in {**times, **others}.items():
             patch.setattr(hands, name, seconds)

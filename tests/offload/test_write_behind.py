@@ -1,20 +1,23 @@
-"""Checkpoint files that a thread writes: the bytes of a plain write, and errors that come later."""
+"""Files that are written behind their caller: the bytes of a plain write, and errors that come
+later."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import offload
-from offload.checkpoint import write_behind
+from offload.checkpoint import hands, write_behind
 from offload.checkpoint.pieces import PieceAccess
-from offload.checkpoint.write_behind import BLOCK_NBYTES, BehindFile, WriteBehind
+from offload.checkpoint.write_behind import BLOCK_NBYTES, MOST_BLOCKS, MOST_SYNCS, WriteBehind
 from offload.errors import NoSpaceError, StorageError
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
 
@@ -43,7 +46,7 @@ def test_streams_that_grow_side_by_side_have_the_bytes_of_a_plain_write(
         parts = [draw.randbytes(size) for size in sizes]
         path = tmp_path / str(number)
         with WriteBehind() as behind:
-            file = behind.create(path)
+            file = behind.create(path, sum(sizes))
             starts = [sum(sizes[:index]) for index in range(len(sizes))]
             streams = [file.stream(*each) for each in zip(starts, sizes, strict=True)]
             left = {index: memoryview(part) for index, part in enumerate(parts)}
@@ -67,7 +70,7 @@ def _is_direct(fd: int) -> bool:
 def test_what_is_appended_may_change_at_once(tmp_path: Path) -> None:
     data = bytearray(3 * BLOCK_NBYTES)
     with WriteBehind() as behind:
-        file = behind.create(tmp_path / "file")
+        file = behind.create(tmp_path / "file", 6 * BLOCK_NBYTES)
         stream = file.stream(0, 2 * len(data))
         stream.append(memoryview(data))
         data[:] = b"\1" * len(data)
@@ -77,31 +80,99 @@ def test_what_is_appended_may_change_at_once(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == bytes(len(data)) + b"\1" * len(data)
 
 
-def test_an_error_of_the_thread_is_raised_by_what_comes_next_and_nothing_is_written_after_it(
+def test_an_error_is_raised_by_what_comes_next_and_little_is_written_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[int] = []
+    asked: list[int] = []
 
-    def full(self: BehindFile, data: memoryview, offset: int) -> None:
-        written.append(offset)
-        with write_behind.storage_errors("writing", self.path, offset, data.nbytes):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        asked.append(offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(BehindFile, "write", full)
-    block = memoryview(bytes(BLOCK_NBYTES))
+    monkeypatch.setattr(os, "pwrite", full)
     before = set(os.listdir("/proc/self/fd"))
-
-    def write() -> None:
-        with WriteBehind() as behind:
-            stream = behind.create(tmp_path / "file").stream(0, 100 * BLOCK_NBYTES)
-            for _ in range(100):
-                stream.append(block)
-
     with pytest.raises(NoSpaceError, match="free space there"):
-        write()
-    assert written == [0]
+        _write_blocks(tmp_path / "file", 100)
+    assert asked[0] == 0
+    assert len(asked) <= MOST_BLOCKS
     assert set(os.listdir("/proc/self/fd")) == before
-    assert not [t for t in threading.enumerate() if t.name == "offload-checkpoint-files"]
+    assert not _hands()
+
+
+def _write_blocks(path: Path, count: int) -> None:
+    block = memoryview(bytes(BLOCK_NBYTES))
+    with WriteBehind() as behind:
+        file = behind.create(path, count * BLOCK_NBYTES)
+        stream = file.stream(0, count * BLOCK_NBYTES)
+        for _ in range(count):
+            stream.append(block)
+        file.finish()
+        behind.finish()
+
+
+def _hands() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "offload-checkpoint-call"]
+
+
+def test_many_files_are_put_on_the_device_while_others_are_written(tmp_path: Path) -> None:
+    most = 0
+    with WriteBehind() as behind:
+        for number in range(40):
+            data = bytes([number]) * 70_000
+            file = behind.create(tmp_path / str(number), len(data))
+            file.stream(0, len(data)).append(memoryview(data))
+            file.finish()
+            most = max(most, len(_hands()))
+        behind.finish()
+        assert not _hands()
+    assert most <= 3 * (MOST_BLOCKS + MOST_SYNCS + 1)
+    for number in range(40):
+        assert (tmp_path / str(number)).read_bytes() == bytes([number]) * 70_000
+
+
+def test_a_ctrl_c_ends_the_wait_for_a_write_that_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite, released = os.pwrite, threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def stuck(fd: int, data: memoryview, offset: int) -> int:
+        if offset == 2 * BLOCK_NBYTES:
+            signal.pthread_kill(main, signal.SIGINT)
+            assert released.wait(60)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", stuck)
+    monkeypatch.setattr(hands, "_PATIENCE_S", 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _write_blocks(tmp_path / "file", 100)
+        assert hands._left
+    finally:
+        released.set()
+    until = time.monotonic() + 10
+    while _hands() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not _hands()
+
+
+def test_where_o_direct_is_refused_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(write_behind, "_said", set())
+    for number in range(2):
+        _write_blocks(tmp_path / str(number), 3)
+        assert (tmp_path / str(number)).read_bytes() == bytes(3 * BLOCK_NBYTES)
+    assert caplog.text.count("refuses O_DIRECT") == 1
 
 
 def test_a_save_whose_disk_is_full_leaves_the_checkpoint_before_it(

@@ -151,7 +151,7 @@ def test_a_file_system_without_o_direct_falls_back_and_says_so_once(
 def test_a_file_system_that_cannot_reserve_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refuse(monkeypatch, "_fallocate", errno.EOPNOTSUPP)
+    refuse(monkeypatch, "fallocate", errno.EOPNOTSUPP)
     with SwapFile(tmp_path) as file:
         file.reserve(1 << 20)
         file.reserve(2 << 20)
@@ -181,7 +181,7 @@ def test_a_device_that_fills_up_under_a_sparse_file_fails_the_write_and_keeps_th
 ) -> None:  # fmt: skip
     from offload.swap.backends import open_backend
 
-    refuse(monkeypatch, "_fallocate", errno.EOPNOTSUPP)
+    refuse(monkeypatch, "fallocate", errno.EOPNOTSUPP)
     ledger = Ledger()
     tier = FileTier(16 << 20, [1.0], ledger)
     file = SwapFile(tiny)
