@@ -25,7 +25,7 @@ help:
 	@echo "make demo       train a small language model over device, host and nvme, and in plain PyTorch"
 	@echo "make test       all tests"
 	@echo "make test-long  with all cases where a sample is the rule"
-	@echo "make torture    1,000 kills of runs, 10,000 faults of disks, flips of bits, 10,000 steps: hours"
+	@echo "make torture    1,000 kills of runs, 10,000 faults of disks, crafted files, 10,000 steps: hours"
 	@echo "make docs       docs/ as a site, in build/site; a broken link is an error"
 	@echo "make bench      limits, ours and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
 	@echo "make null-gpu   the engine's calls of CUDA, without a GPU; NULL_GPU_PYTHON=... has torch for CUDA"
@@ -55,7 +55,8 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --long $(PYTEST_ARGS)
 
 # what each file shows, and how often, is printed; in one process after the other, or side by side with -j
-TORTURE := train_kills checkpoint_faults step_faults swap_file_faults soak crash corruption
+TORTURE := train_kills checkpoint_faults step_faults swap_file_faults soak crash corruption resume \
+	crafted
 .PHONY: $(addprefix torture-,$(TORTURE))
 torture: $(addprefix torture-,$(TORTURE))
 
@@ -68,6 +69,12 @@ torture-crash: $(STAMP)
 torture-corruption: $(STAMP)
 	$(FAULTS) tests/offload/test_checkpoint_reads.py tests/offload/test_checkpoint_damage.py \
 		tests/offload/test_checkpoint_forged.py
+torture-resume: $(STAMP)
+	$(FAULTS) tests/offload/test_run_state.py tests/ranks/test_elastic_checkpoints.py \
+		tests/ranks/test_rank_checkpoints.py tests/ranks/test_rank_run_state.py
+torture-crafted: $(STAMP)
+	$(FAULTS) tests/offload/test_checkpoint_random.py tests/offload/test_dcp_forged.py \
+		tests/offload/test_importing_forged.py tests/outside/test_pretrained_random.py
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

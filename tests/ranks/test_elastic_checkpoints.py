@@ -1,5 +1,5 @@
 """What any number of ranks has saved at any stage, any number takes over at any stage, to the bit,
-and saves again as it was."""
+saves again as it was, and trains on from there."""
 
 from __future__ import annotations
 
@@ -8,26 +8,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import offload
 from offload.checkpoint.manifest import MANIFEST, RUN, Manifest
-from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, bits, config, seeded, states_of
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    batches,
+    bits,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
 from tests.ranks.processes import run_ranks
-from tests.ranks.programs import BUDGET, OPTIMIZER
+from tests.ranks.programs import OPTIMIZER
 
 MIXED = {"parameters": "nvme", "gradients": "host", "optimizer": {"host": "50%", "nvme": "50%"}}
-PLACEMENTS = (HOST, NVME, MIXED)
+PLACEMENTS = (HOST, {**NVME, "gradients": "host"}, MIXED)
+BUDGETS = ({"host": "64MiB", "nvme": "64MiB"}, {"host": "4MiB", "nvme": "80MiB"})
+ACCUMULATED = 2  # passes per step
 Kind = tuple[int, int]  # ranks, stage
+Digests = tuple[int, int]  # of what is saved, and two steps behind it
 
 
-def made(folder: str, stage: int, seed: int) -> offload.Engine:
+def made(folder: str, precision: str, stage: int, seed: int) -> offload.Engine:
     torch.set_num_threads(1)
-    placement = PLACEMENTS[(dist.get_world_size() + stage) % 3]
+    turn = dist.get_world_size() + stage
     keys = config(
-        Path(folder), placement, budget=BUDGET, precision="bf16", zero={"stage": stage},
-        optimizer=OPTIMIZER, clip_grad_norm=0.5,
+        Path(folder), PLACEMENTS[turn % 3], budget=BUDGETS[turn % 2], precision=precision,
+        zero={"stage": stage}, optimizer=OPTIMIZER, clip_grad_norm=0.5,
+        gradient_accumulation_steps=ACCUMULATED,
     )  # fmt: skip
     return offload.initialize(seeded(TinyLM, seed=seed), keys)
 
@@ -39,30 +54,40 @@ def digest(engine: offload.Engine) -> int:
     return found
 
 
-def save(folder: str, stages: Sequence[int]) -> dict[Kind, int]:
+def train(engine: offload.Engine, *numbers: int) -> None:
+    for number in numbers:
+        data = batches(ACCUMULATED * dist.get_world_size(), seed=number)
+        losses_of(engine, data[dist.get_rank() * ACCUMULATED :][:ACCUMULATED], ACCUMULATED)
+
+
+def save(folder: str, precision: str, stages: Sequence[int]) -> dict[Kind, Digests]:
     found, size = {}, dist.get_world_size()
     for stage in stages:
-        with made(folder, stage, 0) as engine:
-            for number in range(2):
-                tokens = batches(size, seed=number)[dist.get_rank()]
-                engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
+        with made(folder, precision, stage, 0) as engine:
+            train(engine, 0, 1)
             engine.save_checkpoint(Path(folder) / f"{size}-{stage}")
-            found[size, stage] = digest(engine)
+            saved = digest(engine)
+            train(engine, 2, 3)
+            found[size, stage] = saved, digest(engine)
     return found
 
 
-def load(folder: str, saved: Sequence[Kind], stages: Sequence[int]) -> list[dict[Kind, int]]:
-    """Per stage, of each checkpoint; the last one is saved again."""
-    found: list[dict[Kind, int]] = []
+def load(
+    folder: str, precision: str, saved: Sequence[Kind], stages: Sequence[int]
+) -> list[dict[Kind, Digests]]:
+    """Per stage, of each checkpoint; the last one is saved again before it trains on."""
+    found: list[dict[Kind, Digests]] = []
     for stage in stages:
-        with made(folder, stage, 5) as engine:
+        with made(folder, precision, stage, 5) as engine:
             found.append({})
             for ranks, saved_at in saved:
                 engine.load_checkpoint(Path(folder) / f"{ranks}-{saved_at}")
-                found[-1][ranks, saved_at] = digest(engine)
-            engine.save_checkpoint(Path(folder) / f"again-{dist.get_world_size()}-{stage}")
+                then = digest(engine)
+                if (ranks, saved_at) == saved[-1]:
+                    again = f"again-{dist.get_world_size()}-{stage}"
+                    engine.save_checkpoint(Path(folder) / again)
+                train(engine, 2, 3)
+                found[-1][ranks, saved_at] = then, digest(engine)
     return found
 
 
@@ -73,15 +98,28 @@ def hashes_of(path: Path) -> dict[str, Any]:
     return {name: (path / name).read_bytes() for name in names}
 
 
-def test_a_checkpoint_fits_any_number_of_ranks_at_any_stage(tmp_path: Path, long: bool) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
+def test_a_checkpoint_fits_any_number_of_ranks_at_any_stage(
+    tmp_path: Path, long: bool, precision: str
+) -> None:
+    if precision != "bf16" and not long:
+        pytest.skip("another precision: --long")
     folder, stages = str(tmp_path), tuple(range(4)) if long else (0, 2)
-    saved: dict[Kind, int] = {}
+    saved: dict[Kind, Digests] = {}
     for ranks in (1, 2, 3, 4) if long else (1, 3):
-        saved |= run_ranks(ranks, tmp_path, save, folder, stages, timeout_s=200)[0]
+        args = folder, precision, stages
+        saved |= run_ranks(ranks, tmp_path, save, *args, timeout_s=400)[0]
     last = list(saved)[-1]
-    for ranks in (1, 2, 3, 4) if long else (2,):
-        for found in run_ranks(ranks, tmp_path, load, folder, list(saved), stages, timeout_s=400):
-            assert found == [saved] * len(stages)
+    for ranks in (1, 2, 3, 4) if long else (3,):
+        args = folder, precision, list(saved), stages
+        each_rank = run_ranks(ranks, tmp_path, load, *args, timeout_s=600)
+        for found in each_rank:
+            assert found == [found[0]] * len(stages)  # no stage or budget makes a difference
+            assert found == each_rank[0]
+            for kind, (then, end) in found[0].items():
+                assert then == saved[kind][0]
+                if kind[0] == ranks:  # the run goes on as it would have
+                    assert end == saved[kind][1]
         for stage in stages:
             again = tmp_path / f"again-{ranks}-{stage}"
             assert hashes_of(again) == hashes_of(tmp_path / f"{last[0]}-{last[1]}")
