@@ -30,13 +30,7 @@ _NUMPY: np.random.RandomState = np.random.mtrand._rand
 
 def generators_of(module: nn.Module) -> list[Generator]:
     """Python's and NumPy's, and those that a block keeps for itself and that have a state."""
-    found = [
-        value
-        for _, each in modules_of(module)
-        for value in vars(each).values()
-        if type(value) not in _OTHERS and _is_generator(type(value))  # type: ignore[arg-type]
-    ]
-    return [_PYTHON, _NUMPY, *found]
+    return [_PYTHON, _NUMPY, *_own_generators(module).values()]
 
 
 def named_generators(module: nn.Module, device: torch.device) -> dict[str, Generator]:
@@ -45,11 +39,16 @@ def named_generators(module: nn.Module, device: torch.device) -> dict[str, Gener
     found["torch"] = torch.default_generator
     if accelerator.is_accelerator(device):
         found[device.type] = accelerator.of(device).generator(device)
-    for path, each in modules_of(module):
-        for name, value in vars(each).items():
-            if type(value) not in _OTHERS and _is_generator(type(value)):  # type: ignore[arg-type]
-                found[f"module {path}.{name}"] = value
-    return found
+    return found | _own_generators(module)
+
+
+def _own_generators(module: nn.Module) -> dict[str, Generator]:
+    return {
+        f"module {path}.{name}": value
+        for path, each in modules_of(module)
+        for name, value in vars(each).items()
+        if type(value) not in _OTHERS and is_generator(value)
+    }
 
 
 def default_generators(tensors: Sequence[torch.Tensor]) -> list[Generator]:
