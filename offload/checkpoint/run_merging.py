@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from zlib import crc32
 
 import torch
+import xxhash
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
@@ -15,6 +16,8 @@ from offload.checkpoint.manifest import BufferRecord, RunRecord
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.tiers.errors import StateError
 from offload.zero.ranks import Ranks
+
+_ASIDE = ("tensor", "array")  # of these kinds are values that refer to a tensor
 
 
 def check_names(ranks: Ranks, names: Iterable[str]) -> None:
@@ -52,7 +55,8 @@ def merged(
     objects = {}
     for name in first["objects"]:
         each = [values["objects"].get(name) for values, _ in found]
-        objects[name] = each[:1] if all(one == each[0] for one in each) else each
+        alike = len({_text_of(one, own) for one, (_, own) in zip(each, found, strict=True)}) == 1
+        objects[name] = each[:1] if alike else each
     sections = {**first, "random": [values["random"] for values, _ in found], "objects": objects}
     used = _names_in([sections["random"], objects, first["extra"], first["state"]])
     tensors = {name: t for _, own in found for name, t in own.items() if name in used}
@@ -63,9 +67,26 @@ def merged(
     return RunRecord(sections=sections, tensors=records), tensors
 
 
+def _text_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The same of values that are the same, whichever rank has them."""
+
+    def spelled(value: Any) -> Any:
+        if isinstance(value, list):
+            return [spelled(inner) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        if value.get("is") not in _ASIDE:
+            return {key: spelled(inner) for key, inner in value.items()}
+        tensor = tensors[value["name"]]
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().data
+        return [value["is"], str(tensor.dtype), [*tensor.shape], xxhash.xxh3_128_hexdigest(raw)]
+
+    return json.dumps(spelled(value))
+
+
 def _names_in(value: Any) -> set[str]:
     """Of the tensors that values refer to."""
     if isinstance(value, dict):
-        own = {value["name"]} if value.get("is") in ("tensor", "array") else set()
+        own = {value["name"]} if value.get("is") in _ASIDE else set()
         return own.union(*map(_names_in, value.values()))
     return set().union(*map(_names_in, value)) if isinstance(value, list) else set()

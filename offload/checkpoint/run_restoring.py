@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,19 @@ import torch
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.plain_values import unpacked
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.run_state import with_extra_state
+from offload.checkpoint.run_state import Carried, Stateful, with_extra_state
 from offload.tiers.errors import CheckpointError
-from offload.zero.random_state import Generator, is_generator, named_generators, set_state
+from offload.zero.random_state import Generator, named_generators, set_state
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
 _log = logging.getLogger("offload")
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_MALFORMED = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
+_MALFORMED = (
+    KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError,
+)  # fmt: skip
+_MOST_NAMES = 8  # in one line
 
 
 class Restoring:
@@ -99,51 +102,65 @@ class Restoring:
                 self._reader.path, len(saved), self._rank,
             )  # fmt: skip
             return
+        if self._rank == 0 and len(saved) > self._ranks:
+            _log.info(
+                "%s was saved by %d ranks: the random numbers of the last %d are not taken over",
+                self._reader.path, len(saved), len(saved) - self._ranks,
+            )  # fmt: skip
+        own = dict(saved[self._rank].items())
         mine = named_generators(self._engine.module, self._engine.device)
-        for name, value in saved[self._rank].items():
-            if name in mine:
-                self._add_generator(f"the generator {name}", mine[name], self._unpacked(value))
-        missing = [name for name in mine if name not in saved[self._rank]]
+        self._tell_left(own, mine, "state of the generators", "there are no such generators here")
+        for name, generator in mine.items():
+            if name in own:
+                self._add(f"the generator {name}", generator, self._unpacked(own[name]))
+        missing = [name for name in mine if name not in own]
         if missing:
             _log.warning(
                 "%s has no state of the generators %s: they go on as they are", self._reader.path,
-                ", ".join(missing),
+                _listed(missing),
             )  # fmt: skip
-
-    def _add_generator(self, name: str, generator: Generator, state: Any) -> None:
-        if isinstance(generator, random.Random):
-            state = (int(state["version"]), tuple(state["key"].tolist()), state["gauss"])
-        set_state(_another(generator), state)  # whether it can be set
-        self._sets.append((name, partial(set_state, generator, state)))
 
     def _prepare_extra(self, saved: dict[str, Any]) -> None:
         mine = dict(with_extra_state(self._engine.module))
+        self._tell_left(saved, mine, "extra state of the modules", "none by that name has one here")
+        missing = [path for path in mine if path not in saved]
+        if missing:
+            _log.warning("%s has no extra state of %s", self._reader.path, _listed(missing))
         for path, module in mine.items():
-            if path not in saved:
-                _log.warning("%s has no extra state of %s", self._reader.path, path)
-                continue
-            state = self._unpacked(saved[path])
-            self._sets.append((f"{path}.set_extra_state()", partial(module.set_extra_state, state)))
+            if path in saved:
+                put = partial(module.set_extra_state, self._unpacked(saved[path]))
+                self._sets.append((f"{path}.set_extra_state()", put))
 
     def _prepare_objects(self, saved: dict[str, list[Any]]) -> None:
-        left = [name for name in saved if name not in self._engine.carried]
-        if left:
-            _log.warning(
-                "%s has the state of %s, which is not taken over: nothing is registered by that "
-                "name here", self._reader.path, ", ".join(left),
-            )  # fmt: skip
-        for name, each in self._engine.carried.items():
+        mine = self._engine.carried
+        self._tell_left(saved, mine, "state of", "nothing is registered by that name here")
+        for name, each in mine.items():
             if name not in saved:
                 self._refuse(
                     f"it has no state of {name}; load it before that is registered, or register "
                     f"what was saved ({', '.join(saved) or 'nothing'})"
                 )
-            state = self._unpacked(self._own(name, saved[name]))
-            if is_generator(each):
-                self._add_generator(name, each, state)  # type: ignore[arg-type]
-            else:
-                load = each.load_state_dict  # type: ignore[union-attr]
-                self._sets.append((f"{name}.load_state_dict()", partial(load, state)))
+            self._add(name, each, self._unpacked(self._own(name, saved[name])))
+
+    def _add(self, name: str, value: Carried, state: Any) -> None:
+        if isinstance(value, Stateful):
+            put = partial(value.load_state_dict, state)
+            self._sets.append((f"{name}.load_state_dict()", put))
+            return
+        if isinstance(value, random.Random):
+            state = (int(state["version"]), tuple(state["key"].tolist()), state["gauss"])
+        set_state(_another(value), state)  # whether it can be set
+        self._sets.append((name, partial(set_state, value, state)))
+
+    def _tell_left(
+        self, saved: Mapping[str, Any], mine: Mapping[str, Any], what: str, why: str
+    ) -> None:
+        left = [name for name in saved if name not in mine]
+        if left:
+            _log.warning(
+                "%s has the %s %s, which is not taken over: %s", self._reader.path, what,
+                _listed(left), why,
+            )  # fmt: skip
 
     def _own(self, name: str, saved: list[Any]) -> Any:
         if len(saved) not in (1, self._ranks):
@@ -153,6 +170,11 @@ class Restoring:
                 "state yourself"
             )
         return saved[0 if len(saved) == 1 else self._rank]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _another(generator: Generator) -> Generator:

@@ -57,10 +57,10 @@ def check_carried(name: str, value: object) -> None:
     if isinstance(value, nn.Module | torch.optim.Optimizer):
         raise UnsupportedError(
             f"{name} is a {type(value).__name__}: the engine's model and optimizer are in each "
-            "checkpoint; save others yourself"
+            "checkpoint; save others yourself, or give their state_dict() to `state=`"
         )
-    if is_generator(value) or isinstance(value, Stateful):
-        _Packer(0).packed("objects", _state_of(value), f"{name}.state_dict()")  # type: ignore[arg-type]
+    if (isinstance(value, Stateful) and not isinstance(value, type)) or is_generator(value):
+        _Packer(0).packed("objects", _state_of(value, name), f"{name}.state_dict()")  # type: ignore[arg-type]
         return
     hint = "give it state_dict() and load_state_dict(), or put what counts into `state=`"
     if isinstance(value, torch.utils.data.DataLoader):
@@ -128,7 +128,7 @@ def _values_of(engine: Engine, state: Mapping[str, Any] | None, to: _Packer) -> 
     values = {
         "config": config,
         "objects": {
-            name: to.packed("objects", _state_of(each), f"{name}.state_dict()")
+            name: to.packed("objects", _state_of(each, name), f"{name}.state_dict()")
             for name, each in engine.carried.items()
         },
         "extra": _extra_states(engine.module, to),
@@ -136,7 +136,7 @@ def _values_of(engine: Engine, state: Mapping[str, Any] | None, to: _Packer) -> 
     }  # fmt: skip
     # last: what the others do for it may draw
     values["random"] = {
-        name: to.packed("random", _state_of(each), f"the state of the generator {name}")
+        name: to.packed("random", _state_of(each, name), f"the state of the generator {name}")
         for name, each in generators.items()
     }
     _check_size(values)
@@ -169,8 +169,16 @@ def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, each) for path, each in modules_of(model) if type(each).get_extra_state != own]
 
 
-def _state_of(value: Carried) -> Any:
-    if isinstance(value, random.Random):
+def _state_of(value: Carried, name: str) -> Any:
+    if isinstance(value, Stateful):  # it may be a generator all the same
+        return value.state_dict()
+    if not isinstance(value, random.Random):
+        return state_of(value)
+    try:
         version, key, gauss = value.getstate()
         return {"version": version, "key": np.array(key, dtype=np.uint64), "gauss": gauss}
-    return state_of(value) if is_generator(value) else value.state_dict()  # type: ignore[union-attr, arg-type]
+    except (TypeError, ValueError, OverflowError, NotImplementedError):
+        raise UnsupportedError(
+            f"{name} is a {type(value).__name__} with a getstate() of its own kind; give it "
+            "state_dict() and load_state_dict()"
+        ) from None
