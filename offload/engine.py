@@ -23,7 +23,7 @@ from offload.config import OffloadConfig
 from offload.first_values import FirstValues
 from offload.foreign_optimizers import refuse_foreign_optimizers
 from offload.homes import TieredHomes
-from offload.interrupts import noted_interrupts
+from offload.interrupts import noted_interrupts, why_not_noted
 from offload.lazy_tensors import LazyWeights
 from offload.model_structure import ModelStructure
 from offload.moe.gate import Gate
@@ -167,6 +167,7 @@ class Engine(TieredModel):
         self._runtime: Runtime | None = None
         self._activations: Activations | None = None
         self._saves = BackgroundSaves()
+        self._said_not_noted = False
         super().__init__(model, config, takes_values=weights is not None)
         _check_trainable(model)
         self.spread.check(
@@ -475,8 +476,9 @@ class Engine(TieredModel):
         """Inside, the first Ctrl-C or SIGTERM is noted and raises nothing; what is given says
         whether one came, so that a loop can save and end between two steps. Of several ranks all
         ask, and are told of each other's. A second one, a second later or more, raises
-        KeyboardInterrupt, and so does the end of the block if one came that nobody was told of. A
-        signal that the program handles itself, and any off the main thread, are not noted.
+        KeyboardInterrupt, and so does the end of the block if one came that nobody was told of. In
+        a block inside another one both are told. A signal that the program handles itself, and any
+        off the main thread, are not noted, with a warning.
 
             with engine.stop_signals() as stop:
                 for batch in loader:
@@ -485,20 +487,22 @@ class Engine(TieredModel):
                         engine.save_checkpoint("checkpoint")
                         break
         """
-        ranks, told = self._open().ranks, False
+        ranks, reason = self._open().ranks, why_not_noted()
+        if reason and not self._said_not_noted:
+            self._said_not_noted = True
+            _log.warning("%s", reason)
 
         def came() -> bool:
-            nonlocal told
             seen = interrupts.seen
             if ranks is not None:
                 seen = bool(ranks.exchange([seen], "whether a signal came").any())
-            told = told or seen
+            interrupts.told = interrupts.told or seen
             return seen
 
         with noted_interrupts() as interrupts:
             with interrupts.put_off(_PUT_OFF):
                 yield came
-            if not told:
+            if not interrupts.told:
                 interrupts.check()
 
     def save_checkpoint(

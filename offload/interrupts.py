@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _AGAIN_S = 1.0  # torchrun passes on to its workers a signal that they have got already
 
 
@@ -29,6 +30,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.seen = False
+        self.told = False  # a loop that was to end knows of it
         self._pid = os.getpid()
         self._number = int(signal.SIGINT)
         self._seen_at = 0.0
@@ -55,34 +57,46 @@ class Interrupts:
         return Terminated() if self._number == signal.SIGTERM else KeyboardInterrupt()
 
     def check(self) -> None:
-        """Raise what was lost, if one was."""
-        if self.seen:
+        """Raise what was lost, if one was; not while it is put off."""
+        if self.seen and self._putting_off is None:
             raise self.error()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is of this process, and not of the one that forked it."""
+        return self._pid == os.getpid()
 
     @contextmanager
     def put_off(self, message: str) -> Iterator[None]:
         """Inside, the first one is noted, and `message` written; another one, later, raises."""
-        self._putting_off = message
+        before, self._putting_off = self._putting_off, message
         try:
             yield
         finally:
-            self._putting_off = None
+            self._putting_off = before
+
+
+def _noting(number: int) -> Interrupts | None:
+    """Whoever notes that signal now."""
+    noting = getattr(signal.getsignal(number), "__self__", None)
+    return noting if isinstance(noting, Interrupts) else None
 
 
 @contextmanager
 def noted_interrupts() -> Iterator[Interrupts]:
-    """Ctrl-C and SIGTERM are noted inside the block. Does nothing off the main thread, nor with a
-    signal that the program handles itself."""
-    interrupts = Interrupts()
+    """Ctrl-C and SIGTERM are noted inside the block; a block inside another one shares its notes.
+    Does nothing off the main thread, nor with a signal that the program handles itself: see
+    `why_not_noted`."""
+    outer = [found for number in _DEFAULTS if (found := _noting(number)) and found.is_here]
+    interrupts = outer[0] if outer else Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
     with ExitStack() as stack:
-        for number, own in (
-            (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)
-        ):  # fmt: skip
-            if signal.getsignal(number) is own:
-                stack.callback(signal.signal, number, own)
+        for number, own in _DEFAULTS.items():
+            handler, noting = signal.getsignal(number), _noting(number)
+            if handler is own or (noting is not None and not noting.is_here):
+                stack.callback(signal.signal, number, handler)
                 signal.signal(number, interrupts.note)
         previous_hook = sys.unraisablehook
 
@@ -94,3 +108,28 @@ def noted_interrupts() -> Iterator[Interrupts]:
         sys.unraisablehook = say_unless_interrupt
         stack.callback(setattr, sys, "unraisablehook", previous_hook)
         yield interrupts
+
+
+def why_not_noted() -> str:
+    """Which signals `noted_interrupts` does not note here, and what to do; empty if it notes those
+    that come. One that is ignored does not come."""
+    left = {number: signal.getsignal(number) for number in _DEFAULTS if _noting(number) is None}
+    left = {number: each for number, each in left.items() if each is not signal.SIG_IGN}
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        if not left:
+            return ""
+        return (
+            f"no Ctrl-C or SIGTERM is noted in the thread {thread.name}: Python hands signals to "
+            "the main thread alone; enter stop_signals() there, and give this thread what it yields"
+        )
+    own = [
+        f"{signal.Signals(number).name} (by {getattr(each, '__qualname__', each)})"
+        for number, each in left.items() if each is not _DEFAULTS[number]
+    ]  # fmt: skip
+    if not own:
+        return ""
+    return (
+        f"the program handles {' and '.join(own)} itself, so stop_signals() does not note it; let "
+        "its handler set what the loop asks beside stop(), or put Python's own handler back first"
+    )

@@ -22,6 +22,8 @@ from offload.zero.block_state import modules_of
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+_MOST_SPAWNED = 4096  # children that are made to count them
+_MOST_POOL = 1024  # words of a seed sequence: its time is their square
 _OTHERS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set})  # most attributes
 # the hidden instances whose methods are the modules' functions
 _PYTHON: random.Random = random._inst
@@ -30,13 +32,7 @@ _NUMPY: np.random.RandomState = np.random.mtrand._rand
 
 def generators_of(module: nn.Module) -> list[Generator]:
     """Python's and NumPy's, and those that a block keeps for itself and that have a state."""
-    found = [
-        value
-        for _, each in modules_of(module)
-        for value in vars(each).values()
-        if type(value) not in _OTHERS and _is_generator(type(value))  # type: ignore[arg-type]
-    ]
-    return [_PYTHON, _NUMPY, *found]
+    return [_PYTHON, _NUMPY, *_own_generators(module).values()]
 
 
 def named_generators(module: nn.Module, device: torch.device) -> dict[str, Generator]:
@@ -45,11 +41,16 @@ def named_generators(module: nn.Module, device: torch.device) -> dict[str, Gener
     found["torch"] = torch.default_generator
     if accelerator.is_accelerator(device):
         found[device.type] = accelerator.of(device).generator(device)
-    for path, each in modules_of(module):
-        for name, value in vars(each).items():
-            if type(value) not in _OTHERS and _is_generator(type(value)):  # type: ignore[arg-type]
-                found[f"module {path}.{name}"] = value
-    return found
+    return found | _own_generators(module)
+
+
+def _own_generators(module: nn.Module) -> dict[str, Generator]:
+    return {
+        f"module {path}.{name}": value
+        for path, each in modules_of(module)
+        for name, value in vars(each).items()
+        if type(value) not in _OTHERS and is_generator(value)
+    }
 
 
 def default_generators(tensors: Sequence[torch.Tensor]) -> list[Generator]:
@@ -99,11 +100,12 @@ def _is_generator(kind: type) -> bool:
 
 
 def state_of(generator: Generator) -> Any:
-    """What it draws next."""
+    """What it draws next, and which children it spawns next."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+        bits = generator.bit_generator
+        return {**bits.state, "seed_seq": _seeds_of(bits)}
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.get_state()
@@ -116,14 +118,36 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+        _set_seeds(generator.bit_generator, state.get("seed_seq"))
     else:
         generator.set_state(state)
+
+
+def _seeds_of(bits: np.random.BitGenerator) -> dict[str, Any] | None:
+    """What its children are made from; None where that is no class of NumPy's."""
+    seeds = bits.seed_seq
+    return dict(seeds.state) if type(seeds) is np.random.SeedSequence else None
+
+
+def _set_seeds(bits: np.random.BitGenerator, saved: dict[str, Any] | None) -> None:
+    if saved is None or _is_same(saved, _seeds_of(bits)):
+        return
+    if saved["pool_size"] > _MOST_POOL:
+        raise ValueError(f"a seed sequence of {saved['pool_size']} words; at most {_MOST_POOL}")
+    new, own = np.random.SeedSequence(**saved), bits.seed_seq
+    if type(own) is np.random.SeedSequence:
+        ahead = new.n_children_spawned - own.n_children_spawned
+        same_seed = _is_same(own.state | {"n_children_spawned": new.n_children_spawned}, saved)
+        if same_seed and 0 <= ahead <= _MOST_SPAWNED:
+            own.spawn(ahead)  # in place: whoever else holds it counts them, too
+            return
+    bits.__setstate__((bits.state, new))  # type: ignore[attr-defined]  # as unpickling does
 
 
 def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.array_equal(a, b)
     if isinstance(a, dict):
         same_kind = isinstance(b, dict) and a.keys() == b.keys()

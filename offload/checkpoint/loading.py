@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +16,17 @@ from offload.checkpoint import model
 from offload.checkpoint.fit import match
 from offload.checkpoint.folder import recover
 from offload.checkpoint.manifest import ParameterRecord
+from offload.checkpoint.on_all_ranks import on_all
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.run_state import Restoring
+from offload.checkpoint.run_restoring import Restoring
 from offload.checkpoint.shards import own_ranges, shifted, whole_state
 from offload.checkpoint.steps import other_step
 from offload.display.progress import progress
 from offload.kernels.floats import Array
-from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup, digest
 from offload.zero.layout import ParamSpec
 from offload.zero.optimizer_state import OptimizerState
-from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -41,18 +40,18 @@ def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
     engine.checkpoint_saved()
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be loaded")
-    runtime = engine.runtime
+    runtime, failed = engine.runtime, f"{path} was not loaded"
     with ExitStack() as stack:
-        with _on_all(runtime.ranks, path):
+        with on_all(runtime.ranks, failed):
             loader, beside = _open(engine, path, stack)
         runtime.store.unusable = (
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
         )
-        with _on_all(runtime.ranks, path), progress(f"loading {path.name}", loader.nbytes) as came:
+        with on_all(runtime.ranks, failed), progress(f"loading {path.name}", loader.nbytes) as came:
             loader.apply(came)
         runtime.store.unusable = None
-        with _on_all(runtime.ranks, path):
+        with on_all(runtime.ranks, failed):
             beside.apply()
         return beside.state or {}
 
@@ -69,25 +68,6 @@ def _open(engine: Engine, path: Path, stack: ExitStack) -> tuple[_Loader, Restor
         _log.warning("%s", renamed)
     loader = _Loader(engine, reader, match(engine, reader.manifest, path))
     return loader, Restoring(engine, reader)
-
-
-@contextmanager
-def _on_all(ranks: Ranks | None, path: Path) -> Iterator[None]:
-    """An error inside on any rank is raised on every rank."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as failure:
-        if ranks is None:
-            raise
-        error = failure
-    if ranks is None:
-        return
-    told = ranks.all_succeeded(error)
-    if error is not None:
-        raise error
-    if told is not None:
-        raise CheckpointError(f"{path} was not loaded; {told}")
 
 
 def _digests(group: ParamGroup, raw: torch.Tensor) -> list[int]:

@@ -25,7 +25,7 @@ def packed(value: Any, name: str, tensor: PackTensor | None = None) -> Any:
     `tensor` says what stands for a tensor, by default its bytes as text."""
     try:
         return _packed(value, name, tensor or _packed_tensor)
-    except (TypeError, ValueError, RuntimeError) as error:  # deep, in a circle, or on no device
+    except (TypeError, ValueError, RuntimeError) as error:  # deep, or in a circle
         raise UnsupportedError(f"{name} cannot be kept in a checkpoint: {error!s:.200}") from error
 
 
@@ -41,17 +41,26 @@ def _packed(value: Any, name: str, tensor: PackTensor) -> Any:
         kinds = {tuple: "tuple", set: "set", frozenset: "frozenset"}
         kind = next((text for of, text in kinds.items() if isinstance(value, of)), None)
         return items if kind is None else {_KIND: kind, "of": items}
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return {_KIND: "tensor", **tensor(value, name)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        whole = torch.from_numpy(np.array(value, order="C"))  # a copy: it may be read-only
-        return {_KIND: "array", **tensor(whole, name)}
-    if isinstance(value, np.generic):
-        return _packed(value.item(), name, tensor)
+    if isinstance(value, np.generic) and _is_plain(value.dtype):
+        return {_KIND: "scalar", "dtype": value.dtype.name, "of": value.item()}
+    try:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            return {_KIND: "tensor", **tensor(value, name)}
+        if isinstance(value, np.ndarray) and _is_plain(value.dtype) and not np.ma.isMA(value):
+            native = value.dtype.newbyteorder("=")
+            whole = torch.from_numpy(np.array(value, native, order="C"))  # it may be read-only
+            return {_KIND: "array", **tensor(whole, name)}
+    except (TypeError, RuntimeError) as error:  # it has no values, or not in one piece
+        raise UnsupportedError(f"{name} cannot be kept in a checkpoint: {error!s:.200}") from error
     raise UnsupportedError(
         f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: nothing is pickled; "
         "keep numbers, text, tensors and containers of them there, and save other objects yourself"
     )
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether PyTorch has it, too."""
+    return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
 def _packed_dict(value: dict[Any, Any], name: str, tensor: PackTensor) -> dict[str, Any]:
@@ -82,7 +91,7 @@ def unpacked(value: Any, tensor: UnpackTensor | None = None) -> Any:
     """The reverse of `packed`. CheckpointError for what it did not write."""
     try:
         return _unpacked(value, tensor or _tensor)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"a saved state is malformed: {error!s:.200}") from None
 
 
@@ -106,6 +115,11 @@ def _unpacked(value: Any, tensor: UnpackTensor) -> Any:
             return Counter(pairs) if kind == "counter" else pairs
         case "bytes":
             return base64.b64decode(value["of"], validate=True)
+        case "scalar":
+            dtype = np.dtype(value["dtype"])
+            if not _is_plain(dtype):
+                raise CheckpointError(f"a saved state has a number of dtype {dtype}")
+            return dtype.type(value["of"])
         case "tensor":
             return tensor(value)
         case "array":

@@ -239,17 +239,6 @@ class CheckpointReader:
         self.close()
 
 
-def is_complete(path: Path) -> bool:
-    """Whether `path` is a checkpoint with all its files in full length (contents not looked at).
-    StorageError where the disk does not say."""
-    try:
-        with CheckpointReader(path) as reader:
-            reader.check(contents=False)
-    except CheckpointError:
-        return False
-    return True
-
-
 def _open_shared(path: Path) -> OpenFolder:
     """The folder that has this name, locked against its removal."""
     for _ in range(_OPEN_TRIES):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+from enum import Enum, auto
 from pathlib import Path
 
 from offload.checkpoint.disk import entries, storage_errors
 from offload.checkpoint.folder import discard, recover
-from offload.checkpoint.reader import CheckpointReader, is_complete
+from offload.checkpoint.reader import CheckpointReader
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
 _STEP = re.compile(r"step-(\d+)")
@@ -84,8 +85,9 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every is {keep_every}; it is a number of steps")
-    steps = [path for path in _steps(folder) if _counts(path)]
-    whole = [path for path in steps if is_complete(path)]
+    found = {path: _condition(path) for path in _steps(folder)}
+    steps = [path for path, condition in found.items() if condition is not _Condition.RENAMED]
+    whole = [path for path in steps if found[path] is _Condition.WHOLE]
     if not whole:
         return []
     stays = {path for path in whole if keep_every and not (step_of(path) or 0) % keep_every}
@@ -93,15 +95,23 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
     return [path for path in older if path not in stays and _discard(path)]
 
 
-def _counts(path: Path) -> bool:
+class _Condition(Enum):
+    WHOLE = auto()
+    TORN = auto()  # it goes with those around it
+    RENAMED = auto()  # it was saved as another step
+
+
+def _condition(path: Path) -> _Condition:
     try:
         with CheckpointReader(path) as reader:
             problem = other_step(path, reader.manifest.saved_as)
-    except CheckpointError:  # torn: it goes with those around it
-        return True
-    if problem is not None:
-        _log.warning("not counted and not removed: %s", problem)
-    return problem is None
+            if problem is not None:
+                _log.warning("not counted and not removed: %s", problem)
+                return _Condition.RENAMED
+            reader.check(contents=False)
+    except CheckpointError:
+        return _Condition.TORN
+    return _Condition.WHOLE
 
 
 def _discard(path: Path) -> bool:

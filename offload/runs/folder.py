@@ -25,7 +25,7 @@ from typing import Any
 
 from offload.checkpoint import latest, prune, step_path
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
-from offload.checkpoint.run_state import saved_run
+from offload.checkpoint.run_restoring import saved_run
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from offload import checkpoint
 from offload.checkpoint import folder as folders
 from offload.checkpoint import locks, saving
 from offload.checkpoint.ownership import marked
+from offload.checkpoint.reader import CheckpointReader
 from offload.errors import CheckpointError, NoSpaceError, PathError
 from tests.offload.checkpoint_crash import KEYS, Request, bits_of, step_of
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
@@ -325,6 +327,22 @@ def test_pruning_keeps_what_is_trusted(engine: offload.Engine, tmp_path: Path) -
     assert removed == [folder / "step-000001", folder / "step-000002"]
     assert checkpoint.latest(folder) == folder / "step-000003"
     assert (folder / "step-000009").exists()
+
+
+def test_pruning_reads_each_manifest_once(
+    engine: offload.Engine, tmp_path: Path, monkeypatch: Any
+) -> None:
+    checkpoints_of(engine, tmp_path, 3)
+    read = Counter[Path]()
+    read_manifest = CheckpointReader._read_manifest
+
+    def count(reader: CheckpointReader) -> Any:
+        read[reader.path] += 1
+        return read_manifest(reader)
+
+    monkeypatch.setattr(CheckpointReader, "_read_manifest", count)
+    checkpoint.prune(tmp_path, keep_last=3)
+    assert read == {checkpoint.step_path(tmp_path, step): 1 for step in (1, 2, 3)}
 
 
 # ------------------------------------------------------------------------- targets

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR, AveragedModel
 
 import offload
 from offload.checkpoint.manifest import MANIFEST, Manifest
 from offload.checkpoint.plain_values import packed, unpacked
 from offload.errors import CheckpointError, StateError, UnsupportedError
+from offload.interrupts import noted_interrupts
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
@@ -154,8 +159,30 @@ def engine(tmp_path: Path) -> Any:
         yield engine
 
 
+class Decay:
+    """Torch asks a callable object for its attributes."""
+
+    def __init__(self) -> None:
+        self.base = 0.9
+
+    def __call__(self, epoch: float) -> float:
+        return self.base**epoch
+
+
 SCHEDULERS: dict[str, Any] = {
     "lambda": lambda o: schedules.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "callable": lambda o: schedules.LambdaLR(o, Decay()),
+    "multiplicative": lambda o: schedules.MultiplicativeLR(o, lambda epoch: 0.9),
+    "averaging": lambda o: SWALR(o, 1e-3),
+    "scaled cyclic": lambda o: schedules.CyclicLR(
+        o, 1e-4, 1e-2, scale_fn=Decay(), cycle_momentum=False
+    ),
+    "nested": lambda o: schedules.ChainedScheduler(
+        [
+            schedules.SequentialLR(o, [schedules.ConstantLR(o), schedules.StepLR(o, 1)], [1]),
+            schedules.ExponentialLR(o, 0.9),
+        ]
+    ),
     "step": lambda o: schedules.StepLR(o, 2),
     "multistep": lambda o: schedules.MultiStepLR(o, [1, 3, 3]),
     "exponential": lambda o: schedules.ExponentialLR(o, 0.9),
@@ -199,17 +226,25 @@ STATE: dict[str, Any] = {
     "tuple": (1, [2.5, (3,)]), "by number": {1: "a", (2, 3): "b"}, "is": {"is": "tensor"},
     "counter": Counter(a=2), "set": {1, 2}, "bytes": b"\0\xff", "large": 1 << 100,
     "frozen": {frozenset({1}): frozenset({(1, 2)})},
-    "numpy": np.float32(0.1).item(), "empty": {},
+    "numpy": [np.float32(0.1), np.int64(3), np.uint64((1 << 63) + 1), np.float64(0.1)],
+    "empty": {}, "edges": [1 << 63, -(1 << 64), -float("inf"), 5e-324], "none key": {None: 1},
+    "key of 0.5": {0.5: 1}, "odd text": "a\0\x1b[2J\ud800",
 }  # fmt: skip
 
 
 def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -> None:
+    base = torch.arange(6.0)
     tensors = {
         "bf16": torch.randn(3, 2).bfloat16(), "0-dim": torch.tensor(3), "none": torch.empty(0, 4),
         "bool": torch.tensor([True, False]), "sliced": torch.arange(10)[::3],
-        "odd stride": torch.arange(6.0).reshape(1, 6)[:, 0],
+        "odd stride": torch.arange(6.0).reshape(1, 6)[:, 0], "turned": torch.randn(3, 2).t(),
+        "e4m3": torch.ones(4).to(torch.float8_e4m3fn), "u64": torch.arange(3).view(torch.uint64),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(), "parameter": nn.Parameter(base),
+        "shared": base[:4], "shared, too": base[2:], "expanded": torch.ones(1).expand(5),
     }  # fmt: skip
     given = {**STATE, "tensors": tensors, "array": np.arange(4.0), "f16": np.float16([1, 2])}
+    given |= {"no number": math.nan, "big-endian": np.array([7], dtype=">i4")}
+    given["turned array"] = np.arange(4).reshape(2, 2).T
     engine.save_checkpoint(tmp_path / "saved", state=given)
     tensors["0-dim"].fill_(9)
     found = engine.load_checkpoint(tmp_path / "saved")
@@ -218,7 +253,10 @@ def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -
     assert found["tensors"].pop("0-dim") == 3
     for name, tensor in found["tensors"].items():
         assert tensor.dtype is tensors[name].dtype
-        assert torch.equal(tensor, tensors[name])
+        assert (tensor.shape, tensor.tolist()) == (tensors[name].shape, tensors[name].tolist())
+    assert [type(each) for each in found["numpy"]] == [np.float32, np.int64, np.uint64, float]
+    assert math.isnan(found["no number"])
+    assert (found["turned array"].tolist(), found["big-endian"].tolist()) == ([[0, 2], [1, 3]], [7])
     assert (found["array"].tolist(), found["f16"].dtype) == ([0, 1, 2, 3], np.float16)
     engine.save_checkpoint(tmp_path / "saved")
     assert engine.load_checkpoint(tmp_path / "saved") == {}
@@ -227,7 +265,10 @@ def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("value", "kind"),
     [(lambda: 0, "function"), (object(), "object"), (torch.zeros(2).to_sparse(), "Tensor"),
-     (np.array(["text"]), "ndarray"), (Path("x"), "PosixPath")],
+     (np.array(["text"]), "ndarray"), (Path("x"), "PosixPath"), (nn.Module, "type"),
+     (date(2000, 1, 1), "date"), (np.datetime64("2000-01-01"), "datetime64"), (1j, "complex"),
+     (np.ma.array([1, 2], mask=[0, 1]), "MaskedArray"), (np.longdouble(1), "longdouble"),
+     (np.ones(2, complex), "ndarray"), (torch.Generator(), "Generator"), (range(3), "range")],
 )  # fmt: skip
 def test_what_would_be_pickled_is_refused_by_name(
     value: Any, kind: str, engine: Any, tmp_path: Path
@@ -248,6 +289,8 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(
         list(range(2_000_000)),
         np.longdouble([1]),
         torch.empty(2, device="meta"),
+        torch.ones(2, dtype=torch.complex128),
+        10**5000,
     ):
         with pytest.raises(UnsupportedError):
             engine.save_checkpoint(tmp_path / "saved", state={"a": value})
@@ -275,6 +318,94 @@ def test_what_registered_objects_draw_changes_nothing(engine: Any, tmp_path: Pat
     assert (torch.rand(4).tolist(), own.random()) == expected
 
 
+class Telling(random.Random):
+    """Says itself what its state is."""
+
+    drawn = 0
+
+    def random(self) -> float:
+        self.drawn += 1
+        return super().random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "state": self.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+        self.setstate(state["state"])
+
+
+SEEDS = {"number": 1 << 100, "numbers": [1, 2], "array": np.array([3, 4]), "key": 5}
+NUMPY = {
+    (kind.__name__, name): lambda kind=kind, seed=seed: np.random.Generator(kind(seed))
+    for kind in (
+        np.random.MT19937, np.random.SFC64, np.random.Philox, np.random.PCG64, np.random.PCG64DXSM
+    )
+    for name, seed in SEEDS.items()
+}  # fmt: skip
+GENERATORS: dict[str, Any] = {
+    **{" ".join(names): make for names, make in NUMPY.items()},
+    "of a child": lambda: np.random.default_rng(3).spawn(4)[2],
+    "RandomState": lambda: np.random.RandomState(3),
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "Python": lambda: random.Random(3),
+    "telling": lambda: Telling(3),
+}
+
+
+def drawn(generator: Any) -> list[float]:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    found = [generator.random(), generator.random(), getattr(generator, "drawn", 0)]
+    spawned = generator.spawn(2) if isinstance(generator, np.random.Generator) else []
+    return found + [child.random() for child in spawned]
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_and_their_children_go_on(kind: str, engine: Any, tmp_path: Path) -> None:
+    """In another process, and set back."""
+    first = GENERATORS[kind]()
+    engine.register_for_checkpointing(first=first, again=first)
+    drawn(first)
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = [drawn(first) for _ in range(3)]
+    engine.load_checkpoint(tmp_path / "saved")
+    assert [drawn(first) for _ in range(3)] == expected
+    for other in (GENERATORS[kind](), GENERATORS[kind]()):
+        drawn(other)
+        engine.carried.update(first=other, again=other)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert [drawn(other) for _ in range(3)] == expected
+
+
+def test_children_of_another_seed_go_on(engine: Any, tmp_path: Path) -> None:
+    """In place for whoever else counts on the same seeds, as long as they are the same."""
+    seeds = np.random.SeedSequence(1)
+    for own, count in ((seeds, 3), (np.random.SeedSequence(2), 0)):
+        generator = np.random.default_rng(np.random.SeedSequence(1))
+        engine.carried["numbers"] = generator
+        generator.spawn(3)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.carried["numbers"] = other = np.random.default_rng(own)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert drawn(other) == drawn(generator)
+        assert own.n_children_spawned == (count + 2 if count else 0)
+
+
+def test_a_checkpoint_without_children_is_loaded(engine: Any, tmp_path: Path) -> None:
+    """As they were saved before children were counted."""
+    engine.register_for_checkpointing(numbers=np.random.default_rng(1))
+    engine.save_checkpoint(tmp_path / "saved")
+    edited(tmp_path / "saved", lambda run: run["objects"]["numbers"][0].pop("seed_seq"))
+    engine.carried["numbers"] = other = np.random.default_rng(1)
+    expected = other.bit_generator.state
+    other.random()
+    other.spawn(2)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert other.bit_generator.state == expected
+    assert other.bit_generator.seed_seq.n_children_spawned == 2  # type: ignore[attr-defined]
+
+
 def test_what_has_no_state_is_refused_when_it_is_registered(engine: Any) -> None:
     loader = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=r"loader is a DataLoader.*StatefulDataLoader"):
@@ -286,7 +417,22 @@ def test_what_has_no_state_is_refused_when_it_is_registered(engine: Any) -> None
 
     with pytest.raises(UnsupportedError, match=r"odd.state_dict.*'function'.* is a built"):
         engine.register_for_checkpointing(odd=Odd())
-    for name, value in {"model": engine.module, "optimizer": engine.optimizer}.items():
+
+    class Own(random.Random):
+        def getstate(self) -> Any:
+            return {"mine": 1}
+
+    with pytest.raises(UnsupportedError, match=r"own is a Own with a getstate\(\) of its own"):
+        engine.register_for_checkpointing(own=Own())
+    seeds = np.random.SeedSequence(1)
+    nothing = {"seeds": seeds, "bits": np.random.PCG64(1), "kind": Reader, "none": None}
+    for name, value in {**nothing, "system": random.SystemRandom()}.items():
+        with pytest.raises(UnsupportedError, match=rf"{name} is a .*says nothing of its state"):
+            engine.register_for_checkpointing(**{name: value})
+    average = AveragedModel(nn.Linear(2, 2))
+    for name, value in {
+        "model": engine.module, "optimizer": engine.optimizer, "average": average,
+    }.items():  # fmt: skip
         with pytest.raises(UnsupportedError, match="are in each checkpoint"):
             engine.register_for_checkpointing(**{name: value})
     reader = Reader()
@@ -337,6 +483,10 @@ def edited(path: Path, change: Any) -> None:
     (path / MANIFEST).write_text(Manifest.model_validate(content).to_json())
 
 
+def seeds_in(run: Any) -> Any:
+    return run["objects"]["numbers"][0]["seed_seq"]
+
+
 FORGED: dict[str, Any] = {
     "no sections": lambda run: run.clear(),
     "random is text": lambda run: run.update(random="x"),
@@ -361,6 +511,13 @@ FORGED: dict[str, Any] = {
     "an object has no states": lambda run: run["objects"].update(reader=[]),
     "two states for one rank": lambda run: run["objects"].update(reader=[{}, {}]),
     "extra is a number": lambda run: run.update(extra=1),
+    "children are negative": lambda run: seeds_in(run).update(n_children_spawned=-1),
+    "seeds without end": lambda run: seeds_in(run).update(pool_size=1 << 40),
+    "seeds are text": lambda run: run["objects"]["numbers"][0].update(seed_seq="x"),
+    "a number is none": lambda run: run["state"].update({"is": "scalar", "dtype": "O", "of": 1}),
+    "a number is too large": lambda run: run["state"].update(
+        {"is": "scalar", "dtype": "int8", "of": 999}
+    ),
 }
 
 
@@ -368,7 +525,7 @@ FORGED: dict[str, Any] = {
 def test_a_forged_state_of_the_run_is_refused_and_changes_nothing(
     forged: str, engine: Any, tmp_path: Path
 ) -> None:
-    engine.register_for_checkpointing(reader=Reader())
+    engine.register_for_checkpointing(reader=Reader(), numbers=np.random.default_rng(1))
     engine.save_checkpoint(tmp_path / "saved", state={"a": 1})
     edited(tmp_path / "saved", FORGED[forged])
     before, drawn = states_of(engine), (torch.get_rng_state(), random.getstate())
@@ -405,6 +562,43 @@ def test_extra_state_of_modules_is_kept(tmp_path: Path, caplog: Any) -> None:
         assert "leaves it out: 1.get_extra_state() is a object" in caplog.text
 
 
+class Drawn(Counting):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.own = np.random.default_rng(1)
+
+
+def test_what_is_not_taken_over_is_said_by_name(tmp_path: Path, caplog: Any) -> None:
+    def load_into(layer: Any) -> list[tuple[str, str]]:
+        model = nn.Sequential(nn.Linear(4, 4), layer)
+        with offload.initialize(model, config(tmp_path)) as engine:
+            caplog.clear()
+            with caplog.at_level("INFO", "offload"):
+                assert engine.load_checkpoint(tmp_path / "saved") == {}
+        said = [record for record in caplog.records if "saved" in record.getMessage()]
+        return [(each.levelname, each.getMessage().split(str(tmp_path))[1]) for each in said]
+
+    model = nn.Sequential(nn.Linear(4, 4), Drawn(4, 4))
+    with offload.initialize(model, config(tmp_path)) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+    assert not [each for each in load_into(Drawn(4, 4)) if "loading" not in each[1]]
+    extra, random_state = [text for level, text in load_into(nn.Linear(4, 4)) if level == "WARNING"]
+    assert "the extra state of the modules 1, which is not taken over: none by that" in extra
+    assert "the state of the generators module 1.own, which is not taken over" in random_state
+
+    def as_of_two_gpus(run: Any) -> None:
+        run["random"][0]["cuda"] = run["random"][0]["torch"]
+        run["random"].append(run["random"][0])
+
+    edited(tmp_path / "saved", as_of_two_gpus)
+    fewer, left = load_into(Drawn(4, 4))
+    assert fewer[0] == "INFO"  # that is no fault
+    assert "by 2 ranks: the random numbers of the last 1 are not taken over" in fewer[1]
+    assert "the state of the generators cuda, which is not taken over: there are no" in left[1]
+    edited(tmp_path / "saved", lambda run: run["extra"].update({f"gone.{i}": 1 for i in range(99)}))
+    assert "gone.7, ... (99 in all), which is not" in load_into(Drawn(4, 4))[0][1]
+
+
 def test_plain_values_hold_every_kind() -> None:
     assert unpacked(json.loads(json.dumps(packed(STATE, "it")))) == STATE
 
@@ -437,3 +631,90 @@ def test_a_forked_child_ends_by_a_signal(engine: Any) -> None:
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert not stop()
+
+
+def test_stops_inside_of_stops_share_what_came(engine: Any) -> None:
+    """Only the outermost raises, and only what nobody was told of."""
+    before = signal.getsignal(signal.SIGTERM)
+    with engine.stop_signals() as outer:
+        with engine.stop_signals() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert inner()
+        assert outer()
+        with engine.stop_signals() as again:
+            assert again()
+    assert signal.getsignal(signal.SIGTERM) is before
+    ends: list[str] = []
+
+    def untold() -> None:
+        with engine.stop_signals():
+            with engine.stop_signals():
+                os.kill(os.getpid(), signal.SIGINT)
+            ends.append("inner")
+
+    with pytest.raises(KeyboardInterrupt):
+        untold()
+    assert ends == ["inner"]
+
+
+def test_a_signal_that_is_not_noted_is_said_once(engine: Any, caplog: Any) -> None:
+    came: list[int] = []
+
+    def of_the_program(number: int, frame: Any) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGTERM, of_the_program)
+    try:
+        for _ in range(2):
+            with engine.stop_signals() as stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert not stop()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [signal.SIGTERM] * 2
+    (said,) = [each.getMessage() for each in caplog.records]
+    assert "handles SIGTERM (by test_a_signal_that" in said
+    assert "SIGINT" not in said
+
+
+def test_off_the_main_thread_it_is_said_unless_the_main_one_notes(engine: Any, caplog: Any) -> None:
+    found: list[bool] = []
+
+    def train() -> None:
+        with engine.stop_signals() as stop:
+            found.append(stop())
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=train, name="trainer")
+        thread.start()
+        thread.join(30)
+
+    with engine.stop_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        in_a_thread()
+        assert stop()
+    assert not caplog.records
+    in_a_thread()
+    assert found == [True, False]
+    assert "in the thread trainer: Python hands signals to the main thread" in caplog.text
+
+
+def test_a_signal_that_is_ignored_is_not_missed(engine: Any, caplog: Any) -> None:
+    """As of a program in the background of a shell's script."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with engine.stop_signals() as stop:
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not caplog.records
+
+
+def test_a_forked_child_notes_for_itself(engine: Any) -> None:
+    with engine.stop_signals():
+        child = os.fork()
+        if not child:
+            with noted_interrupts() as interrupts, interrupts.put_off(""):
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(int(interrupts.seen))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

@@ -79,6 +79,10 @@ def load_on_more(folder: str) -> tuple[float, str, str]:
         torch.manual_seed(99)
         engine.load_checkpoint(Path(folder) / "saved")
         drawn = float(torch.rand(()))
+        alike = Position(0)
+        engine.register_for_checkpointing(alike=alike)
+        engine.load_checkpoint(Path(folder) / "saved")  # a tensor that is the same on all ranks
+        assert int(alike.at) == 5
         engine.register_for_checkpointing(own=Position(7))
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(Path(folder) / "saved")
