@@ -328,8 +328,8 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(
         0,
         ge=0,
-        description="Steps between checkpoints; the last step is saved, too. 0: none, but for what "
-        "a Ctrl-C or SIGTERM saves.",
+        description="Steps between checkpoints, which are written beside the steps that follow; "
+        "the last step is saved, too. 0: none, but for what a Ctrl-C or SIGTERM saves.",
         examples=[100],
         json_schema_extra=about(unit="steps", see=["train.keep_last", "train.keep_every"]),
     )

@@ -37,10 +37,11 @@ from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.metrics import StepMetrics, StepSeconds
 from offload.runs.step_recorder import StepRecorder
 from offload.runs.world import FollowersFolder, World
-from offload.tiers.errors import LowMemoryError
+from offload.tiers.errors import LowMemoryError, OffloadError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.train.batches import Batches
+from offload.train.checkpoint_room import checkpoints_beyond
 from offload.train.comparison import (
     Process,
     agreement,
@@ -64,7 +65,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload")
 
-_PUT_OFF = "this step ends and is saved; again: it stops at once, nothing is saved"
+_PUT_OFF = "this step ends and is saved; again: it stops at once, without that"
+_NOTHING_SAVED = (
+    "train.checkpoint_every is 0: nothing is saved, the last step neither, unless a Ctrl-C or "
+    "SIGTERM ends the run; -o train.checkpoint_every=100 saves each 100 steps and the last one"
+)
 _NOISE_LENGTH = 40  # bytes of the sample before training
 
 Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
@@ -133,6 +138,9 @@ def _run(
     parameters = parameter_count(model)
     _announce(console, config, parameters, batches, world)
     config, found = _choose(config, world)
+    if found is not None and config.train.checkpoint_every:
+        for warning in checkpoints_beyond(found, config, folder.checkpoints):
+            _log.warning("%s", warning)
     with (
         noted_interrupts() as interrupts,
         (initialize or _default_initialize())(model, config) as engine,
@@ -190,16 +198,15 @@ class Trainer:
         self._interrupts = interrupts
         self._watch = watch
         self._resume_with = resume_with
-        self._resumed = False
-        self._saved_step = 0  # of the last checkpoint
+        self._resumed_step = 0  # 0: this run has begun anew
+        self._pruned_step = 0  # of the last checkpoint when the others were pruned
         self._began = time.perf_counter()
 
     def restore(self, saved: SavedRun) -> None:
         """Go on from a checkpoint."""
         self._engine.load_checkpoint(saved.path)
-        self._steps_done = self._saved_step = saved.step
-        self._resumed = True
-        self._folder.keep(self._train.keep_last, self._train.keep_every)  # a kill left others
+        self._steps_done = self._resumed_step = saved.step
+        self._prune()  # a kill left others
         self._console.print(f"resumed after step {saved.step} from {saved.path}", soft_wrap=True)
 
     def train(self) -> RunResult:
@@ -208,6 +215,8 @@ class Trainer:
         loggers = self._folder.loggers(start, self._train.loggers)
         if start < steps:
             self._watch.begin()
+            if not self._train.checkpoint_every:
+                self._console.print(_NOTHING_SAVED, soft_wrap=True)
         else:
             self._console.print(
                 f"nothing to do: {start} of {steps} steps are done; raise train.steps to go on"
@@ -219,6 +228,7 @@ class Trainer:
             try:
                 self._train_steps(loggers, start)
             except KeyboardInterrupt:
+                self._complete_save()
                 self._say_interrupted()
                 raise
         self._sample("after")
@@ -246,6 +256,17 @@ class Trainer:
                     raise self._interrupts.error()
         self._interrupts.check()  # one that came behind the last look
 
+    def _complete_save(self) -> None:
+        """Wait for one that is under way, which another Ctrl-C gives up."""
+        try:
+            if not self._engine.checkpoint_saved(wait=False):
+                self._console.print("a checkpoint is being completed; Ctrl-C: it is given up")
+                self._engine.close()
+        except KeyboardInterrupt:
+            _log.info("a checkpoint was given up")  # the run ends by the one before
+        except OffloadError as error:
+            self._warn(f"a checkpoint was not saved: {error}")
+
     def _say_interrupted(self) -> None:
         done, steps, saved = self._steps_done, self._train.steps, self._saved_step
         text = f"interrupted after step {done} of {steps}; "
@@ -262,15 +283,12 @@ class Trainer:
 
     def _step_or_save(self, step: int) -> StepMetrics:
         """Where too little memory is left, save the steps before this one; then LowMemoryError."""
-        rng = torch.get_rng_state()
         try:
-            return self._step(step)
+            return self._step(step)  # which draws no random numbers
         except LowMemoryError:
             if self._steps_done == step:  # else it was refused in the validation after it
                 self._engine.optimizer.zero_grad()  # of passes before the one that was refused
-                torch.set_rng_state(rng)
-            if self._steps_done > self._saved_step:
-                self._checkpoint_if_due(now=True)
+            self._checkpoint_if_due(now=True)
             self._say_interrupted()
             raise
 
@@ -334,14 +352,38 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def _checkpoint_if_due(self, *, now: bool) -> None:
+        """Save, beside the steps that follow; if it is to be `now`, and after the last step, it is
+        complete when this returns. One beside the steps that has failed is made up for now."""
         every, done = self._train.checkpoint_every, self._steps_done
-        if not (now or (every and (not done % every or done == self._train.steps))):
+        last = done == self._train.steps
+        due = now or bool(every and (last or not done % every))
+        try:
+            self._engine.checkpoint_saved(wait=due)
+        except OffloadError as error:
+            self._warn(f"a checkpoint was not saved: {error}; step {done} is saved instead")
+            due = now = True
+        self._prune()
+        if not due or done == self._saved_step:
             return
         self._folder.metrics.flush()  # a run that goes on from there finds all steps before it
-        path = self._folder.checkpoint_path(self._steps_done)
-        self._engine.save_checkpoint(path, state={"step": self._steps_done})
-        self._folder.keep(self._train.keep_last, self._train.keep_every)
-        self._saved_step = self._steps_done
+        self._engine.save_checkpoint(
+            self._folder.checkpoint_path(done), state={"step": done},
+            wait=now or last or self._world.size > 1,  # ranks would wait all the same, and say so
+        )  # fmt: skip
+        self._prune()
+
+    @property
+    def _saved_step(self) -> int:
+        """Of the last checkpoint that is complete; 0: there is none."""
+        saved = self._engine.last_checkpoint
+        return self._resumed_step if saved is None else saved.step
+
+    def _prune(self) -> None:
+        """Once there is another complete one."""
+        saved = self._saved_step
+        if saved != self._pruned_step:
+            self._folder.keep(self._train.keep_last, self._train.keep_every)
+            self._pruned_step = saved
 
     def _sample(self, when: str) -> None:
         sample = self._train.sample
@@ -387,7 +429,7 @@ class Trainer:
         """The same run in plain PyTorch, where that is asked for and can be had."""
         if not self._train.compare_plain or not self._world.is_first:
             return None
-        why_not = cannot_compare(self._config, self._world.size, resumed=self._resumed)
+        why_not = cannot_compare(self._config, self._world.size, resumed=self._resumed_step > 0)
         if why_not:
             self._console.print(f"train.compare_plain: {why_not}", soft_wrap=True)
             return None

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
+from offload.gpt import build_meta_model
 from offload.planning.choice.advice import MATTERS, advise, corrected
 from offload.planning.choice.run_check import (
     LinkPrediction,
@@ -28,9 +29,14 @@ from offload.planning.choice.run_check import (
 )
 from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import solve
+from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder, other_numbers, with_choices_of
+from offload.runs.forecast import forecast, workload_of
+from offload.runs.metrics import StepMetrics
 from offload.swap.threads_backend import ThreadsBackend
-from offload.train.loop import run
+from offload.tiers.tier import Tier
+from offload.train.loop import Trainer, run
+from tests.offload.test_background_saves import Held
 from tests.planning.test_solver import GIB, MIB, SPEEDS, facts, hardware, known, model
 
 PREDICTION = Prediction(
@@ -255,6 +261,37 @@ def test_nvme_never_holds_more_than_at_most_beside_activations(tmp_path: Path):
     }  # fmt: skip
     train(tmp_path, train={"steps": 2, "batch": 16}, **keys)
     check_bound(tmp_path / "run")
+
+
+def test_nor_while_saves_beside_its_steps_keep_old_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    held, step = Held(monkeypatch), Trainer._step
+
+    def stepped(trainer: Trainer, number: int) -> StepMetrics:
+        made = step(trainer, number)
+        if number == 3:  # two steps beside the save, which has read nothing yet
+            trainer._engine.settle()
+            held.go.set()
+        return made
+
+    monkeypatch.setattr(Trainer, "_step", stepped)
+    work = {"model": {"layers": 6, "hidden": 128, "heads": 2, "max_sequence": 32},
+            "steps": 4, "checkpoint_every": 2}  # fmt: skip
+    train(
+        tmp_path, train=work, budget={"host": "5MiB", "nvme": "256MiB"},
+        placement={"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"},
+        optimizer={"chunk": 16384},
+    )  # fmt: skip
+    check_bound(tmp_path / "run")
+    (nvme,) = (row for row in check_run(tmp_path / "run").rows if row.name == "nvme")
+    monkeypatch.setattr(PlannedMemory, "_saves_beside", False)
+    monkeypatch.setattr(Trainer, "_step", step)
+    config = OffloadConfig.load(tmp_path / "run/config.resolved.yaml")
+    found = forecast(config, build_meta_model(config), workload_of(config))
+    assert found is not None
+    without = found.planned.memory.ledger_peaks[Tier.NVME]
+    assert nvme.measured > without, "or what they keep need not be counted"
 
 
 def check_bound(folder: Path) -> None:

@@ -75,6 +75,7 @@ def test_two_ranks_train_and_resume_like_one_with_twice_the_passes(
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-5)
     assert both.stdout.count("step 4/4") == 1  # the first rank alone speaks
+    assert "wait=False" not in both.stderr  # ranks save together, which nobody has asked otherwise
 
 
 def test_what_is_wrong_with_the_ranks_is_one_screen(file: Path, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ Where nothing is trained nothing is written anew. Gradients have no second versi
 never read again, so it is freed before the next one is written. Nothing here depends on an order
 of uses, arrivals or updates.
 
-A save in the background keeps old versions beyond that until it has read them, if the budget has
-room (`checkpoint/background.py`). Whether there will be one, no plan knows: they are not counted.
+A save in the background keeps old versions beyond that until it has read them, in the room that
+updates on trial would have for theirs (`spare_nbytes`; `Trials.lend`). They are counted where
+`offload train` saves (`kept_nbytes`); whether a loop of somebody's own does, no plan knows.
 """
 
 from __future__ import annotations
@@ -35,15 +36,20 @@ from offload.tiers.tier import Tier
 _REPLACED = (StateClass.PARAMETERS, StateClass.OPTIMIZER)  # while the old version is still valid
 
 
-def nvme_most(plan: Plan, saved_nbytes: int, old_nbytes: int = 0) -> Mapping[StateClass, int]:
+def nvme_most(
+    plan: Plan, saved_nbytes: int, old_nbytes: int = 0, kept_nbytes: int = 0
+) -> Mapping[StateClass, int]:  # fmt: skip
     """Bytes by class, versions on their way as STAGING; `saved_nbytes` are of activations, as far
-    as they go there, `old_nbytes` of versions from before updates on trial. Within the budget: what
+    as they go there, `old_nbytes` of versions from before updates on trial, `kept_nbytes` the room
+    that saves beside training have for old versions, which trials share. Within the budget: what
     finds no room waits."""
     homes = plan.expected[Tier.NVME]
     most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
     replaced = sum(most[state_class] for state_class in _REPLACED) if plan.trains else 0
     left = max(0, plan.budgets[Tier.NVME] - sum(most.values()))
-    most[StateClass.STAGING] = min(replaced, _sources_nbytes(plan) + old_nbytes, left)
+    sources = _sources_nbytes(plan)
+    moving = min(replaced, sources + old_nbytes) + min(replaced, kept_nbytes)
+    most[StateClass.STAGING] = min(moving, sources + max(old_nbytes, kept_nbytes), left)
     most[StateClass.ACTIVATIONS] = min(saved_nbytes, left - most[StateClass.STAGING])
     return most
 

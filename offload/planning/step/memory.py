@@ -22,12 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from offload.planning.activations.heap_holes import heap_holes_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.plan.nvme_most import nvme_most
-from offload.planning.plan.plan import Plan, needed_nbytes, tried_groups
+from offload.planning.plan.plan import Plan, needed_nbytes, spare_nbytes, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds, stored_nbytes
 from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.traffic import find_copies
@@ -345,11 +346,22 @@ class PlannedMemory:
         by_class = _no_bytes()
         tried = tried_groups(self._planned, self._config)
         old = sum(each.files for each in tried.values())
-        most = nvme_most(self._planned, self._activations_on_disk, old)
+        kept = spare_nbytes(self._planned).files if self._saves_beside else 0
+        most = nvme_most(self._planned, self._activations_on_disk, old, kept)
         for state_class, nbytes in most.items():
             by_class[MemoryClass(str(state_class))] += nbytes
         by_class[MemoryClass.CACHE] += self._kv_in(Tier.NVME)
         return by_class
+
+    @property
+    def _saves_beside(self) -> bool:
+        """Whether `offload train` saves while it trains, as `checkpoint/background.py` can."""
+        plan = self._plan
+        on_device = {Tier.DEVICE} & {*plan.parameters, *chain.from_iterable(plan.records)}
+        return (
+            self._config.train.checkpoint_every > 0 and plan.sharding.world_size == 1
+            and not (plan.gpu and on_device)
+        )  # fmt: skip
 
     def _disk(self) -> PlaceEstimate:
         """Files: what is reserved when they are made, or lengthened in steps of 256 MiB."""

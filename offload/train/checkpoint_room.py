@@ -1,0 +1,67 @@
+"""Whether the disk can hold a run's checkpoints: known before the first step, not after hours."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.checkpoint.disk import free_nbytes
+from offload.homes import nvme_paths, ranks_here
+from offload.planning.plan.plan import needed_nbytes
+from offload.tiers.errors import NoSpaceError
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.config.training import TrainConfig
+    from offload.runs.forecast import Forecast
+
+
+def checkpoints_beyond(found: Forecast, config: OffloadConfig, folder: Path) -> Iterator[str]:
+    """A warning where those that `folder` will hold at a time have no room beside the swap files,
+    which are still to be made. NoSpaceError where there is none for a single one."""
+    memory, plan = found.planned.memory, found.solution.best.plan
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free, one = free_nbytes(there), memory.checkpoint_nbytes
+    at_least = at_most = 0  # of swap files
+    if plan.opens_files and _on_one_disk(there, nvme_paths(config.nvme)):
+        at_least = ranks_here() * needed_nbytes(plan, Tier.NVME)
+        at_most = ranks_here() * memory.places[Tier.NVME].peak_nbytes
+    beside = f" beside swap files of {format_bytes(at_most)}" if at_most else ""
+    others = f"{format_bytes(free)} are free in {there}{beside}"
+    if at_least + one > free:
+        raise NoSpaceError(
+            f"train.checkpoint_every: there is no room for a checkpoint of {format_bytes(one)}: "
+            f"{others}; free {format_bytes(at_least + one - free)} there, or name another "
+            "--run-dir",
+            path=str(folder), nbytes=one, errno=errno.ENOSPC,
+        )  # fmt: skip
+    count = _most_at_a_time(config.train) - _there_already(folder)
+    missing = at_most + count * one - free
+    if count > 0 and missing > 0:
+        yield (
+            f"train.checkpoint_every: up to {count} more checkpoints of {format_bytes(one)} at a "
+            f"time, but {others}; free {format_bytes(missing)} there, name another --run-dir, or "
+            "lower train.keep_last"
+        )
+
+
+def _on_one_disk(folder: Path, paths: list[str]) -> bool:
+    return os.stat(folder).st_dev in {os.stat(path).st_dev for path in paths}
+
+
+def _most_at_a_time(train: TrainConfig) -> int:
+    """The last ones and the one that is being written, and those that stay for ever."""
+    every, kept = train.checkpoint_every, 0
+    if train.keep_every is not None:
+        kept = train.steps // math.lcm(every, train.keep_every)
+    return min(math.ceil(train.steps / every), train.keep_last + 1 + kept)
+
+
+def _there_already(folder: Path) -> int:
+    return sum(not path.suffix for path in folder.glob("step-*"))
