@@ -24,9 +24,11 @@ from offload.checkpoint.shards import own_ranges, shifted, whole_state
 from offload.checkpoint.steps import other_step
 from offload.display.progress import progress
 from offload.kernels.floats import Array
+from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup, digest
 from offload.zero.layout import ParamSpec
 from offload.zero.optimizer_state import OptimizerState
+from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
