@@ -24,9 +24,11 @@ from offload.checkpoint.shards import own_ranges, shifted, whole_state
 from offload.checkpoint.steps import other_step
 from offload.display.progress import progress
 from offload.kernels.floats import Array
+from offload.tiers.errors import CheckpointError
 from offload.zero.group import ParamGroup, digest
 from offload.zero.layout import ParamSpec
 from offload.zero.optimizer_state import OptimizerState
+from offload.zero.ranks import Ranks
 from offload.zero.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         with on_all(runtime.ranks, failed):
             loader, beside = _open(engine, path, stack)
+        if runtime.ranks is not None:
+            loader.check_alike(runtime.ranks)
         runtime.store.unusable = (
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
@@ -112,6 +116,21 @@ class _Loader:
         updated = [r for state in self._runtime.optimizer_states for r in state.records]
         self._access = PieceAccess([*states, *updated])
         self._rounded: list[str] = []  # weights that codes cannot give back as they were saved
+
+    def check_alike(self, ranks: Ranks) -> None:
+        """CheckpointError, on every rank, unless all of them have opened the same checkpoint: where
+        each looks for the newest one, or has a disk of its own, one may find another."""
+        steps, digest = self._manifest.steps_taken, self._reader.digest
+        mine = [digest >> 33, digest & 0x7FFFFFFF, min(steps, 0x7FFFFFFF)]
+        rows = ranks.exchange(mine, "which checkpoint is loaded").tolist()
+        if all(row == rows[0] for row in rows):
+            return
+        found = ", ".join(f"{row[2]} on rank {rank}" for rank, row in enumerate(rows))
+        raise CheckpointError(
+            f"{self._reader.path} was not loaded: ranks have opened different checkpoints (steps "
+            f"taken: {found}); name the same one on all of them, a copy of it where they do not "
+            "share a disk"
+        )
 
     # ---------------------------------------------------------------- applying
     @property

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+import xxhash
+
 from offload.checkpoint.bounded_json import MOST_NBYTES
 from offload.checkpoint.checked_files import REMEDY, TRIES, CheckedFiles
 from offload.checkpoint.disk import OpenFile, storage_error, storage_errors
@@ -51,6 +53,7 @@ class CheckpointReader:
         self.path = path
         self._folder = _open_shared(path) if shared else _open_folder(path)
         self._headers: dict[str, dict[str, StoredTensor]] = {}
+        self.digest = 0  # of the manifest, and so of all that it has hashes of
         try:
             self.manifest = self._read_manifest()
         except BaseException:
@@ -79,7 +82,9 @@ class CheckpointReader:
             for tries in range(1, TRIES + 1):
                 try:
                     file.read_all(memoryview(raw), 0)
-                    return Manifest.from_json(raw, str(path))
+                    manifest = Manifest.from_json(raw, str(path))
+                    self.digest = xxhash.xxh3_64_intdigest(raw)
+                    return manifest
                 except StorageError as error:
                     if tries == TRIES or isinstance(error, StuckError):
                         raise

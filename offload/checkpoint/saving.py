@@ -36,7 +36,7 @@ from offload.checkpoint.safetensors_file import (
     file_nbytes,
     info_of,
 )
-from offload.checkpoint.shards import Records, ShardReader, Weights
+from offload.checkpoint.shards import PartMissingError, Records, ShardReader, Weights
 from offload.checkpoint.write_behind import WriteBehind
 from offload.display.progress import progress
 from offload.swap.snapshot import Snapshot
@@ -77,9 +77,9 @@ def check_savable(engine: Engine) -> None:
 
 
 def _save_together(engine: Engine, path: Path, run: RunState, ranks: Ranks) -> None:
-    """The first rank writes, the others send their parts. An error while writing is raised on every
-    rank, after all parts were sent, so that no rank waits for ever."""
-    error: BaseException | None = None
+    """The first rank writes, the others send their parts. An error of writing, or of reading on any
+    rank, is raised on every rank, after all parts were sent, so that no rank waits for ever."""
+    error: Exception | None = None
     saver = Saver(engine, run)
     saver.refresh()
     if saver.writes:
@@ -88,10 +88,11 @@ def _save_together(engine: Engine, path: Path, run: RunState, ranks: Ranks) -> N
                 saver.write(folder.path, path.name)
                 folder.commit()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
-            error = failure
+            error = None if isinstance(failure, PartMissingError) else failure
             saver.drain()
     else:
         saver.drain()
+        error = saver.failure
     told = ranks.all_succeeded(error)
     if error is not None:
         raise error
@@ -167,6 +168,11 @@ class Saver:
     def writes(self) -> bool:
         """Whether this rank is the one that writes."""
         return self._reader.writes
+
+    @property
+    def failure(self) -> Exception | None:
+        """Of reading this rank's parts, where there are several."""
+        return self._reader.failure
 
     def refresh(self) -> None:
         """Fetch the parts that other ranks have updated, where parameters are kept whole."""
@@ -347,8 +353,11 @@ class Saver:
             self._files[record.optimizer] = file.finish()
 
     def _meet(self) -> None:
+        """Behind each part. Raises what went wrong with reading it."""
         for _ in self._take():
             pass
+        if self.failure is not None:
+            raise self.failure
 
     def _write_parameters(
         self, file: SafetensorsWriter, group: ParamGroup, weights: Weights, *, packed: bool

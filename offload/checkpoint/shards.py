@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from offload.checkpoint.pieces import PieceAccess, elements_of
 from offload.kernels.floats import Array
 from offload.swap.state import State
+from offload.tiers.errors import OffloadError
 from offload.zero.gathered import SharedState
 from offload.zero.group import ParamGroup
 from offload.zero.optimizer_state import OptimizerState
@@ -23,6 +25,9 @@ from offload.zero.records import RecordFormat
 
 Weights = Iterator[tuple[range, torch.Tensor]]
 Records = Iterator[tuple[range, dict[str, Array]]]
+P = TypeVar("P")
+
+_END, _MISSING = 0, -1  # in the place of a number of bytes: all of a part was sent, or not
 
 
 def shifted(elements: range, by: int) -> range:
@@ -49,14 +54,24 @@ def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, 
         first += len(region)
 
 
+class PartMissingError(OffloadError):
+    """Another rank could not read its part; what went wrong is that rank's to say."""
+
+
 class ShardReader:
     """Reads groups for the writing rank. On the others, the same iterations send their parts and
-    give nothing."""
+    give nothing.
+
+    With several ranks an iteration raises no error of reading: the others go on sending and
+    receiving, and would wait for a rank that left. It ends early and `failure` is set; later ones
+    read nothing of this rank's.
+    """
 
     def __init__(self, access: PieceAccess, ranks: Ranks | None, itemsize: int) -> None:
         self._access = access
         self._ranks = ranks
         self._itemsize = itemsize
+        self.failure: Exception | None = None
 
     @property
     def writes(self) -> bool:
@@ -100,7 +115,7 @@ class ShardReader:
         ranks, ep_size = state.part.layout.ranks, state.group.ep_size
         if ranks == 1 and owner == 0:
             if self.writes:
-                yield from self._own_records(state, saved)
+                yield from self._unless_failed(partial(self._own_records, state, saved))
             return
         senders = range(owner, ranks * ep_size, ep_size)
         for elements, raw in self._in_turn(partial(self._packed_records, state, saved), senders):
@@ -138,19 +153,31 @@ class ShardReader:
             return
         for rank in senders:
             if rank == ranks.rank == 0:
-                yield from own()
+                yield from self._unless_failed(own)
             elif rank == ranks.rank:
-                for elements, raw in own():
+                for elements, raw in self._unless_failed(own):
                     ranks.send(torch.tensor([elements.start, elements.stop, raw.numel()]), 0)
                     ranks.send(raw, 0)
-                ranks.send(torch.zeros(3, dtype=torch.int64), 0)
+                ranks.send(torch.tensor([0, 0, _END if self.failure is None else _MISSING]), 0)
             elif self.writes:
                 yield from self._received(ranks, rank)
 
-    @staticmethod
-    def _received(ranks: Ranks, rank: int) -> Weights:
+    def _unless_failed(self, own: Callable[[], Iterator[P]]) -> Iterator[P]:
+        if self._ranks is None:
+            yield from own()
+            return
+        if self.failure is not None:
+            return
+        try:
+            yield from own()
+        except Exception as error:  # noqa: BLE001 - raised on every rank, once all have ended
+            self.failure = error
+
+    def _received(self, ranks: Ranks, rank: int) -> Weights:
         while True:
             start, stop, nbytes = ranks.receive(3, torch.int64, rank).tolist()
-            if not nbytes:
+            if nbytes == _MISSING:
+                self.failure = self.failure or PartMissingError(f"the part of rank {rank}")
+            if nbytes <= _END:
                 return
             yield range(start, stop), ranks.receive(nbytes, torch.uint8, rank)

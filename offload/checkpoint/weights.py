@@ -9,7 +9,7 @@ import torch
 
 from offload.checkpoint import model
 from offload.checkpoint.pieces import PieceAccess, overlaps
-from offload.checkpoint.shards import ShardReader, whole_state
+from offload.checkpoint.shards import PartMissingError, ShardReader, whole_state
 from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.layout import ParamSpec
@@ -28,7 +28,7 @@ def stream_weights(engine: Engine, take: Take) -> None:
 
     Waits for pending updates first and changes nothing in the engine; one piece is in memory at a
     time. Of several ranks all have to call it, `take` is called on the first one, and what it
-    raises is raised on every rank.
+    raises, or the reading of a rank's part, is raised on every rank.
 
     StateError inside `engine.gathered` or a forward, or after a load that failed half-way;
     UnsupportedError where experts are spread over ranks.
@@ -43,9 +43,11 @@ def stream_weights(engine: Engine, take: Take) -> None:
     error: Exception | None = None
     itemsize = engine.runtime.own.nbytes
     nbytes = itemsize * sum(spec.numel for g in engine.runtime.groups for spec in g.layout.params)
+    access = PieceAccess([whole_state(group) for group in engine.runtime.groups])
+    reader = ShardReader(access, ranks, itemsize)
     with progress("saving weights", nbytes) as came:
-        for part in _parts(engine):
-            if error is None:
+        for part in _parts(engine, reader):
+            if error is None and reader.failure is None:
                 try:
                     take(*part)
                 except Exception as failure:
@@ -55,6 +57,8 @@ def stream_weights(engine: Engine, take: Take) -> None:
             came(len(part[1]) * itemsize)
     if ranks is None:
         return
+    if not isinstance(reader.failure, PartMissingError):
+        error = error or reader.failure
     told = ranks.all_succeeded(error)
     if error is not None:
         raise error
@@ -62,7 +66,7 @@ def stream_weights(engine: Engine, take: Take) -> None:
         raise CheckpointError(f"the model's weights were not saved; {told}")
 
 
-def _parts(engine: Engine) -> Iterator[Part]:
+def _parts(engine: Engine, reader: ShardReader) -> Iterator[Part]:
     runtime = engine.runtime
     runtime.store.check_usable()
     engine.values.adopt_changes()
@@ -73,8 +77,6 @@ def _parts(engine: Engine) -> Iterator[Part]:
         for group in runtime.groups:
             group.state.settle()
     itemsize = runtime.own.nbytes
-    access = PieceAccess([whole_state(group) for group in runtime.groups])
-    reader = ShardReader(access, runtime.ranks, itemsize)
     wholes = model.wholes(engine)
     for state in runtime.optimizer_states:
         for elements, raw in reader.weights(state):

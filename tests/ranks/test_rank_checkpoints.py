@@ -5,16 +5,20 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import offload
+from offload.checkpoint.pieces import PieceAccess
 from offload.checkpoint.safetensors_file import SafetensorsWriter
-from offload.errors import CheckpointError, PathError, StateError
+from offload.checkpoint.weights import stream_weights
+from offload.errors import CheckpointError, PathError, StateError, StorageError
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -185,3 +189,80 @@ def test_no_rank_trains_with_what_another_rank_found_damaged(tmp_path: Path) -> 
         for text, file in zip(told[::2], files, strict=True):
             assert f"{file} is damaged" in text
         assert ["half-way" in text for text in told[1::2]] == [True, True]
+
+
+def load_different(folder: str) -> list[str]:
+    """What is said where the ranks open different checkpoints, and where it is the same one in two
+    places."""
+    told, own = [], ["first", "second"][dist.get_rank()]
+    copy = ["first", "copy of first"][dist.get_rank()]
+    with offload.initialize(seeded(TinyLM), keys_of(folder, 3, HOST)) as engine:
+        for number, name in enumerate(("first", "second")):
+            steps(engine, number, number + 1)
+            engine.save_checkpoint(Path(folder) / name)
+        if not dist.get_rank():
+            shutil.copytree(Path(folder) / "first", Path(folder) / "copy of first")
+        dist.barrier()
+        before = states_of(engine)
+        try:
+            engine.load_checkpoint(Path(folder) / own)
+        except CheckpointError as error:
+            told.append(str(error))
+        assert_same_bits(states_of(engine), before)
+        engine.load_checkpoint(Path(folder) / copy)
+        steps(engine, 1, 2)
+        assert_same_bits(states_of(engine), before)
+    return told
+
+
+def test_ranks_that_open_different_checkpoints_load_none(tmp_path: Path) -> None:
+    for told in run_ranks(2, tmp_path, load_different, str(tmp_path)):
+        assert len(told) == 1
+        assert "different checkpoints (steps taken: 1 on rank 0, 2 on rank 1)" in told[0]
+
+
+def fail_to_read(folder: str, placement: dict[str, Any]) -> list[str]:
+    """Saves of which each rank in turn cannot read one of its parts, at each stage."""
+    read, told = PieceAccess._take, []
+    left = 0
+
+    def failing(access: PieceAccess, *piece: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise StorageError(f"{folder}: this part cannot be read")
+        return read(access, *piece)
+
+    PieceAccess._take = failing  # type: ignore[method-assign]
+    for stage, culprit, at in ((0, 0, 4), (1, 1, 1), (2, 0, 2), (3, 1, 3), (3, 0, 1)):
+        with offload.initialize(seeded(TinyLM), keys_of(folder, stage, placement)) as engine:
+            steps(engine, 0, 1)
+            path = Path(folder) / f"{stage} {culprit}"
+            saves = [partial(engine.save_checkpoint, path)]
+            if stage == 3:  # in others the first rank has all weights
+                saves.append(partial(stream_weights, engine, lambda *_: None))
+            for save in saves:
+                left = at if dist.get_rank() == culprit else 0
+                with pytest.raises((CheckpointError, StorageError)) as caught:
+                    save()
+                told.append(f"{type(caught.value).__name__}: {caught.value}")
+                assert left <= 0
+                assert not path.exists()
+            steps(engine, 1, 2)
+            engine.save_checkpoint(path)
+            before = states_of(engine)
+            engine.load_checkpoint(path)
+            assert_same_bits(states_of(engine), before)
+    return told
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_a_part_that_cannot_be_read_is_an_error_of_the_save_on_all_ranks(
+    tmp_path: Path, placement: dict[str, Any]
+) -> None:
+    first, second = run_ranks(2, tmp_path, fail_to_read, str(tmp_path), placement)
+    own = f"StorageError: {tmp_path}: this part cannot be read"
+    for culprit, texts in zip((0, 1, 0, 1, 1, 0, 0), zip(first, second, strict=True), strict=True):
+        assert texts[culprit] == own
+        assert texts[1 - culprit].startswith("CheckpointError: ")
+        assert texts[1 - culprit].endswith(f"not saved; rank {culprit}: {own}")
