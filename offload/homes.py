@@ -32,10 +32,10 @@ from offload.swap.lanes import Lane, WaitFor
 from offload.swap.link_use import LinkUse
 from offload.swap.measure import Bandwidth, measure_bandwidth
 from offload.swap.memory_guard import MemoryGuard
+from offload.swap.rare_calls import RareCall
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream, mark_here
-from offload.swap.rare_calls import RareCall
 from offload.swap.swap_file import SwapFile, check_directory, free_space
 from offload.swap.worker import ParallelRunner
 from offload.tiers import accelerator

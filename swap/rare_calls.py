@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -78,9 +79,12 @@ class RareCall(threading.Thread, Generic[R]):
         return self._value
 
     def _make(self) -> None:
+        if sys.is_finalizing():  # no thread comes to run any more
+            self.run()
+            return
         try:
             self.start()
-        except RuntimeError:  # no thread can be started, as when Python is about to end
+        except RuntimeError:  # none can be started, as where a limit is reached
             self.run()
 
     def _wait(self, timeout_s: float) -> None:

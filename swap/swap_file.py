@@ -189,7 +189,8 @@ class SwapFile:
         try:
             call.result(self._timeout_s)
         except BaseException:
-            self._left = call
+            if not call.has_returned:
+                self._left = call
             raise
         self.nbytes = nbytes
 

@@ -121,7 +121,8 @@ class NvmeConfig(Section):
         gt=0,
         le=1e6,
         description="How long a folder's disk may be asked to read and write without ending any of "
-        "it; then a StuckError names what is stuck. A disk that is only slow ends something.",
+        "it, or for anything else (to make or to reserve a file); then a StuckError names what is "
+        "stuck. A disk that is only slow ends something.",
         examples=[120.0],
         json_schema_extra=about(unit="seconds"),
     )

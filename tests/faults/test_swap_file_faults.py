@@ -1,4 +1,4 @@
-"""Swap files that cannot be made, reserved or closed, or that the disk does not answer for: an error
+"""Swap files that cannot be made, reserved or closed, or of which the disk says nothing: an error
 that says why, and nothing of the engine stays, or an engine that computes the same bits."""
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ CALLS = (
 )  # fmt: skip
 STUCK = 0  # no number: the call does not return
 RELEASE_S = 60.0
-NUMBERS = (STUCK, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EMFILE, errno.EOPNOTSUPP)
+NUMBERS = (
+    STUCK, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EMFILE, errno.EOPNOTSUPP,
+)  # fmt: skip
 
 
 class FaultyOS:

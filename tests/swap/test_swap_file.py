@@ -274,11 +274,11 @@ def test_a_stuck_reservation_is_not_waited_for_twice_and_the_file_grows_once_it_
 ) -> None:
     held = Held(directory, monkeypatch)
     with held.file as file:
-        with pytest.raises(StuckError, match="reserving 8.0 KiB for") as caught:
+        with pytest.raises(StuckError, match="reserving 8") as caught:
             file.reserve(8192)
         assert caught.value.path == file.path
         monkeypatch.setattr(RareCall, "result", None)  # nothing else is asked
-        with pytest.raises(StuckError, match="reserving 8.0 KiB for"):
+        with pytest.raises(StuckError, match="reserving 8"):
             file.reserve(4096)
         assert file.nbytes == 0
         monkeypatch.undo()
