@@ -40,6 +40,7 @@ from tests.offload.engine_cases import (
 )
 
 DATA = batches(6)
+BESIDE = "save beside training"
 FIRST, LAST = 1, 4  # steps of the checkpoints that are saved
 LONG_FAULTS = 10_000
 
@@ -54,6 +55,7 @@ class Case:
     kind: str
     steps: int
     always: bool
+    told_next: bool = False  # of a save beside training: the next save says what became of it
 
     @classmethod
     def drawn(cls, seed: int, calls: dict[str, Counter[str]]) -> Case:
@@ -65,6 +67,7 @@ class Case:
         return cls(
             verb, operation, draw.randrange(calls[verb][operation]),
             draw.choice(kinds_of(operation)), draw.randint(FIRST, LAST), draw.random() < 0.2,
+            draw.random() < 0.3,
         )  # fmt: skip
 
 
@@ -75,6 +78,7 @@ class Bench:
         self.folder, self.calls = folder, FaultyCalls()
         # one that is never saved again, and one that is replaced each time
         self.kept, self.path = folder / "run/step-000001", folder / "run/step-000002"
+        self.next = folder / "other/next"  # no stuck call is below `other`
         self.engine = offload.initialize(seeded(TinyLM), config(folder, HOST, precision="bf16"))
         self.expected: list[dict[str, Tensor]] = [states_of(self.engine)]
         for number in range(LAST + 1):
@@ -117,7 +121,23 @@ class Bench:
             "save": lambda: self.engine.save_checkpoint(self.path),
             "load": lambda: self.engine.load_checkpoint(self.path),
             "latest and prune": self._look,
+            BESIDE: self._save_beside,
         }
+
+    def _save_beside(self, *, told_next: bool = False) -> None:
+        """And a step meanwhile, whatever becomes of it."""
+        steps = self.steps
+        try:
+            self.engine.save_checkpoint(self.path, wait=False)
+        finally:
+            try:
+                self.train(steps)
+            except OffloadError as error:
+                pytest.fail(f"training ended with it: {error}")
+        if told_next:
+            self.engine.save_checkpoint(self.next)
+        else:
+            self.engine.checkpoint_saved()
 
     def _look(self) -> None:
         folder = self.path.parent
@@ -130,23 +150,28 @@ class Bench:
 
     def meet(self, case: Case) -> OffloadError | None:
         """The error, if there was any; whatever happened, `case` has ended well."""
-        self.reach(case.steps if case.verb == "save" else 1)
+        saves = case.verb in ("save", BESIDE)
+        self.reach(case.steps if saves else 1)
         self.calls.arm(case.operation, case.number, case.kind, always=case.always)
         caught: OffloadError | None = None
         try:
-            self.verbs[case.verb]()
+            if case.told_next and case.verb == BESIDE:
+                self._save_beside(told_next=True)
+            else:
+                self.verbs[case.verb]()
         except OffloadError as error:
             caught = error
         if caught is not None:
             assert str(self.folder) in str(caught)
-        if case.verb == "save":
+        if saves:
             self._check_save(case, caught)
         else:
             self._check_other(case, caught)
         return caught
 
     def _check_save(self, case: Case, caught: OffloadError | None) -> None:
-        self.train(case.steps)  # what has not been saved is not lost
+        if case.verb == "save":
+            self.train(case.steps)  # what has not been saved is not lost
         assert_same_bits(states_of(self.engine), self.expected[case.steps + 1])
         is_unseen = case.operation == "pwrite" and case.kind in UNSEEN and self.calls.hits
         if isinstance(caught, StuckError) and not case.always:
@@ -162,6 +187,10 @@ class Bench:
             self.load(self.kept, 1)
             self.engine.save_checkpoint(self.path)
             self.saved = 1
+        if self.next.exists():
+            if not is_unseen:
+                self.load(self.next, case.steps + 1)
+            shutil.rmtree(self.next)
         assert sorted(os.listdir(self.path.parent)) == [self.kept.name, self.path.name]
 
     def _load_any(self, case: Case, caught: OffloadError | None) -> None:
@@ -235,6 +264,17 @@ def test_a_save_that_cannot_be_completed_is_an_error_of_its_kind(
     assert not isinstance(error, PathError)
 
 
+@pytest.mark.parametrize("verb", ["save", BESIDE])
 @pytest.mark.parametrize("kind", ["short", "slow"])
-def test_a_save_whose_writes_are_short_or_slow_is_whole(bench: Bench, kind: str) -> None:
-    assert bench.meet(Case("save", "pwrite", 0, kind, 3, always=True)) is None
+def test_a_save_whose_writes_are_short_or_slow_is_whole(bench: Bench, kind: str, verb: str) -> None:
+    assert bench.meet(Case(verb, "pwrite", 0, kind, 3, always=True)) is None
+
+
+@pytest.mark.parametrize("told_next", [False, True])
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "stuck"])
+def test_what_goes_wrong_with_a_save_beside_training_is_told_once(
+    bench: Bench, kind: str, told_next: bool
+) -> None:
+    case = Case(BESIDE, "fsync folder", 0, kind, 3, always=False, told_next=told_next)
+    assert type(bench.meet(case)) is SAYS.get(kind, StorageError)
+    assert bench.engine.checkpoint_saved()
