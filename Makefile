@@ -55,14 +55,15 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --long $(PYTEST_ARGS)
 
 # what each file shows, and how often, is printed; in one process after the other, or side by side with -j
-TORTURE := train_kills checkpoint_faults step_faults swap_file_faults rank_checkpoint_faults \
-	rank_step_faults soak crash corruption resume crafted
+TORTURE := train_kills checkpoint_faults conversion_faults step_faults swap_file_faults \
+	rank_checkpoint_faults rank_step_faults soak crash corruption resume crafted
 .PHONY: $(addprefix torture-,$(TORTURE))
 torture: $(addprefix torture-,$(TORTURE))
 
 FAULTS = $(BIN)/python -m pytest --long -s -q -o faulthandler_timeout=0 $(PYTEST_ARGS)
-torture-train_kills torture-checkpoint_faults torture-step_faults torture-swap_file_faults \
-torture-rank_checkpoint_faults torture-rank_step_faults torture-soak: torture-%: $(STAMP)
+torture-train_kills torture-checkpoint_faults torture-conversion_faults torture-step_faults \
+torture-swap_file_faults torture-rank_checkpoint_faults torture-rank_step_faults \
+torture-soak: torture-%: $(STAMP)
 	$(FAULTS) tests/faults/test_$*.py
 torture-crash: $(STAMP)
 	$(FAULTS) tests/offload/test_checkpoint_crash.py tests/offload/test_checkpoint_savers.py

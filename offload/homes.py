@@ -32,6 +32,7 @@ from offload.swap.lanes import Lane, WaitFor
 from offload.swap.link_use import LinkUse
 from offload.swap.measure import Bandwidth, measure_bandwidth
 from offload.swap.memory_guard import MemoryGuard
+from offload.swap.rare_calls import RareCall
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream, mark_here
@@ -82,6 +83,7 @@ class TieredHomes:
         self._memory: dict[Tier, MemoryTier] = {}
         self.store: BlockStore | None = None
         self.swap_folders: Sequence[str] = ()
+        self._timeout_s = nvme.timeout_s
         self.spare = OldBytes()  # of the budgets, and of what is free on the disks
         self._staging: list[Lease] = []
         # as many threads as PyTorch computes with; they start when there is much to decode
@@ -119,12 +121,15 @@ class TieredHomes:
         paths = nvme_paths(nvme)
         shares = [1.0]
         if len(paths) > 1:
-            measured = [measure_bandwidth(path) for path in paths]
+            measured = [measure_bandwidth(path, timeout_s=nvme.timeout_s) for path in paths]
             shares = [math.sqrt(b.read_bytes_per_s * b.write_bytes_per_s) for b in measured]
         tier = FileTier(self.plan.budgets[Tier.NVME], shares, self.ledger)
         needed, direct = needed_nbytes(self.plan, Tier.NVME), nvme.direct is not False
         with ExitStack() as opened:
-            files = [opened.enter_context(SwapFile(path, direct=direct)) for path in paths]
+            files = [
+                opened.enter_context(SwapFile(path, direct=direct, timeout_s=nvme.timeout_s))
+                for path in paths
+            ]
             _check_direct(files, nvme)
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
@@ -270,12 +275,13 @@ class TieredHomes:
     def free_nvme_nbytes(self) -> int:
         """On all paths together, if each gets as much as the one that has least."""
         try:
-            return min(map(free_space, self.swap_folders), default=0) * len(self.swap_folders)
+            free = [free_space(path, self._timeout_s) for path in self.swap_folders]
         except OSError as error:
             places = ", ".join(map(str, self.swap_folders))
             raise PathError(
                 f"nvme.paths: {places} cannot be looked at: {error.strerror}; name another"
             ) from None
+        return min(free, default=0) * len(free)
 
     def let_wait(
         self, for_updates: Callable[[], bool], uses_left: Callable[[], float] = lambda: math.inf
@@ -459,12 +465,13 @@ def this_machine(
     reports: dict[Path, int] = {}
     free: dict[str, int] = {}  # by folder, as it is named
     for path in nvme_paths(nvme):
-        report = check_directory(path)
+        report = check_directory(path, timeout_s=nvme.timeout_s)
         if report.path in reports:
             raise ConfigError(f"nvme.paths: {report.path} is named twice; remove one")
         reports[report.path] = free[path] = report.free_nbytes
     here = ranks_here() if here is None else here
-    hardware = read_hardware(accelerator.free_nbytes(device), _free_nbytes(nvme, free, here))
+    looking = RareCall("looking at", ", ".join(free), _free_nbytes, nvme, free, here)
+    hardware = read_hardware(accelerator.free_nbytes(device), looking.result(nvme.timeout_s))
     computes = accelerator.is_accelerator(device)
     missing = triton_launch.missing(device) if computes else "the model computes on the CPU"
     return replace(
@@ -472,7 +479,7 @@ def this_machine(
         host_nbytes=hardware.host_nbytes // here,
         host_free_nbytes=hardware.host_free_nbytes // here,
         cores=max(1, hardware.cores // here),
-        measure_nvme=lambda: _bandwidth(tuple(sorted(reports))),
+        measure_nvme=lambda: _bandwidth(tuple(sorted(reports)), nvme.timeout_s),
     )  # fmt: skip
 
 
@@ -485,9 +492,9 @@ def ranks_here() -> int:
 
 
 @functools.cache
-def _bandwidth(folders: tuple[Path, ...]) -> Bandwidth:
+def _bandwidth(folders: tuple[Path, ...], timeout_s: float) -> Bandwidth:
     """Of all paths together, measured once per process: about a fifth of a second each."""
-    measured = [measure_bandwidth(folder) for folder in folders]
+    measured = [measure_bandwidth(folder, timeout_s=timeout_s) for folder in folders]
     return Bandwidth(
         sum(each.read_bytes_per_s for each in measured),
         sum(each.write_bytes_per_s for each in measured),

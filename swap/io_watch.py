@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0
 LOOKS = 20  # in a row at which nothing had ended on a path, before it is given up
-_WARN_AT = LOOKS // 3
+WARN_AT = LOOKS // 3
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class IOWatch:
                     path.seen, path.looks = path.ended, 0
                     continue
                 path.looks += 1
-                if path.looks == _WARN_AT:
+                if path.looks == WARN_AT:
                     slow.append(self._slow(path))
                 if path.looks >= LOOKS:
                     stuck.append(name)

@@ -7,6 +7,7 @@ import time
 from typing import NamedTuple
 
 from offload.swap.io_backend import IOBackend
+from offload.swap.io_watch import TIMEOUT_S
 from offload.swap.swap_file import SwapFile
 from offload.swap.threads_backend import ThreadsBackend
 from offload.swap.transfer import Transfer, all_of
@@ -22,18 +23,19 @@ class Bandwidth(NamedTuple):
 
 
 def measure_bandwidth(
-    path: str | os.PathLike[str], nbytes: int = 64 << 20, *, backend: IOBackend | None = None
-) -> Bandwidth:
+    path: str | os.PathLike[str], nbytes: int = 64 << 20, *, backend: IOBackend | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Bandwidth:  # fmt: skip
     """The better of two rounds over a swap file of `nbytes` in `path`, 8 MiB at a time.
 
     Blocks for about four times `nbytes` of traffic. Short on purpose: on a device with a cache it
     flatters, but evenly, which is what shares need. Raises what `SwapFile` raises.
     """
-    own = ThreadsBackend() if backend is None else None
+    own = ThreadsBackend(timeout_s=timeout_s) if backend is None else None
     mover = backend or own
     assert mover is not None, "either given or made here"
     try:
-        with SwapFile(path) as file:
+        with SwapFile(path, timeout_s=timeout_s) as file:
             return _measure(file, mover, max(nbytes // _BLOCK_NBYTES, 1) * _BLOCK_NBYTES)
     finally:
         if own is not None:

@@ -4,6 +4,9 @@ The file has no name: it is made with O_TMPFILE, or unlinked as soon as it is ma
 collide, and no other user can open it. Only where a file system gives an unlinked file another name
 (NFS, FUSE) is its folder there until it is closed, and left by a process that is killed; the folder
 is `marked`, and `offload doctor` finds it.
+
+Whatever is asked of the folder or the file is a `RareCall`: a StuckError where it is not answered
+for `timeout_s`. What comes back later is closed then.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from offload.swap.io_watch import TIMEOUT_S
 from offload.swap.maker_marks import marked
 from offload.swap.pinned_folder import PinnedFolder, close
-from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError
+from offload.swap.rare_calls import RareCall
+from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 
@@ -45,13 +50,17 @@ class DirectoryReport:
 
 
 def check_directory(
-    path: str | os.PathLike[str], *, needed_nbytes: int = PAGE_NBYTES
+    path: str | os.PathLike[str], *, needed_nbytes: int = PAGE_NBYTES, timeout_s: float = TIMEOUT_S
 ) -> DirectoryReport:
     """Make sure swap files can live in `path`; create its last component (0700) if missing.
 
     Raises PathError if the parent is missing, it is no directory, it is not writable, it is another
     user's or others could replace our files in it, or less than `needed_nbytes` are free.
     """
+    return RareCall("looking at", path, _check_directory, path, needed_nbytes).result(timeout_s)
+
+
+def _check_directory(path: str | os.PathLike[str], needed_nbytes: int) -> DirectoryReport:
     with _checked(path) as folder:
         free_nbytes = folder.free_nbytes
         if free_nbytes < needed_nbytes:
@@ -74,8 +83,12 @@ def _checked(path: str | os.PathLike[str]) -> PinnedFolder:
     return folder
 
 
-def free_space(path: str | os.PathLike[str] | int) -> int:
-    """Bytes this user can still write where `path` is (or what a descriptor is of)."""
+def free_space(path: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> int:
+    """Bytes this user can still write where `path` is. OSError."""
+    return RareCall("asking for the free space of", path, _free_space, path).result(timeout_s)
+
+
+def _free_space(path: str | os.PathLike[str] | int) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
@@ -99,6 +112,10 @@ def file_system_of(path: Path) -> str:
 
 def direct_refusal(path: str | os.PathLike[str]) -> str | None:
     """Why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
+    return RareCall("making a swap file in", path, _direct_refusal, path).result(TIMEOUT_S)
+
+
+def _direct_refusal(path: str | os.PathLike[str]) -> str | None:
     with _checked(path) as folder:
         file = _Unnamed(folder)
     try:
@@ -118,13 +135,29 @@ class SwapFile:
     `offset_alignment`; both are 1 where any will do. Not thread-safe; the fd is.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, direct: bool = True) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, direct: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
         """Creates the file; blocks for two page-sized probes. Raises PathError."""
+        self.fd = -1
+        self._timeout_s = timeout_s
+        self._file: _Unnamed | None = None
+        self._left: RareCall[None] | None = None  # a call that has not returned when it should
         self.nbytes = 0
         self.o_direct = False
         self.memory_alignment = 1
         self.offset_alignment = 1
         self._preallocates = True
+        call = RareCall("making a swap file in", directory, self._make, directory, direct)
+        try:
+            call.result(timeout_s)
+        except BaseException:
+            if not call.when_returned(self._close_file):
+                self.close()
+            raise
+
+    def _make(self, directory: str | os.PathLike[str], direct: bool) -> None:
         with _checked(directory) as folder:
             self.directory = folder.path
             self.path = f"{self.directory}/<swap file>"  # for errors; it has no name
@@ -134,7 +167,7 @@ class SwapFile:
             if direct:
                 self._go_direct()
         except BaseException:
-            self.close()
+            self._close_file()
             raise
 
     def reserve(self, nbytes: int) -> None:
@@ -147,8 +180,21 @@ class SwapFile:
         if self.fd < 0:
             raise StateError(f"{self.path} is closed")
         nbytes = round_up(nbytes, PAGE_NBYTES)
-        if nbytes <= self.nbytes:
+        more = nbytes - self.nbytes
+        if more <= 0:
             return
+        if self._left is not None and not self._left.has_returned:
+            raise self._left.stuck()
+        call = RareCall(f"reserving {format_bytes(more)} for", self.path, self._reserve, nbytes)
+        try:
+            call.result(self._timeout_s)
+        except BaseException:
+            if not call.has_returned:
+                self._left = call
+            raise
+        self.nbytes = nbytes
+
+    def _reserve(self, nbytes: int) -> None:
         try:
             self._grow(nbytes)
         except OSError as error:
@@ -156,12 +202,22 @@ class SwapFile:
             with suppress(OSError):
                 os.ftruncate(self.fd, self.nbytes)
             raise self._growth_error(nbytes, error) from error
-        self.nbytes = nbytes
 
     def close(self) -> None:
-        """Close the file, whose bytes are gone with that. Calling it again does nothing."""
+        """Close the file, whose bytes are gone with that. Calling it again does nothing. What does
+        not return is left, and logged: nothing is lost with it."""
         self.fd = -1
-        self._file.close()
+        if self._file is None or (self._left and self._left.when_returned(self._close_file)):
+            return  # its number must not be another file's while that call is under way
+        try:
+            RareCall("closing", self.path, self._close_file).result(self._timeout_s)
+        except StuckError as error:
+            _log.error("%s", error)
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +264,7 @@ class SwapFile:
                 )  # fmt: skip
             else:
                 return
-        if free_space(self.fd) < nbytes - self.nbytes:
+        if _free_space(self.fd) < nbytes - self.nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(self.fd, nbytes)
 
@@ -217,7 +273,7 @@ class SwapFile:
         if error.errno in _NO_SPACE or error.errno == errno.EFBIG:
             free = "?"
             with suppress(OSError):
-                free = format_bytes(free_space(self.fd))
+                free = format_bytes(_free_space(self.fd))
             return NoSpaceError(
                 f"{self.path} needs {format_bytes(needed_nbytes)} more, "
                 f"{free} free ({error.strerror}); lower "

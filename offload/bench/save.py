@@ -6,6 +6,13 @@
     ours                  `engine.save_checkpoint` of a model that has made a step
 
 Each leaves a file system as it found it: what was written is removed before the next one begins.
+
+With `--steps N` instead, what a save beside training takes from it:
+
+    steps                 N of them
+    and a save            N of them, `engine.save_checkpoint(wait=False)` before the first
+
+Both end when all deferred work is done and what was saved is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ import queue
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +52,11 @@ COLUMNS = (
     Column("extra MiB", number("extra_rss_nbytes", 2**20, 0)),
 )
 WRITE, BOTH, OURS = "raw write", "raw read and write", "ours"
+STEPS, BESIDE = "steps", "and a save"
+# 8 M parameters: a hundred steps take seconds
+_SMALL = tuple(
+    f"train.model.{each}" for each in ("layers=4", "hidden=256", "heads=4", "mlp=1024")
+)  # fmt: skip
 _BLOCK_NBYTES = 8 << 20
 _BLOCKS = 4  # read ahead of what is written
 _KEPT = (StateClass.PARAMETERS, StateClass.OPTIMIZER)
@@ -52,49 +64,93 @@ _KEPT = (StateClass.PARAMETERS, StateClass.OPTIMIZER)
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """`config` None saves the 151 M shape, all on nvme."""
+    """`config` None saves the 151 M shape, all on nvme; an 8 M one beside `steps`, if there are
+    any."""
 
     config: Path | None = None
     overrides: tuple[str, ...] = ()
     folder: Path | None = None
     rounds: int = 5
+    steps: int = 0
 
 
 def run_save(options: SaveOptions, say: Say) -> Record:
     """Measure. ConfigError and PathError before anything is written."""
     folder = folder_of(options.folder)
-    texts = {"config": str(options.config or "151 M Llama shape"), "folder": str(folder)}
+    shape = f"{'8 M' if options.steps else '151 M'} Llama shape"
+    texts = {"config": str(options.config or shape), "folder": str(folder)}
     record = Record("save", {**asdict(options), **texts})
     record.note_rounds(options.rounds)
     with tempfile.TemporaryDirectory(prefix="offload-bench-save-", dir=folder) as name:
         private = Path(name)
         say("making a step")
-        with _engine(options, private) as engine:
-            _measure(record, engine, private, options.rounds, say)
+        with _engine(options, private) as (engine, step):
+            if options.steps:
+                _measure_steps(record, engine, step, private, options, say)
+            else:
+                _measure(record, engine, private, options.rounds, say)
+    record.compare(BESIDE, STEPS, "seconds", Target(1.05, at_most=True))
     record.compare(OURS, WRITE, "seconds", Target(1.1, at_most=True))
     record.compare(OURS, BOTH, "seconds", Target(1.1, at_most=True))
     return record
 
 
 @contextmanager
-def _engine(options: SaveOptions, folder: Path) -> Iterator[Engine]:
-    """After a step: no device saves work with states that are all zeros."""
+def _engine(options: SaveOptions, folder: Path) -> Iterator[tuple[Engine, Callable[[], None]]]:
+    """After a step, which is to be called: no device saves work with states that are all zeros."""
     placed = all_on("nvme") if options.config is None else ()
+    if options.config is None and options.steps:
+        placed = (*placed, *_SMALL)
     config = base_config(options.config, (*placed, *options.overrides, f"nvme.paths=[{folder}]"))
     model = build_meta_model(config)
     with offload.initialize(model, config) as engine:
         inputs, targets = batch_of(config, 0, engine.device)
-        engine.backward(model(inputs, targets).loss)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        yield engine
+
+        def step() -> None:
+            engine.backward(model(inputs, targets).loss)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+        step()
+        yield engine, step
+
+
+def _measure_steps(
+    record: Record, engine: Engine, step: Callable[[], None], folder: Path, options: SaveOptions,
+    say: Say,
+) -> None:  # fmt: skip
+    saved = folder / "saved"
+
+    def steps() -> None:
+        for _ in range(options.steps):
+            step()
+        engine.settle()
+
+    def beside() -> None:
+        engine.save_checkpoint(saved, wait=False)
+        steps()
+        engine.checkpoint_saved()
+
+    systems = [
+        _timed(STEPS, Kind.LIMIT, {}, steps, folder / "nothing"),
+        _timed(BESIDE, Kind.OURS, {}, beside, saved),
+    ]
+    measure(record, systems, options.rounds, say)
+    record.notes.append(
+        f"{options.steps} steps, and one save of {format_bytes(_nbytes_of(saved))} on "
+        f"{file_system_of(folder.resolve())}; CPU-s and memory are of all threads"
+    )
+
+
+def _nbytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _measure(record: Record, engine: Engine, folder: Path, rounds: int, say: Say) -> None:
     say("saving once")
     saved = folder / "saved"
     engine.save_checkpoint(saved)
-    nbytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    nbytes = _nbytes_of(saved)
     on_nvme = sum(engine.plan.expected[Tier.NVME].get(each, 0) for each in _KEPT)
     read = min(on_nvme, nbytes)  # homes there are whole pages
     _check_room(folder, nbytes)
@@ -112,10 +168,11 @@ def _measure(record: Record, engine: Engine, folder: Path, rounds: int, say: Say
     def ours() -> None:
         engine.save_checkpoint(saved)
 
+    moved = {"bytes_per_s": float(nbytes)}
     systems = [
-        _timed(WRITE, Kind.LIMIT, nbytes, raw, target),
-        _timed(BOTH, Kind.LIMIT, nbytes, both, target),
-        _timed(OURS, Kind.OURS, nbytes, ours, saved),
+        _timed(WRITE, Kind.LIMIT, moved, raw, target),
+        _timed(BOTH, Kind.LIMIT, moved, both, target),
+        _timed(OURS, Kind.OURS, moved, ours, saved),
     ]
     measure(record, systems, rounds, say)
     record.notes.append(
@@ -124,7 +181,9 @@ def _measure(record: Record, engine: Engine, folder: Path, rounds: int, say: Say
     )
 
 
-def _timed(name: str, kind: Kind, nbytes: int, work: Callable[[], None], made: Path) -> Timed:
+def _timed(
+    name: str, kind: Kind, amounts: Mapping[str, float], work: Callable[[], None], made: Path
+) -> Timed:
     def run() -> dict[str, float]:
         shutil.rmtree(made) if made.is_dir() else made.unlink(missing_ok=True)
         os.sync()
@@ -140,7 +199,7 @@ def _timed(name: str, kind: Kind, nbytes: int, work: Callable[[], None], made: P
             "extra_rss_nbytes": float(machine.peak_rss_nbytes() - before),
         }
 
-    return Timed(name, kind, run, {"bytes_per_s": float(nbytes)})
+    return Timed(name, kind, run, amounts)
 
 
 def _check_room(folder: Path, nbytes: int) -> None:

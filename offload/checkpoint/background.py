@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -35,7 +36,7 @@ from offload.swap.snapshot import Snapshot
 from offload.swap.state import State
 from offload.tiers.errors import OffloadError
 from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.units import round_up
+from offload.tiers.units import format_bytes, round_up
 from offload.zero.save_gate import SaveGate
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class BackgroundSave:
         self._failure: BaseException | None = None
         self._is_cancelled = False
         self._pid = os.getpid()
+        self._began_s = time.perf_counter()
         # not the thread's `join`: one that a Ctrl-C has ended takes the thread for dead (3.11)
         self._ended = threading.Event()
         with ExitStack() as unless_begun:
@@ -157,6 +159,11 @@ class BackgroundSave:
                 self._write(work)
                 work.folder.commit()
             self._done()
+            seconds = time.perf_counter() - self._began_s
+            _log.info(
+                "%s: %s saved beside training in %.3g s", self.path,
+                format_bytes(work.saver.nbytes()), seconds,
+            )  # fmt: skip
         except _Cancelled:
             _log.warning("%s was not saved: it was given up", self.path)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for

@@ -118,7 +118,8 @@ def pending_output(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
         raise
-    sync_folder(out.parent)
+    with storage_errors("creating", out):
+        sync_folder(out.parent)
 
 
 def read_whole(path: Path, dtype: str | None = None) -> dict[str, tuple[TensorInfo, bytearray]]:

@@ -196,13 +196,21 @@ def save(
     config: Config = None,
     option: Override = None,
     path: Folder = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", min=0, metavar="N",
+            help="N training steps with one save beside them, against N without.",
+        ),
+    ] = 0,
     rounds: Rounds = 5,
     json: Json = None,
-) -> None:
-    """A checkpoint against raw sequential writing of as many bytes."""
+) -> None:  # fmt: skip
+    """A checkpoint against raw sequential writing of as many bytes; --steps: what it takes from
+    training."""
     from offload.bench.save import COLUMNS, SaveOptions
 
-    _run(context, SaveOptions(config, tuple(option or []), path, rounds), COLUMNS, json)
+    _run(context, SaveOptions(config, tuple(option or []), path, rounds, steps), COLUMNS, json)
 
 
 @bench_app.command()

@@ -121,8 +121,9 @@ class NvmeConfig(Section):
         gt=0,
         le=1e6,
         description="How long a folder's disk may be asked to read and write without ending any of "
-        "it; then a StuckError names what is stuck. A disk that is only slow ends something. Of "
-        "a checkpoint's folder, how long one call may take.",
+        "it, or for anything else (to make or to reserve a file); then a StuckError names what is "
+        "stuck. A disk that is only slow ends something. Of a checkpoint's folder, how long one "
+        "call may take.",
         examples=[120.0],
         json_schema_extra=about(unit="seconds"),
     )

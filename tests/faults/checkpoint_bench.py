@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from tests.offload.engine_cases import (
 )
 
 DATA = batches(18)
+BESIDE = "save beside training"
 FIRST, LAST = 1, 4  # steps of the checkpoints that are saved
 MOST_S = 60.0  # a save or a load ends within it, whatever happens, on a busy machine
 Calls = list[dict[str, Counter[str]]]  # by rank and verb
@@ -50,6 +52,7 @@ class Case:
     steps: int
     always: bool
     rank: int = 0
+    told_next: bool = False  # of a save beside training: the next save says what became of it
 
     @classmethod
     def drawn(cls, seed: int, calls: Calls) -> Case:
@@ -63,6 +66,7 @@ class Case:
         return cls(
             verb, operation, draw.randrange(calls[rank][verb][operation]),
             draw.choice(kinds_of(operation)), draw.randint(FIRST, LAST), draw.random() < 0.2, rank,
+            draw.random() < 0.3,
         )  # fmt: skip
 
 
@@ -98,6 +102,7 @@ class Bench:
         self.rank = dist.get_rank() if self.ranks > 1 else 0
         # one that is never saved again, and one that is replaced each time
         self.kept, self.path = folder / "run/step-000001", folder / "run/step-000002"
+        self.next = folder / "other/next"  # no stuck call is below `other`
         self.engine = offload.initialize(
             seeded(TinyLM), config(folder, keys.pop("placement", HOST), precision="bf16", **keys)
         )
@@ -146,8 +151,23 @@ class Bench:
             "save": lambda: self.engine.save_checkpoint(self.path),
             "load": lambda: self.engine.load_checkpoint(self.path),
             "latest and prune": self._look,
-            **({"resume": self._resume} if self.ranks > 1 else {}),
+            **({"resume": self._resume} if self.ranks > 1 else {BESIDE: self._save_beside}),
         }
+
+    def _save_beside(self, *, told_next: bool = False) -> None:
+        """And a step meanwhile, whatever becomes of it."""
+        steps = self.steps
+        try:
+            self.engine.save_checkpoint(self.path, wait=False)
+        finally:
+            try:
+                self.train(steps)
+            except OffloadError as error:
+                pytest.fail(f"training ended with it: {error}")
+        if told_next:
+            self.engine.save_checkpoint(self.next)
+        else:
+            self.engine.checkpoint_saved()
 
     def _look(self) -> None:
         folder = self.path.parent
@@ -168,7 +188,8 @@ class Bench:
 
     def meet(self, case: Case) -> Met:
         """Whatever happened, `case` has ended well."""
-        self.reach(case.steps if case.verb == "save" else 1)
+        saves = case.verb in ("save", BESIDE)
+        self.reach(case.steps if saves else 1)
         everyone(None)
         if case.rank == self.rank:
             self.calls.arm(case.operation, case.number, case.kind, always=case.always)
@@ -177,7 +198,10 @@ class Bench:
         caught: OffloadError | None = None
         began = time.monotonic()
         try:
-            self.verbs[case.verb]()
+            if case.told_next and case.verb == BESIDE:
+                self._save_beside(told_next=True)
+            else:
+                self.verbs[case.verb]()
         except OffloadError as error:
             caught = error
         assert time.monotonic() - began < MOST_S
@@ -188,7 +212,7 @@ class Bench:
         if case.verb != "latest and prune":  # which no ranks do together
             assert len({error is None for error in errors}) == 1, errors
         met = Met(case, everyone(self.calls.hits)[case.rank], errors)
-        if case.verb == "save":
+        if saves:
             self._check_save(met)
         else:
             self._check_other(met)
@@ -200,7 +224,8 @@ class Bench:
 
     def _check_save(self, met: Met) -> None:
         case = met.case
-        self.train(case.steps)  # what has not been saved is not lost
+        if case.verb == "save":
+            self.train(case.steps)  # what has not been saved is not lost
         assert_same_bits(states_of(self.engine), self.expected[case.steps + 1])
         is_unseen = case.operation == "pwrite" and case.kind in UNSEEN and met.hits
         if isinstance(met.error, StuckError) and not case.always:
@@ -219,6 +244,10 @@ class Bench:
             self.engine.save_checkpoint(self.path)
             self.saved = 1
         everyone(None)
+        if self.next.exists():
+            if not is_unseen:
+                self.load(self.next, case.steps + 1)
+            shutil.rmtree(self.next)
         assert sorted(os.listdir(self.path.parent)) == [self.kept.name, self.path.name]
 
     def _load_any(self, met: Met) -> None:
@@ -240,10 +269,12 @@ class Tally:
         self.cases, self.faults, self.errors = Counter[Any](), Counter[Any](), Counter[Any]()
 
     def add(self, met: Met) -> None:
-        what = met.case.operation, met.case.kind
-        self.cases[what] += met.hits > 0
-        self.faults[what] += met.hits
-        self.errors[what] += any(met.errors)
+        self.count((met.case.operation, met.case.kind), met.hits, failed=any(met.errors))
+
+    def count(self, what: tuple[str, str], hits: int, *, failed: bool) -> None:
+        self.cases[what] += hits > 0
+        self.faults[what] += hits
+        self.errors[what] += failed
 
     def __str__(self) -> str:
         lines = [f"\n{'call':16}{'cases':>7}{'faults':>7}{'errors':>7}  cases of each kind"]

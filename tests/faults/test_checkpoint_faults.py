@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from offload.errors import NoSpaceError, PathError, StorageError, StuckError
-from tests.faults.checkpoint_bench import Bench, Case, Tally
+from tests.faults.checkpoint_bench import BESIDE, Bench, Case, Tally
 
 LONG_FAULTS = 10_000
 
@@ -44,7 +44,16 @@ SAYS = {"ENOSPC": NoSpaceError, "EDQUOT": NoSpaceError, "stuck": StuckError}
 @pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EDQUOT", "stuck"])
 @pytest.mark.parametrize(
     "operation",
-    ["mkdir", "create", "pwrite", "sync_file_range", "fsync", "exchange", "fsync folder"],
+    [
+        "mkdir",
+        "create",
+        "fallocate",
+        "pwrite",
+        "sync_file_range",
+        "fsync",
+        "exchange",
+        "fsync folder",
+    ],
 )
 def test_a_save_that_cannot_be_completed_is_an_error_of_its_kind(
     bench: Bench, operation: str, kind: str
@@ -54,6 +63,17 @@ def test_a_save_that_cannot_be_completed_is_an_error_of_its_kind(
     assert not isinstance(error, PathError)
 
 
+@pytest.mark.parametrize("verb", ["save", BESIDE])
 @pytest.mark.parametrize("kind", ["short", "slow"])
-def test_a_save_whose_writes_are_short_or_slow_is_whole(bench: Bench, kind: str) -> None:
-    assert bench.meet(Case("save", "pwrite", 0, kind, 3, always=True)).error is None
+def test_a_save_whose_writes_are_short_or_slow_is_whole(bench: Bench, kind: str, verb: str) -> None:
+    assert bench.meet(Case(verb, "pwrite", 0, kind, 3, always=True)).error is None
+
+
+@pytest.mark.parametrize("told_next", [False, True])
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "stuck"])
+def test_what_goes_wrong_with_a_save_beside_training_is_told_once(
+    bench: Bench, kind: str, told_next: bool
+) -> None:
+    case = Case(BESIDE, "fsync folder", 0, kind, 3, always=False, told_next=told_next)
+    assert type(bench.meet(case).error) is SAYS.get(kind, StorageError)
+    assert bench.engine.checkpoint_saved()

@@ -18,6 +18,8 @@ from torch import Tensor
 
 import offload
 from offload.errors import ChecksumError, NoSpaceError, StorageError, StuckError
+from offload.planning.plan import activation_plan
+from offload.swap import activations
 from tests.aio import needs_libaio
 from tests.faults.faulty_files import FATAL, KINDS, MENDED, FaultyFiles
 from tests.offload.engine_cases import (
@@ -49,6 +51,7 @@ class Case:
     clips: bool = True
     always: bool = False  # and all that follow
     backend: str = "threads"
+    parks: bool = False  # activations are on nvme, too
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -56,12 +59,15 @@ class Case:
         return cls(
             KINDS[seed % len(KINDS)], drawn.randrange(CALLS),
             drawn.choice(["400KiB", "400KiB", "1MiB"]), drawn.choice(["fp32", "bf16"]),
-            drawn.random() < 0.7,
+            drawn.random() < 0.7, parks=drawn.random() < 0.5,
         )  # fmt: skip
 
     @contextmanager
     def engine(self, folder: Path, placement: dict[str, Any]) -> Iterator[offload.Engine]:
         host = self.host if placement == NVME else "16MiB"
+        if self.parks and placement == NVME:
+            host = {"400KiB": "480KiB"}.get(host, host)  # with the window they pass through
+            placement = {**NVME, "activations": {"tier": "nvme", "checkpoint": False}}
         keys = config(
             folder, placement, budget={"host": host, "nvme": "64MiB"},
             # buffered: with O_DIRECT half a piece would be refused as no whole number of blocks
@@ -71,6 +77,13 @@ class Case:
         )  # fmt: skip
         with offload.initialize(seeded(TinyLM), keys) as engine:
             yield engine
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small models' activations are parked, too."""
+    monkeypatch.setattr(activations, "LEAST_NBYTES", 1)
+    monkeypatch.setattr(activation_plan, "LEAST_WINDOW_NBYTES", 64 << 10)
 
 
 @functools.cache
@@ -167,19 +180,28 @@ def test_with_libaio_it_ends_as_well(
         assert error is None or kind in FATAL or case.always, files.hit
 
 
+@pytest.mark.parametrize("parks", [False, True])
 @pytest.mark.parametrize("kind", MENDED)
 def test_what_can_be_mended_changes_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, parks: bool
 ) -> None:
-    error, files = meet(Case(kind, 5), tmp_path, monkeypatch)
+    error, files = meet(Case(kind, 5, parks=parks), tmp_path, monkeypatch)
     assert error is None
     assert files.hit
 
 
+def test_activations_on_nvme_are_met_too(tmp_path: Path) -> None:
+    with Case("", 0, parks=True).engine(tmp_path, NVME) as engine:
+        train(engine, range(1))
+        moved = engine.report().bytes_moved
+    assert moved["activations parked"] > 0
+
+
+@pytest.mark.parametrize("parks", [False, True])
 @pytest.mark.parametrize("kind", FATAL)
 def test_what_cannot_be_mended_is_an_error_of_its_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, parks: bool
 ) -> None:
-    error, files = meet(Case(kind, 0, always=True), tmp_path, monkeypatch)
+    error, files = meet(Case(kind, 0, always=True, parks=parks), tmp_path, monkeypatch)
     assert files.hit
     assert isinstance(error, SAYS.get(kind, StorageError))

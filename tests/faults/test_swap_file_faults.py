@@ -1,5 +1,5 @@
-"""Swap files that cannot be made, reserved or closed: an error that says why, and nothing of the
-engine stays, or an engine that computes the same bits."""
+"""Swap files that cannot be made, reserved or closed, or of which the disk says nothing: an error
+that says why, and nothing of the engine stays, or an engine that computes the same bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 
 import offload
-from offload.errors import OffloadError
+from offload.errors import OffloadError, StuckError
 from offload.swap import pinned_folder, swap_file
+from offload.swap.rare_calls import RareCall
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
 
@@ -27,16 +29,38 @@ CALLS = (
     "open", "close", "fstat", "statvfs", "ftruncate", "mkdir", "unlink", "rmdir", "dup",
     "pwritev", "preadv",
 )  # fmt: skip
-NUMBERS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EMFILE, errno.EOPNOTSUPP)
+STUCK = 0  # no number: the call does not return
+RELEASE_S = 60.0
+NUMBERS = (
+    STUCK, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EMFILE, errno.EOPNOTSUPP,
+)  # fmt: skip
 
 
 class FaultyOS:
-    """`os`, of which one call fails."""
+    """`os`, of which one call fails, or does not return until `release`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_tmpfile: bool = True) -> None:
+        self.has_tmpfile = has_tmpfile  # else a file has a name for an instant
         self.seen: Counter[str] = Counter()
         self.plan = ("", -1, 0)  # which call, its number, how
         self.hit = ""
+        self._released = threading.Event()
+        self._stuck: RareCall[Any] | None = None
+
+    def release(self) -> None:
+        """What is stuck returns, and has been cleared up after when this does."""
+        self._released.set()
+        if self._stuck is not None:
+            self._stuck.join(RELEASE_S)
+            assert not self._stuck.is_alive()
+
+    def _hold(self) -> None:
+        """As if it did not return for ever, and nobody waits for so long."""
+        call = threading.current_thread()
+        assert isinstance(call, RareCall), f"{self.hit} would be waited for without an end"
+        self._stuck = call
+        call.give_up()
+        assert self._released.wait(RELEASE_S)
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -44,9 +68,15 @@ class FaultyOS:
 
     def watched(self, name: str, real: Any) -> Any:
         def call(*args: Any, **keys: Any) -> Any:
+            if name == "open" and not self.has_tmpfile and args[0] == ".":
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
             number = self.seen[name]
             self.seen[name] += 1
             if self.plan[:2] == (name, number):
+                if self.plan[2] == STUCK:
+                    self.hit = f"{name} {number} is stuck"
+                    self._hold()
+                    return real(*args, **keys)
                 if name == "close":  # it is closed all the same
                     real(*args, **keys)
                 self.hit = f"{errno.errorcode[self.plan[2]]} of {name} {number}"
@@ -83,22 +113,31 @@ def life(folder: Path, backend: str, calls: FaultyOS) -> tuple[list[float], Offl
     return losses, None
 
 
+def calls_of(calls: FaultyOS) -> list[tuple[str, int]]:
+    return [(name, number) for name, count in calls.seen.items() for number in range(count)]
+
+
 @pytest.mark.parametrize("backend", IO_BACKENDS)
 def test_any_call_that_fails_is_an_error_that_leaves_nothing_or_changes_no_bit(
     tmp_path: Path, backend: str, long: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = FaultyOS()
+    calls, named = FaultyOS(), FaultyOS(has_tmpfile=False)
     expected, error = life(tmp_path, backend, calls)
     assert error is None
-    counts, draw, before = dict(calls.seen), random.Random(0), held()
+    assert life(tmp_path, backend, named) == (expected, None)
+    draw, before = random.Random(0), held()
     faults: Counter[str] = Counter()
     errors: Counter[str] = Counter()
-    cases = [(name, n, code) for name in counts for n in range(counts[name]) for code in NUMBERS]
-    for name, number, code in cases if long else draw.sample(cases, 25):
-        calls = FaultyOS()
+    cases = [(True, name, n, code) for name, n in calls_of(calls) for code in NUMBERS]
+    cases += [(False, name, n, STUCK) for name, n in calls_of(named)]
+    for has_tmpfile, name, number, code in cases if long else draw.sample(cases, 25):
+        calls = FaultyOS(has_tmpfile=has_tmpfile)
         calls.plan = name, number, code
         losses, error = life(tmp_path, backend, calls)
         assert calls.hit
+        if code == STUCK and error is not None:
+            assert isinstance(error, StuckError), calls.hit
+        calls.release()
         assert losses in ([], expected), calls.hit
         assert losses or error is not None, calls.hit
         if error is not None:
@@ -112,3 +151,32 @@ def test_any_call_that_fails_is_an_error_that_leaves_nothing_or_changes_no_bit(
     if long:
         with capsys.disabled():
             print(f"\n{backend}: {faults.total()} faults, {errors.total()} errors; {dict(faults)}")
+
+
+def test_a_reservation_that_is_stuck_ends_with_a_warning_and_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released, real, before = threading.Event(), swap_file._fallocate, held()
+
+    def stuck(*args: Any) -> None:
+        assert released.wait(RELEASE_S)
+        real(*args)
+
+    monkeypatch.setattr(swap_file, "_fallocate", stuck)
+    keys = config(tmp_path, NVME)
+    keys["nvme"]["timeout_s"] = 1.0
+    try:
+        with pytest.raises(StuckError) as caught:
+            offload.initialize(seeded(TinyLM), keys)
+    finally:
+        released.set()
+    assert str(caught.value).startswith("reserving ")
+    assert f"for {tmp_path}/<swap file> has not ended for 1" in str(caught.value)
+    assert 1 <= caught.value.seconds < RELEASE_S
+    assert "not ended for" in caplog.text
+    assert "an error after 1 s (nvme.timeout_s)" in caplog.text
+    del caught
+    until = time.monotonic() + RELEASE_S
+    while any(n > then for n, then in zip(held(), before, strict=True)):
+        assert time.monotonic() < until
+        time.sleep(0.01)

@@ -162,6 +162,17 @@ def test_save_compares_a_checkpoint_with_raw_loops_of_its_bytes(
     assert max(map(len, printed.splitlines())) <= 100
 
 
+def test_steps_with_a_save_beside_them_are_compared_with_steps_alone(
+    recorded: Any, tmp_path: Path
+) -> None:
+    record, printed = recorded(*SAVE, "--steps", "3", "--path", str(tmp_path))
+    rows = check(record, "save")
+    assert list(rows) == ["steps", "and a save"]
+    assert record["ratios"][0]["target"] == "<= 1.05"
+    assert "3 steps, and one save of" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
 @pytest.mark.gpu
 def test_copy_measures_both_directions_and_both_at_once(recorded: Any) -> None:
     record, _ = recorded(*COPY)

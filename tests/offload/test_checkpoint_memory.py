@@ -6,7 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ import offload
 from offload.checkpoint import write_behind
 from offload.checkpoint.exporting import export
 from offload.machine import forget_peak_rss, peak_rss_nbytes, rss_nbytes
-from tests.offload.engine_cases import NVME, ON, config
+from tests.offload.engine_cases import HOST, NVME, ON, config
 
 MIB = 1 << 20
 CHUNK = 1 << 17  # elements: a record of 1.25 MiB
@@ -48,6 +50,13 @@ def growth() -> Iterator[list[int]]:
     found[0] = peak_rss_nbytes() - before
 
 
+def step(engine: offload.Engine) -> None:
+    x = torch.randn(2, 1024, device=ON).bfloat16()
+    engine.backward(engine.module(x).float().square().mean())
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
 def test_saving_loading_and_exporting_hold_a_few_chunks_beyond_the_budget(tmp_path: Path) -> None:
     budget = {"host": "24MiB", "nvme": "400MiB"}
     keys = config(tmp_path, NVME, precision="bf16", budget=budget, optimizer={"chunk": CHUNK})
@@ -55,9 +64,7 @@ def test_saving_loading_and_exporting_hold_a_few_chunks_beyond_the_budget(tmp_pa
         model = Deep()
     with offload.initialize(model, keys) as engine:
         for _ in range(2):
-            model(torch.randn(2, 1024, device=ON).bfloat16()).float().square().mean().backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            step(engine)
         engine.save_checkpoint(tmp_path / "saved")  # imports and hashes are paid for
         used = engine.report().tiers["host"].used_nbytes
 
@@ -76,3 +83,39 @@ def test_saving_loading_and_exporting_hold_a_few_chunks_beyond_the_budget(tmp_pa
     assert saving[0] <= HELD + AHEAD + SLACK
     assert loading[0] <= HELD + SLACK
     assert exporting[0] <= 3 * 4 * MIB + (write_behind.MOST_BLOCKS + 1) * BLOCK + SLACK
+
+
+@pytest.mark.parametrize(
+    ("placement", "host"), [(NVME, "24MiB"), (HOST, "400MiB")], ids=["nvme", "host"]
+)
+def test_saving_beside_training_holds_a_few_chunks_beyond_it(
+    tmp_path: Path, placement: dict[str, Any], host: str
+) -> None:
+    budget = {"host": host, "nvme": "800MiB"}  # of old versions, too
+    keys = config(tmp_path, placement, precision="bf16", budget=budget, optimizer={"chunk": CHUNK})
+    with torch.device("meta"):
+        model = Deep()
+    with offload.initialize(model, keys) as engine:
+        for _ in range(2):
+            step(engine)
+        engine.save_checkpoint(tmp_path / "saved", wait=False)  # imports and hashes are paid for
+        step(engine)
+        engine.checkpoint_saved()
+        engine.settle()
+        with growth() as training:
+            for _ in range(2):
+                step(engine)
+            engine.settle()
+        with growth() as saving:
+            engine.save_checkpoint(tmp_path / "saved", wait=False)
+            assert not engine.checkpoint_saved(wait=False)
+            for _ in range(2):
+                step(engine)
+            while not engine.checkpoint_saved(wait=False):
+                step(engine)
+            engine.settle()
+        for name, tier in engine.report().tiers.items():
+            assert tier.peak_nbytes <= tier.budget_nbytes, name
+        engine.check_integrity()
+    assert saving[0] <= training[0] + HELD + AHEAD + SLACK
+    assert HELD + AHEAD + SLACK < 100 * MIB  # of 160 that it saves

@@ -8,18 +8,20 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload.swap import swap_file
+from offload.swap import rare_calls, swap_file
 from offload.swap.block_store import BlockStore
 from offload.swap.measure import measure_bandwidth
+from offload.swap.rare_calls import RareCall
 from offload.swap.swap_file import SwapFile, check_directory, file_system_of
 from offload.swap.threads_backend import ThreadsBackend
-from offload.tiers.errors import NoSpaceError, PathError, StateError
+from offload.tiers.errors import NoSpaceError, PathError, StateError, StuckError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
@@ -236,3 +238,89 @@ def test_a_bandwidth_is_measured(directory: Path, no_leak: None) -> None:
     with ThreadsBackend() as backend:
         measure_bandwidth(directory, 8 << 20, backend=backend)
         assert backend.statistics().write_nbytes > 0
+
+
+class Held:
+    """A file whose reservations do not return until `release`."""
+
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, gives_up: bool = True
+    ) -> None:  # fmt: skip
+        self._real, self._go_on = swap_file._fallocate, threading.Event()
+        self.entered = threading.Event()
+        self.file = SwapFile(directory, timeout_s=60)
+        self._gives_up = gives_up
+        monkeypatch.setattr(swap_file, "_fallocate", self._held)
+
+    def _held(self, *args: Any) -> None:
+        call = threading.current_thread()
+        assert isinstance(call, RareCall)
+        self.call = call
+        self.entered.set()
+        if self._gives_up:
+            call.give_up()
+        assert self._go_on.wait(60)
+        self._real(*args)
+
+    def release(self) -> None:
+        """All is done that waited for it, too."""
+        self._go_on.set()
+        self.call.join(60)
+        assert not self.call.is_alive()
+
+
+def test_a_stuck_reservation_is_not_waited_for_twice_and_the_file_grows_once_it_is_over(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(directory, monkeypatch)
+    with held.file as file:
+        with pytest.raises(StuckError, match="reserving 8") as caught:
+            file.reserve(8192)
+        assert caught.value.path == file.path
+        monkeypatch.setattr(RareCall, "result", None)  # nothing else is asked
+        with pytest.raises(StuckError, match="reserving 8"):
+            file.reserve(4096)
+        assert file.nbytes == 0
+        monkeypatch.undo()
+        held.release()
+        file.reserve(4096)
+        assert file.nbytes == 4096
+        assert os.fstat(file.fd).st_size == 8192  # as the late call has made it
+
+
+def test_a_file_is_closed_when_a_stuck_call_on_it_returns_and_not_before(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(directory, monkeypatch)
+    fd = held.file.fd
+    with pytest.raises(StuckError):
+        held.file.reserve(8192)
+    held.file.close()
+    held.file.close()
+    os.fstat(fd)
+    held.release()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_ctrl_c_amid_a_stuck_reservation_comes_through(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rare_calls, "_PATIENCE_S", 0.1)
+    held = Held(directory, monkeypatch, gives_up=False)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        assert held.entered.wait(60)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        held.file.reserve(8192)
+    thread.join()
+    with pytest.raises(StuckError):
+        held.file.reserve(8192)
+    held.file.close()
+    held.release()
