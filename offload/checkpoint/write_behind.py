@@ -199,12 +199,13 @@ class BehindFile:
                     raise
 
     def _open_direct(self) -> None:
-        try:
-            for _ in range(_DIRECT_HANDS):
-                flags = _FILE_FLAGS | os.O_DIRECT
-                self._direct.append(OpenFile("open", self.path, self.path, flags))
-        except OSError as error:
-            self._no_direct(error)
+        with storage_errors("opening", self.path):
+            try:
+                for _ in range(_DIRECT_HANDS):
+                    flags = _FILE_FLAGS | os.O_DIRECT
+                    self._direct.append(OpenFile("open", self.path, self.path, flags))
+            except OSError as error:
+                self._no_direct(error)
 
     def _no_direct(self, error: OSError) -> None:
         """Through the cache from now on. Said once for each file system."""
