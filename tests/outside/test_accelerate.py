@@ -107,7 +107,6 @@ def test_a_loop_trains_as_plainly_and_resumes_to_the_bit(placement: str, tmp_pat
         assert_same_bits(values_of(again), weights)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_scheduler_that_was_not_prepared_is_told_of(tmp_path: Path) -> None:
     """accelerate saves those that it knows."""
     model = tiny_llama()
@@ -119,6 +118,7 @@ def test_a_scheduler_that_was_not_prepared_is_told_of(tmp_path: Path) -> None:
         assert engine._told_of_scheduler
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_preparing_copies_no_states(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
