@@ -168,6 +168,7 @@ class Engine(TieredModel):
         self._activations: Activations | None = None
         self._saves = BackgroundSaves()
         self._said_not_noted = False
+        self._told_of_scheduler = False
         super().__init__(model, config, takes_values=weights is not None)
         _check_trainable(model)
         self.spread.check(
@@ -515,6 +516,9 @@ class Engine(TieredModel):
         is replaced then, and not before; any number of ranks can load it, who get the first one's
         `state`.
 
+        A scheduler that is not registered is left out, with a warning unless there is a `state`
+        (`{}` says that you save it elsewhere).
+
         With `wait=False` it returns once the state to be written is fixed, and a thread writes it
         while training goes on, to the same bits: states on nvme keep their old version, as far as
         there is room, updates of others wait until the thread has passed them. The folder appears
@@ -532,6 +536,8 @@ class Engine(TieredModel):
 
         refuse_url(path, "save_checkpoint")
         _refuse_parts("save_checkpoint", self._open())
+        if state is None:
+            self._tell_of_scheduler()
         earlier = self._saves.failure()
         self.values.adopt_changes()
         stepper = self._open().stepper
@@ -542,6 +548,16 @@ class Engine(TieredModel):
             note()
         if earlier is not None:  # of the one before; this one is saved all the same
             raise earlier
+
+    def _tell_of_scheduler(self) -> None:
+        if self._told_of_scheduler or self.carried or not self.optimizer.has_scheduler:
+            return
+        self._told_of_scheduler = True
+        _log.warning(
+            "the checkpoint does not have the learning-rate scheduler of engine.optimizer, which "
+            "would begin anew after a load: call engine.register_for_checkpointing(schedule="
+            "scheduler) before; if you save it elsewhere, pass save_checkpoint(..., state={})"
+        )
 
     def checkpoint_saved(self, *, wait: bool = True) -> bool:
         """Whether no save of `save_checkpoint(wait=False)` is under way any more: with `wait` it is

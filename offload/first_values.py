@@ -57,6 +57,11 @@ class FirstValues:
             self._initialiser = MetaInitialiser(model, seed, lazy)
             self._initialiser.check(self._files)
 
+    def close(self) -> None:
+        """No more values are asked for."""
+        if self._files is not None:
+            self._files.close()
+
     def check_names(self, elsewhere: Collection[str]) -> None:
         """CheckpointError for parameters that `weights` lack, a warning for what is not the
         model's. `elsewhere`: prefixes of names of which other ranks have others."""

@@ -81,6 +81,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Whether the last step updated nothing, for infinite or NaN gradients."""
         return self.last_step is not None and self.last_step.skipped
 
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether a scheduler of torch's (transformers' are) was made for it: that marks `step`.
+        ReduceLROnPlateau does not."""
+        return hasattr(self.step, "_wrapped_by_lr_sched")
+
     def _start_over(self, param: Any) -> None:
         if self._runtime.store.spec_of(param) is not None:
             self._values.write_state(param, {})

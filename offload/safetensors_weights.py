@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from offload.checkpoint.model_files import own_file
+from offload.checkpoint.reader import CheckpointReader
 from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.materialise import check_range, check_shape
 from offload.quantised.reading import settings_in
+from offload.tensor_file import checked_tensors, checkpoint_at
 from offload.tiers.errors import CheckpointError, ConfigError
 from offload.zero.layout import ParamSpec
 from offload.zero.packed import PackedParam
@@ -21,7 +24,8 @@ _log = logging.getLogger("offload")
 
 class SafetensorsWeights:
     """Weights in a safetensors file, all of a folder or a checkpoint of ours, tensor by tensor;
-    quantised ones, if config.json says so, have their values.
+    quantised ones, if config.json says so, have their values. What a checkpoint gives has been
+    compared with its hashes.
 
     What is rounded to a model's precision may lose bits; no value becomes infinite, none is cut to
     an integer, and no shape is broadcast: CheckpointError, naming the tensor.
@@ -34,8 +38,20 @@ class SafetensorsWeights:
         have the columns first in the model. UnsupportedError for formats that are not read."""
         path = Path(path)
         self._dtype = dtype
-        settings = settings_in(path) if path.is_dir() else None
-        self._tensors = lazy_tensors(_files_of(path), settings, transposed)
+        self._reader: CheckpointReader | None = None
+        ours = checkpoint_at(path)
+        if ours is None:
+            self._tensors = _tensors_of(path, transposed)
+            return
+        folder, part = ours
+        self._reader = CheckpointReader(folder)
+        found = checked_tensors(self._reader, part)
+        self._tensors = {name: LazyTensor.of(stored) for name, stored in found.items()}
+
+    def close(self) -> None:
+        """A checkpoint may be removed again."""
+        if self._reader is not None:
+            self._reader.close()
 
     def row(self, packed: PackedParam, number: int) -> torch.Tensor:
         """One row of a packed parameter, as `get` would give it, and nothing else is read."""
@@ -130,13 +146,10 @@ def _exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     )
 
 
-def _files_of(path: Path) -> Iterator[Path]:
+def _tensors_of(path: Path, transposed: Collection[str]) -> dict[str, LazyTensor]:
     if path.is_file():
-        yield path
-        return
-    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
-    if (path / "manifest.json").is_file():
-        files += sorted(file for file in path.glob("parameters/*.safetensors") if file.is_file())
-    if not files:
+        return lazy_tensors([path], None, transposed)
+    names = sorted(file.name for file in path.glob("*.safetensors") if file.is_file())
+    if not names:
         raise ConfigError(f"weights: {path} is no safetensors file and no folder with any")
-    yield from files
+    return lazy_tensors([own_file(path, name) for name in names], settings_in(path), transposed)

@@ -7,10 +7,13 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from offload.checkpoint.disk import read_all
+from offload.checkpoint.manifest import MANIFEST, PARAMETERS, is_data_file
+from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import StoredTensor, parse_header
 from offload.tiers.errors import CheckpointError
 
@@ -44,16 +47,41 @@ class TensorFile:
         self.read_into(memoryview(buffer), offset)
         return bytes(buffer)
 
+    def read(self, tensor: StoredTensor, offset_bytes: int, buffer: memoryview) -> None:
+        self.read_into(buffer, tensor.offset_bytes + offset_bytes)
+
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
         """CheckpointError where the file ends before that, or StorageError."""
         read_all(self._fd, buffer, offset_bytes, self.path)
+
+
+class CheckedFile:
+    """A file of a checkpoint of ours: what it gives has been compared with its hashes."""
+
+    def __init__(self, reader: CheckpointReader, name: str) -> None:
+        self.path = reader.path / name
+        self._reader = reader
+
+    def read(self, tensor: StoredTensor, offset_bytes: int, buffer: memoryview) -> None:
+        """CheckpointError where the bytes are not what was written, or StorageError."""
+        self._reader.read_into(tensor, offset_bytes, buffer)
+
+
+class TensorBytes(Protocol):
+    """Where the bytes of tensors are."""
+
+    path: Path
+
+    def read(self, tensor: StoredTensor, offset_bytes: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the tensor's bytes from `offset_bytes` on."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor that is in a file as it is."""
 
-    file: TensorFile
+    file: TensorBytes
     tensor: StoredTensor
 
     @property
@@ -91,7 +119,7 @@ class Stored:
         """Bytes, 1D uint8."""
         flat = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            self.file.read_into(flat.numpy().data, self.tensor.offset_bytes + offset)
+            self.file.read(self.tensor, offset, flat.numpy().data)
         return flat
 
 
@@ -107,3 +135,34 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
                 )
             found[name] = Stored(file, tensor)
     return found
+
+
+def checkpoint_at(path: Path) -> tuple[Path, Path] | None:
+    """The checkpoint of ours that `path` is, or is the weights of, or one file of; and which part
+    of it. None where it is no such thing."""
+    for spelt in dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path)))):
+        for folder in (spelt, *spelt.parents[:2]):
+            part = spelt.relative_to(folder)
+            if _is_ours(part) and _is_checkpoint(folder):
+                return folder, part
+    return None
+
+
+def _is_ours(part: Path) -> bool:
+    """Of a checkpoint: what else lies in its folder (an export, say) is not."""
+    return str(part) in (".", PARAMETERS) or is_data_file(str(part))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return all(os.path.lexists(folder / name) for name in (MANIFEST, PARAMETERS))
+
+
+def checked_tensors(reader: CheckpointReader, part: Path) -> dict[str, Stored]:
+    """Parameters and persistent buffers in a part of a checkpoint, by the names that its files
+    have, until `reader` is closed. CheckpointError where a file of them is missing or damaged,
+    StorageError."""
+    files = [name for name in reader.manifest.files if Path(name).is_relative_to(part)]
+    return {
+        names[0]: Stored(CheckedFile(reader, tensor.file), tensor)
+        for names, tensor in reader.weights(files)
+    }

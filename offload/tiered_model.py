@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -145,6 +145,10 @@ class TieredModel(abc.ABC):
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype)
 
     def _load(self, first: FirstValues) -> None:
+        with closing(first):
+            self._load_from(first)
+
+    def _load_from(self, first: FirstValues) -> None:
         """Fill every group's states, one group at a time."""
         store = self.store
         first.check_names(self.spread.prefixes)
@@ -398,7 +402,7 @@ def _take_over(model: nn.Module, *, takes_values: bool) -> None:
         raise StateError(
             "this model was given to an engine before, which was closed, and its parameters went "
             "with it; say with weights= where their values are (safetensors files; of "
-            'engine.save_checkpoint("checkpoint"): weights="checkpoint/parameters", and then '
+            'engine.save_checkpoint("checkpoint"): weights="checkpoint", and then '
             "engine.load_checkpoint), or build the model anew"
         )
     for each in closed:

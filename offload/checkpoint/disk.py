@@ -282,14 +282,6 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
-def remove_file(path: Path) -> None:
-    patiently("unlink", path, lambda: os.unlink(path))
-
-
-def remove_folder(path: Path) -> None:
-    patiently("rmdir", path, lambda: os.rmdir(path))
-
-
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """What a folder holds."""
     return patiently("scandir", folder, lambda: list(os.scandir(folder)))

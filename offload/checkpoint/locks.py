@@ -21,8 +21,9 @@ from offload.checkpoint.hands import patiently, when_returned
 from offload.tiers.errors import CheckpointError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-_PATIENCE_S = 60.0
+_PATIENCE_S = 25.0  # the error comes within 30 s
 POLL_S = 0.005
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PROTECTED = ("lock", "mkdir", "rename", "exchange", "unlink", "rmdir")
 
 
@@ -30,13 +31,18 @@ class OpenFolder:
     """An open folder, and the lock on it. Both end with the object at the latest: a Ctrl-C may come
     before the caller has stored it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, inside: OpenFolder | None = None) -> None:
+        """`inside`: the open folder that has it, whatever becomes of that one's name; a link
+        is NotADirectoryError then."""
         self.path = path
         self.fd = -1
         self._pid = os.getpid()
 
         def opened() -> None:  # where no Ctrl-C comes between a call and what it returns
-            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if inside is None:
+                self.fd = os.open(path, _FOLDER)
+            else:
+                self.fd = os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=inside.fd)
 
         patiently("open folder", path, opened)
 
@@ -62,6 +68,16 @@ class OpenFolder:
                 return False
             raise
         return True
+
+    def entries(self) -> list[os.DirEntry[str]]:
+        """What it holds. To be asked about while it is open."""
+        return patiently("scandir", self.path, lambda: list(os.scandir(self.fd)))
+
+    def remove_file(self, name: str) -> None:
+        patiently("unlink", self.path / name, lambda: os.unlink(name, dir_fd=self.fd))
+
+    def remove_folder(self, name: str) -> None:
+        patiently("rmdir", self.path / name, lambda: os.rmdir(name, dir_fd=self.fd))
 
     def close(self) -> None:
         """If a rename below it was left, or the lock itself, it stays as it is until that has

@@ -16,14 +16,18 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import xxhash
 
-from offload.checkpoint.disk import entries, is_there, remove_file, remove_folder
+from offload.checkpoint.disk import entries, is_there
+from offload.checkpoint.hands import patiently
+from offload.checkpoint.locks import OpenFolder
 from offload.checkpoint.manifest import FORMAT, MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
 from offload.checkpoint.reader import CheckpointReader
 from offload.tiers.errors import CheckpointError, PathError
@@ -60,39 +64,91 @@ def is_marked(name: str) -> bool:
 
 
 def leftovers(parent: Path) -> list[Leftover]:
-    """Those in `parent`, newest first; `tmp` before `old`, which it replaces."""
-    found = []
+    """Those in `parent`, newest first; `tmp` before `old`, which it replaces. Not those of other
+    users."""
+    found, home = [], _status(parent)
     for entry in entries(parent):
         match = _MARKED.fullmatch(entry.name) or _UNMARKED.fullmatch(entry.name)
         if match is None or not entry.is_dir(follow_symlinks=False):
             continue
         with suppress(FileNotFoundError):  # just removed by the process that replaced it
-            mtime_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+            status = entry.stat(follow_symlinks=False)
             path, target = parent / entry.name, parent / match["name"]
+            if _is_of_others(status, home):
+                _tell_once(logging.INFO, path, status.st_uid, "")
+                continue
             ours = is_marked(entry.name)
-            found.append(Leftover(path, target, match["kind"], ours, mtime_ns))
+            found.append(Leftover(path, target, match["kind"], ours, status.st_mtime_ns))
     return sorted(found, key=lambda each: (each.kind == "tmp", each.mtime_ns), reverse=True)
 
 
+# --------------------------------------------------------------------------- users
+def _is_of_others(status: os.stat_result, folder: os.stat_result) -> bool:
+    """Of what is in a folder: whether it belongs neither to this user nor to the folder's owner,
+    who can exchange anything in it (and is everybody's owner on some network file systems)."""
+    return status.st_uid not in (os.geteuid(), folder.st_uid)
+
+
+def is_planted(entry: os.DirEntry[str], folder: Path) -> bool:
+    """Whether another user may have put it there to be taken for ours, as anyone can in /tmp; then
+    a warning says so, once."""
+    with suppress(FileNotFoundError):
+        status, home = entry.stat(follow_symlinks=False), _status(folder)
+        if home.st_mode & stat.S_IWOTH and _is_of_others(status, home):
+            _tell_once(
+                logging.WARNING, folder / entry.name, status.st_uid,
+                ", and any user can make such a folder here; load it by its name if you trust them",
+            )  # fmt: skip
+            return True
+    return False
+
+
+def _status(path: Path) -> os.stat_result:
+    return patiently("stat", path, os.stat, path)
+
+
+@lru_cache(maxsize=4096)
+def _tell_once(level: int, path: Path, uid: int, more: str) -> None:
+    _log.log(level, "%s stays as it is: it belongs to another user (uid %d)%s", path, uid, more)
+
+
 # --------------------------------------------------------------------------- contents
-def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
+@contextmanager
+def _opened(path: Path, inside: OpenFolder | None = None) -> Iterator[dict[str, OpenFolder]]:
+    """A folder, as "", and those of the two that a checkpoint has that are folders in it, no links:
+    what is looked at and removed there stays in them, whatever becomes of the names meanwhile."""
+    with ExitStack() as stack:
+        folder = OpenFolder(path, inside)
+        stack.callback(folder.close)
+        found = {"": folder}
+        for name in (PARAMETERS, OPTIMIZER):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found[name] = OpenFolder(path / name, folder)
+                stack.callback(found[name].close)
+        yield found
+
+
+def _entries(folders: Mapping[str, OpenFolder]) -> Iterator[tuple[str, bool]]:
     """Names in the folder and in the two that a checkpoint has, and whether what they name can be
     part of a checkpoint: no link, pipe or the like."""
-    for entry in entries(folder):
-        inner = entry.name in (PARAMETERS, OPTIMIZER)
-        if inner and entry.is_dir(follow_symlinks=False):
-            yield entry.name, True
-            for below in entries(folder / entry.name):
-                yield f"{entry.name}/{below.name}", below.is_file(follow_symlinks=False)
-        else:
-            yield entry.name, not inner and entry.is_file(follow_symlinks=False)
+    for inner, folder in folders.items():
+        for entry in folder.entries():
+            plain = entry.is_file(follow_symlinks=False)
+            if inner:
+                yield f"{inner}/{entry.name}", plain
+            elif entry.name in (PARAMETERS, OPTIMIZER):
+                yield entry.name, entry.name in folders
+            else:
+                yield entry.name, plain
 
 
-def _sorted_out(folder: Path, is_ours: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+def _sorted_out(
+    folders: Mapping[str, OpenFolder], is_ours: Callable[[str], bool]
+) -> tuple[list[str], list[str]]:
     """A folder's contents: our files, and others."""
     ours: list[str] = []
     foreign: list[str] = []
-    for name, plain in _entries(folder):
+    for name, plain in _entries(folders):
         known = name in (MANIFEST, PARAMETERS, OPTIMIZER) or is_ours(name)
         (ours if plain and known else foreign).append(name)
     return sorted(ours), sorted(foreign)
@@ -115,7 +171,7 @@ def check_replaceable(target: Path) -> None:
     if not names:
         return
     if MANIFEST not in names:
-        _, foreign = _sorted_out(target, lambda name: False)
+        foreign = _foreign(target, lambda name: False)
         _refuse(target, foreign or names, f"there is no {MANIFEST} that says so")
     try:
         with CheckpointReader(target, shared=False) as reader:
@@ -125,9 +181,14 @@ def check_replaceable(target: Path) -> None:
             f"{target} holds a {MANIFEST} that is not one of offload's, and would be lost: "
             f"{error}. Move or remove {target}, or name another path"
         ) from None
-    _, foreign = _sorted_out(target, files.__contains__)
+    foreign = _foreign(target, files.__contains__)
     if foreign:
         _refuse(target, foreign, f"its {MANIFEST} does not name it")
+
+
+def _foreign(target: Path, is_ours: Callable[[str], bool]) -> list[str]:
+    with _opened(target) as folders:
+        return _sorted_out(folders, is_ours)[1]
 
 
 def _refuse(target: Path, found: list[str], why: str) -> None:
@@ -138,19 +199,31 @@ def _refuse(target: Path, found: list[str], why: str) -> None:
     )
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder with a marked name, unless it holds what is not ours."""
+def remove(path: Path) -> None:
+    """Remove a folder with a marked name, unless it holds what is not ours. Nothing is removed
+    through a link, also if one takes a name meanwhile."""
     try:
-        ours, foreign = _sorted_out(folder, is_data_file)
-        if foreign:
-            _log.warning("%s stays: it holds %s", folder, ", ".join(foreign[:_SHOWN]))
-            return
-        for name in sorted(ours, key=lambda each: (each != MANIFEST, "/" not in each)):
-            # the manifest first: what is left of a removal that is killed must not look complete
-            with suppress(FileNotFoundError):
-                (remove_folder if name in (PARAMETERS, OPTIMIZER) else remove_file)(folder / name)
-        remove_folder(folder)
+        with closing(OpenFolder(path.parent)) as parent:
+            with _opened(path, parent) as folders:
+                ours, foreign = _sorted_out(folders, is_data_file)
+                if foreign:
+                    _log.warning("%s stays: it holds %s", path, ", ".join(foreign[:_SHOWN]))
+                    return
+                # the manifest first: what is left of a removal that is killed must not look
+                # complete
+                for name in sorted(ours, key=lambda each: (each != MANIFEST, "/" not in each)):
+                    _remove_from(folders, name)
+            parent.remove_folder(path.name)
     except FileNotFoundError:
         return  # another process has removed it
     except OSError as error:
-        _log.warning("%s stays, removing it failed: %s", folder, error.strerror)
+        _log.warning("%s stays, removing it failed: %s", path, error.strerror)
+
+
+def _remove_from(folders: Mapping[str, OpenFolder], name: str) -> None:
+    inner, _, last = name.rpartition("/")
+    with suppress(FileNotFoundError):
+        if name in (PARAMETERS, OPTIMIZER):
+            folders[inner].remove_folder(last)
+        else:
+            folders[inner].remove_file(last)

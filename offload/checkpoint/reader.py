@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -37,6 +37,10 @@ from offload.tiers.errors import CheckpointError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 
 _NOT_THERE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # for this user
+_LINK = (
+    "is a link, and of a checkpoint nothing outside of its folder is opened; if you trust what it "
+    "leads to, put that in its place (`cp -rL` copies a whole folder so)"
+)
 _OPEN_TRIES = 200  # to open what is just being replaced: a second
 
 
@@ -52,6 +56,7 @@ class CheckpointReader:
         without a lock of its own, for a caller that keeps the folder from being removed."""
         self.path = path
         self._folder = _open_shared(path) if shared else _open_folder(path)
+        self._inner: dict[str, OpenFolder] = {}
         self._headers: dict[str, dict[str, StoredTensor]] = {}
         self.digest = 0  # of the manifest, and so of all that it has hashes of
         try:
@@ -96,14 +101,16 @@ class CheckpointReader:
             raise AssertionError("the last try returns or raises")
 
     def _open(self, name: str) -> OpenFile:
-        """CheckpointError for what is no regular file."""
+        """CheckpointError for what is no regular file in this very folder."""
         # a pipe would wait for its writer
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        folder = self._folder_of(name)
+        path = self.path / name
         try:
-            file = OpenFile("open", self.path / name, name, flags, dir_fd=self._folder.fd)
+            file = OpenFile("open", path, path.name, flags, dir_fd=folder.fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise CheckpointError(f"{self.path / name} is no regular file; {REMEDY}") from None
+                raise CheckpointError(f"{path} {_LINK}") from None
             raise
         try:
             if not stat.S_ISREG(file.status().st_mode):
@@ -116,6 +123,22 @@ class CheckpointReader:
     def _open_data(self, name: str) -> OpenFile:
         with storage_errors("opening", self.path / name):
             return self._open(name)
+
+    def _folder_of(self, name: str) -> OpenFolder:
+        """That which a file lies in: this one, or one of the two in it. CheckpointError for a
+        link."""
+        inner = name.rpartition("/")[0]
+        if not inner:
+            return self._folder
+        if inner not in self._inner:
+            path = self.path / inner
+            try:
+                self._inner[inner] = OpenFolder(path, self._folder)
+            except NotADirectoryError:
+                is_link = patiently("stat", path, path.is_symlink)
+                why = _LINK if is_link else f"is no folder; {REMEDY}"
+                raise CheckpointError(f"{path} {why}") from None
+        return self._inner[inner]
 
     # ---------------------------------------------------------------- tensors
     def parameter(self, record: ParameterRecord) -> StoredTensor:
@@ -135,6 +158,21 @@ class CheckpointReader:
     def run_tensor(self, record: BufferRecord) -> StoredTensor:
         """Where a tensor of the manifest's `run` lies."""
         return self._tensor(RUN, info_of(record))
+
+    def weights(
+        self, files: Collection[str] | None = None
+    ) -> Iterator[tuple[list[str], StoredTensor]]:
+        """Every parameter and buffer (of some files), with its names, the file's own first.
+        CheckpointError unless its file is there in full length."""
+        groups, buffers_file = self.manifest.groups, self.manifest.buffers_file
+        there = {*(group.parameters for group in groups), buffers_file}
+        wanted = there if files is None else there.intersection(files)
+        self.check(contents=False, files=wanted)
+        for record in self.manifest.parameters:
+            if groups[record.group].parameters in wanted:
+                yield record.names, self.parameter(record)
+        for buffer in self.manifest.buffers if buffers_file in wanted else ():
+            yield [buffer.name], self.buffer(buffer)
 
     def check_headers(self) -> None:
         """CheckpointError unless every file has a sound one, also of no tensors."""
@@ -172,16 +210,22 @@ class CheckpointReader:
         self._files.read_into(tensor.file, tensor.offset_bytes + start_bytes, buffer)
 
     # ---------------------------------------------------------------- checks
-    def check(self, *, contents: bool) -> None:
+    def check(self, *, contents: bool, files: Collection[str] | None = None) -> None:
         """CheckpointError at the first problem, or StorageError."""
-        for problem in self.problems(contents=contents):
-            raise CheckpointError(problem if problem.endswith(REMEDY) else f"{problem}; {REMEDY}")
+        for problem in self.problems(contents=contents, files=files):
+            ends = problem.endswith((REMEDY, _LINK))
+            raise CheckpointError(problem if ends else f"{problem}; {REMEDY}")
 
-    def problems(self, *, contents: bool) -> Iterator[str]:
+    def problems(
+        self, *, contents: bool, files: Collection[str] | None = None
+    ) -> Iterator[str]:  # fmt: skip
         """The files' problems: missing, of another size or, with `contents`, changed, or without a
-        tensor that the manifest has. All bytes are read for that. StorageError."""
+        tensor that the manifest has. All bytes are read for that. StorageError. `files`: of these
+        alone."""
         sound = []
         for name, record in self.manifest.files.items():
+            if files is not None and name not in files:
+                continue
             problem = self._size_problem(name, record)
             if problem is None:
                 sound.append(name)
@@ -217,13 +261,18 @@ class CheckpointReader:
     def _size_problem(self, name: str, record: FileRecord) -> str | None:
         path = self.path / name
         try:
-            found = patiently("stat", path, lambda: os.stat(name, dir_fd=self._folder.fd))
-        except (FileNotFoundError, NotADirectoryError):
+            fd = self._folder_of(name).fd
+            found = patiently(
+                "stat", path, lambda: os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+            )
+        except FileNotFoundError:
             return f"{path} is missing ({format_bytes(record.nbytes)})"
+        except CheckpointError as error:
+            return str(error)
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                return f"{path} is no regular file"
             raise storage_error(error, "looking at", path) from None
+        if stat.S_ISLNK(found.st_mode):
+            return f"{path} {_LINK}"
         if not stat.S_ISREG(found.st_mode):
             return f"{path} is no regular file"
         if found.st_size != record.nbytes:
@@ -232,7 +281,8 @@ class CheckpointReader:
 
     def close(self) -> None:
         self._files.close()
-        self._folder.close()
+        for folder in (*self._inner.values(), self._folder):
+            folder.close()
 
     def __enter__(self) -> CheckpointReader:
         return self

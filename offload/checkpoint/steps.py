@@ -9,6 +9,7 @@ from pathlib import Path
 
 from offload.checkpoint.disk import entries, storage_errors
 from offload.checkpoint.folder import discard, recover
+from offload.checkpoint.ownership import is_planted
 from offload.checkpoint.reader import CheckpointReader
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
@@ -123,8 +124,9 @@ def _discard(path: Path) -> bool:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """By step, ascending."""
+    """By step, ascending; none that another user may have put into a folder open to all."""
     with storage_errors("looking at", folder):
-        paths = [folder / entry.name for entry in entries(folder)]
+        named = [each for each in entries(folder) if _STEP.fullmatch(each.name)]
+        paths = [folder / each.name for each in named if not is_planted(each, folder)]
     found = [(step, path) for path in paths if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found)]

@@ -49,7 +49,8 @@ def save_all(
             text = _text_of(engine, client)
             path.parent.mkdir(parents=True, exist_ok=True)
             beside.unlink(missing_ok=True)  # of an older checkpoint with this tag
-    engine.offload.save_checkpoint(path)
+    has_loop = engine.lr_scheduler is not None or client  # else a scheduler is left out
+    engine.offload.save_checkpoint(path, state={} if has_loop else None)
     with _agreed(engine, f"{path} was not saved"):
         if engine.global_rank == 0:
             write_whole(beside, text)
@@ -134,7 +135,7 @@ def save_weights(engine: EngineModule, folder: Path, name: str) -> None:
         if engine.global_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
     pending = folder / f".weights-{engine.global_steps}"
-    engine.offload.save_checkpoint(pending)
+    engine.offload.save_checkpoint(pending, state={})  # of which the weights alone are kept
     with _agreed(engine, f"{out} was not saved"):
         if engine.global_rank == 0:
             made = out.with_name(f".{out.stem}-{secrets.token_hex(4)}.safetensors")

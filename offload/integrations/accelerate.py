@@ -142,7 +142,9 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         with self._without_engines():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for number, engine in enumerate(self.engines):
-            engine.save_checkpoint(Path(folder) / _name(number))
+            # what was prepared or registered is accelerate's to save
+            saved = self._schedulers or self._custom_objects
+            engine.save_checkpoint(Path(folder) / _name(number), state={} if saved else None)
         return folder
 
     def save_model(

@@ -3,8 +3,8 @@
     app        {"model": ..., "optim": ...}, named as torch's get_state_dict names them
     offload    the rest of the manifest, as JSON, and the tensors of its `run`
 
-`dcp.load({"app": EngineState(engine)}, checkpoint_id=OUT)` takes over the first, as torch's own
-`set_state_dict` does; `import-dcp` both, to the bit. One tensor at a time is in memory.
+`dcp.load({"app": EngineState(engine)}, storage_reader=SafeReader(OUT))` takes over the first, as
+torch's own `set_state_dict` does; `import-dcp` both, to the bit. One tensor at a time is in memory.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"app": EngineState(engine)}, checkpoint_id="checkpoint")
-    dcp.load({"app": EngineState(engine)}, checkpoint_id="checkpoint")
+    dcp.load({"app": EngineState(engine)}, storage_reader=SafeReader("checkpoint"))
+
+(`SafeReader`: see `dcp_reader`. With `checkpoint_id=` torch's own reader unpickles: it runs what
+the folder's author wrote.)
 
 The entries are named as `get_state_dict(model, optimizer)` of torch names them, so what one of the
 two saved, the other loads. That function gives copies of all states at once. These are tensors that

@@ -565,14 +565,16 @@ def consolidate(
     """A checkpoint file as Trainer writes it without a strategy, of a folder that `OffloadStrategy`
     wrote: for `LightningModule.load_from_checkpoint`. It has everything but the optimizer's states.
 
-    The weights are those that the model computed with, all names of tied ones, and are in RAM all
-    together meanwhile. CheckpointError where a part of it is missing, or Lightning's part of it has
-    objects beside tensors and plain values (hyperparameters of a class, a callback's) and you do
-    not say that you `trust` who wrote it: reading those runs code that the file names.
+    The weights are those that the model computed with, all names of tied ones, each compared with
+    its hash; the disk of `file` needs room for them twice. CheckpointError where a part of it is
+    missing or damaged, or Lightning's part of it has objects beside tensors and plain values
+    (hyperparameters of a class, a callback's) and you do not say that you `trust` who wrote it:
+    reading those runs code that the file names.
     """
     state, states = streamed_folder.read(folder, partial(streamed_folder.load_state, trust=trust))
     state.pop("optimizer_states", None)
-    torch.save({**state, "state_dict": streamed_folder.weights_of(states)}, file)
+    weights = streamed_folder.weights_of(states, Path(file).absolute().parent)
+    torch.save({**state, "state_dict": weights}, file)
 
 
 StrategyRegistry.register("offload", OffloadStrategy, "offload, with its defaults", override=True)

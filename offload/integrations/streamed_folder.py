@@ -10,6 +10,7 @@ renamed last, says which.
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import re
@@ -17,21 +18,27 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 from offload.checkpoint import model
 from offload.checkpoint.disk import storage_errors, sync_folder
 from offload.checkpoint.folder import discard
+from offload.checkpoint.model_files import own_file
 from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.safetensors_file import StoredTensor
 from offload.swap.maker_marks import marked
+from offload.tensor_file import DTYPES
 from offload.tiers.errors import CheckpointError, PathError
+from offload.tiers.units import round_up
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
 STATE, _STATES = "state.ckpt", "offload_states"
+_ALIGNED_NBYTES, _PIECE_NBYTES = 64, 4 << 20
 _STATES_NAME = re.compile("states-[0-9a-f]{8}")
 
 
@@ -59,7 +66,8 @@ def save(
     with storage_errors("creating", folder):
         folder.mkdir(parents=True, exist_ok=True)
     states = agree(f"states-{secrets.token_hex(4)}")
-    engine.save_checkpoint(folder / states)
+    # schedulers are the framework's to save, in `state`
+    engine.save_checkpoint(folder / states, state={} if state else None)
     if not writes:
         return
     pending = folder / marked(f".{STATE}")
@@ -88,12 +96,12 @@ def _is_empty(folder: Path) -> bool:
 def read(path: Any, load: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], Path]:
     """What was saved beside the engine's states, read by `load`, and where these are."""
     folder = Path(path)
-    state = load(folder / STATE)
+    state = load(own_file(folder, STATE))
     name = str(state.pop(_STATES, "nothing"))
     states = folder / name
     if not _STATES_NAME.fullmatch(name) or not states.is_dir():
         raise CheckpointError(f"{states} is missing, which {folder / STATE} names; load another")
-    return state, states
+    return state, own_file(folder, name)
 
 
 def load_state(path: Path, *, trust: bool) -> dict[str, Any]:
@@ -152,10 +160,9 @@ def load_weights(engine: Engine, states: Path) -> None:
                 raise CheckpointError(
                     f"{states}: {name} {tuple(tensor.shape)} is {has}; it is of another model"
                 )
-        dtypes = {name: dtype for dtype, name in model.DTYPE_NAMES.items()}
 
         def value(like: torch.Tensor, record: Any, stored: Any, number: int = 0) -> torch.Tensor:
-            read = torch.empty(like.shape, dtype=dtypes[record.dtype])
+            read = torch.empty(like.shape, dtype=DTYPES[record.dtype])
             if read.numel():
                 view = read.reshape(-1).view(torch.uint8).numpy().data
                 reader.read_into(stored, number * read.nbytes, view)
@@ -172,18 +179,38 @@ def load_weights(engine: Engine, states: Path) -> None:
                 tensor.copy_(value(tensor, buffers[name], reader.buffer(buffers[name])))
 
 
-def weights_of(states: Path) -> dict[str, torch.Tensor]:
-    """A state dict of parameters and persistent buffers, by all their names, over the files'
-    memory-mapped bytes: RAM that the system can take back."""
-    from safetensors import safe_open
-
-    with CheckpointReader(states) as reader:
-        manifest = reader.manifest
-    files = [group.parameters for group in manifest.groups] + [manifest.buffers_file]
+def weights_of(states: Path, beside: Path) -> dict[str, torch.Tensor]:
+    """A state dict of parameters and persistent buffers, by all their names, as their hashes say.
+    They are copied to a file without a name in the folder `beside`, and their memory is mapped from
+    there: RAM that the system can take back."""
     found: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(states / file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    for record in manifest.parameters:
-        found |= dict.fromkeys(record.names, found[record.names[0]])
+    with (
+        CheckpointReader(states) as reader,
+        storage_errors("writing", beside),
+        TemporaryFile(dir=beside) as file,
+    ):
+        tensors = [
+            (names, stored, _copied(reader, stored, file)) for names, stored in reader.weights()
+        ]
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if file.tell() else b""
+    for names, stored, start in tensors:
+        dtype, shape = DTYPES[stored.info.dtype], stored.info.shape
+        value = torch.empty(shape, dtype=dtype)
+        if value.numel():
+            flat = torch.frombuffer(mapped, dtype=dtype, count=value.numel(), offset=start)
+            value = flat.reshape(shape)
+        found |= dict.fromkeys(names, value)
     return found
+
+
+def _copied(reader: CheckpointReader, stored: StoredTensor, file: IO[bytes]) -> int:
+    """Where it is in `file`."""
+    start = round_up(file.tell(), _ALIGNED_NBYTES)
+    file.seek(start)
+    buffer = memoryview(bytearray(min(_PIECE_NBYTES, stored.info.nbytes)))
+    for at in range(0, stored.info.nbytes, _PIECE_NBYTES):
+        piece = buffer[: stored.info.nbytes - at]
+        reader.read_into(stored, at, piece)
+        file.write(piece)
+    return start

@@ -281,7 +281,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if is_adapted(self.engine.module):  # the states of adapters alone
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        self.engine.save_checkpoint(Path(output_dir) / STATES)
+        self.engine.save_checkpoint(Path(output_dir) / STATES, state={})  # the scheduler: below
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 

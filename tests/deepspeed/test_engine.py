@@ -32,6 +32,7 @@ from tests.deepspeed.loops import (
     train,
     weights,
 )
+from tests.offload.engine_cases import assert_scheduler_is_saved
 
 mse = nn.functional.mse_loss
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.02}}
@@ -430,13 +431,16 @@ def test_parameters_in_no_group_are_frozen_and_their_norm_does_not_count(caplog:
     engine.destroy()
 
 
-def test_a_scheduler_that_a_function_makes() -> None:
+def test_a_scheduler_that_a_function_makes(tmp_path: Path) -> None:
     def make(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
 
     with initialized(model(), lr_scheduler=make) as engine:
         train(engine, range(3))
         assert engine.get_lr() == pytest.approx([1e-3])
+        engine.save_checkpoint(tmp_path)
+        engine.save_16bit_model(tmp_path)
+        assert_scheduler_is_saved(engine.offload)
 
 
 # ---------------------------------------------------------------- accessors

@@ -133,6 +133,12 @@ def gradients_of(engine: offload.Engine) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
+def assert_scheduler_is_saved(engine: offload.Engine) -> None:
+    """By who saved a checkpoint of it: no warning was given that it is left out."""
+    assert engine.optimizer.has_scheduler
+    assert not engine._told_of_scheduler
+
+
 def bits(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.checkpoint import manifest
+from offload.checkpoint import copy, manifest
 from offload.checkpoint.blocks import BlockHashes
 from offload.checkpoint.exporting import export
 from offload.checkpoint.reader import CheckpointReader
@@ -315,6 +315,62 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(
     (saved / name).unlink()
     make(saved / name)
     assert name in refusal(engine, saved)
+
+
+def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callable[[], object]]:
+    """All who read a checkpoint."""
+    from offload.checkpoint.exporting import read_whole
+    from offload.integrations.dcp_export import export_dcp
+    from offload.integrations.streamed_folder import load_weights, weights_of
+
+    def verify() -> None:
+        with CheckpointReader(saved) as reader:
+            reader.check(contents=True)
+
+    return {
+        "load": lambda: engine.load_checkpoint(saved),
+        "verify": verify,
+        "weights=": lambda: offload.initialize(seeded(TinyLM), keys_of(out), weights=saved),
+        "dispatch": lambda: offload.dispatch(seeded(TinyLM), keys_of(out), weights=saved),
+        "export": lambda: export(saved, out / "out.safetensors"),
+        "read whole": lambda: read_whole(saved),
+        "export-dcp": lambda: export_dcp(saved, out / "dcp"),
+        "copy": lambda: copy(saved, f"file://{out}/copy"),
+        "consolidate": lambda: weights_of(saved, out),
+        "weights alone": lambda: load_weights(engine, saved),
+    }
+
+
+@pytest.mark.parametrize("name", ["parameters/000.safetensors", "parameters", "manifest.json"])
+def test_a_link_is_not_followed_by_anybody_who_reads_a_checkpoint(
+    engine: offload.Engine, saved: Path, tmp_path: Path, name: str
+) -> None:
+    """Also where it leads to the very bytes that were there."""
+    (saved / name).rename(tmp_path / "elsewhere")
+    (saved / name).symlink_to(tmp_path / "elsewhere")
+    for read in everyone(engine, saved, tmp_path).values():
+        with pytest.raises(CheckpointError, match=rf"{name} is a link, .*`cp -rL`") as caught:
+            read()
+        assert str(caught.value).count("; ") == 1  # no second remedy
+    linked = tmp_path / "linked"
+    (saved / name).unlink()
+    (tmp_path / "elsewhere").rename(saved / name)
+    linked.symlink_to(saved)  # the folder's own name is the user's
+    engine.load_checkpoint(linked)
+
+
+def test_a_flipped_bit_is_seen_by_everybody_who_reads_it(
+    engine: offload.Engine, original: Path, saved: Path, tmp_path: Path
+) -> None:
+    file = saved / "parameters/000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    for read in everyone(engine, saved, tmp_path).values():
+        with pytest.raises(CheckpointError, match=r"000\.safetensors is damaged"):
+            read()
+    assert not (tmp_path / "copy" / "manifest.json").exists()
+    engine.load_checkpoint(original)  # the load was half-way
 
 
 def test_a_fifo_for_a_checkpoint_is_refused(engine: offload.Engine, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from offload.checkpoint import hands
+from offload.checkpoint import hands, locks
 from offload.checkpoint.disk import OpenFile, new_file
 from offload.checkpoint.hands import patiently, when_returned
-from offload.checkpoint.locks import alone_in, lock_folder
-from offload.errors import NoSpaceError, StuckError
+from offload.checkpoint.locks import alone_in, lock_folder, unlock
+from offload.errors import CheckpointError, NoSpaceError, StuckError
 
 SOON_S = 10.0  # at most, for what another thread does at once
 
@@ -155,6 +155,24 @@ def test_a_lock_is_kept_while_a_rename_below_it_may_still_come(
     assert ended(lambda: not hands._left)
     with alone_in(tmp_path):
         assert os.listdir(tmp_path) == ["new"]
+
+
+def test_a_lock_that_a_stopped_process_keeps_is_an_error_within_half_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+
+    def later(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr(locks.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(locks.time, "sleep", later)
+    monkeypatch.setattr(locks, "POLL_S", 0.5)
+    holder = lock_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="another process has locked"), alone_in(tmp_path):
+        raise AssertionError("it is locked")
+    assert 20 < now_s[0] < 30
+    unlock(holder)
 
 
 def test_a_ctrl_c_ends_the_wait_for_a_call_that_is_stuck(fifo: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 import offload
 from offload import checkpoint
+from offload.checkpoint import hands
 from offload.checkpoint.folder import discard, recover
+from offload.checkpoint.ownership import marked, remove
 from offload.errors import PathError
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded
 
@@ -186,10 +188,112 @@ def test_a_sibling_with_such_a_name_stays(
 def test_a_name_for_what_is_not_complete_is_no_name_to_save_to(
     engine: offload.Engine, tmp_path: Path
 ) -> None:
-    from offload.checkpoint.ownership import marked
-
     with pytest.raises(PathError, match="not complete yet"):
         engine.save_checkpoint(marked(tmp_path / "saved", "tmp"))
+
+
+# ------------------------------------------------------------------------- other users
+OTHER = 4242
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
+
+
+def given_away(path: Path) -> Path:
+    for each in (path, *path.rglob("*")):
+        os.chown(each, OTHER, OTHER)
+    return path
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["tmp", "old", "del"])
+def test_what_another_user_put_beside_a_checkpoint_is_neither_adopted_nor_removed(
+    engine: offload.Engine, original: Path, tmp_path: Path, kind: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    tmp_path.chmod(0o1777)
+    planted = marked(tmp_path / "step-000009", kind)
+    given_away(Path(shutil.copytree(original, planted)))
+    before = tree(planted)
+    with caplog.at_level(logging.INFO, "offload"):
+        for _ in range(3):
+            assert checkpoint.latest(tmp_path) is None
+            recover(tmp_path)
+    assert caplog.text.count(f"{planted} stays as it is: it belongs to another user") == 1
+    engine.save_checkpoint(tmp_path / "step-000001")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000001"
+    assert tree(planted) == before
+    with pytest.raises(offload.CheckpointError, match="no checkpoint at"):
+        engine.load_checkpoint(tmp_path / "step-000009")
+    os.chown(planted, os.geteuid(), -1)
+    recover(tmp_path)
+    assert not planted.exists()
+
+
+@as_root
+def test_in_a_folder_open_to_all_no_step_of_another_user_counts(
+    engine: offload.Engine, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be resumed from, and pruning would remove all others for it."""
+    tmp_path.chmod(0o1777)
+    for step in (1, 2, 3):
+        shutil.copytree(original, checkpoint.step_path(tmp_path, step))
+    planted = [
+        given_away(Path(shutil.copytree(original, checkpoint.step_path(tmp_path, step))))
+        for step in (0, 9)
+    ]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
+    assert checkpoint.prune(tmp_path, keep_last=1) == [
+        tmp_path / "step-000001", tmp_path / "step-000002",
+    ]  # fmt: skip
+    assert all(each.is_dir() for each in planted)
+    for each in planted:
+        assert caplog.text.count(f"{each} stays as it is: it belongs to another user") == 1
+    engine.load_checkpoint(planted[1])  # by its name
+    tmp_path.chmod(0o1775)  # a group's
+    assert checkpoint.latest(tmp_path) == planted[1]
+
+
+@as_root
+def test_in_a_users_own_folder_that_users_leftovers_are_ours(
+    original: Path, tmp_path: Path
+) -> None:
+    """Who owns a folder can exchange all in it; and on some file systems all is one user's."""
+    shutil.copytree(original, marked(tmp_path / "step-000002", "tmp"))
+    given_away(tmp_path)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000002"
+
+
+@pytest.mark.parametrize("inner", ["parameters", "optimizer"])
+def test_a_link_that_takes_a_name_amid_a_removal_is_not_followed(
+    original: Path, tmp_path: Path, inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doomed = marked(tmp_path / "saved", "del")
+    shutil.copytree(original, doomed)
+    precious = Path(shutil.copytree(original / inner, tmp_path / "precious"))
+    before, swapped = tree(precious), []
+    make_call = hands.make_call
+
+    def exchanged(operation: str, path: Path, *call: Any) -> Any:
+        if operation == "unlink" and not swapped:  # after all was looked at
+            swapped.append(path)
+            (doomed / inner).rename(tmp_path / "aside")
+            (doomed / inner).symlink_to(precious)
+        return make_call(operation, path, *call)
+
+    monkeypatch.setattr(hands, "make_call", exchanged)
+    recover(tmp_path)
+    assert swapped
+    assert tree(precious) == before
+    assert (doomed / inner).is_symlink()  # and so the folder stays
+
+
+def test_a_link_with_a_marked_name_is_left(original: Path, tmp_path: Path) -> None:
+    link = marked(tmp_path / "saved", "del")
+    link.symlink_to(shutil.copytree(original, tmp_path / "precious"))
+    recover(tmp_path)
+    remove(link)
+    assert link.is_symlink()
+    assert tree(tmp_path / "precious") == tree(original)
 
 
 # ------------------------------------------------------------------------- pruning

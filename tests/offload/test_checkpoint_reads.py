@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from safetensors.torch import save_file
 
 import offload
 from offload import checkpoint
 from offload.checkpoint import blocks, bounded_json, manifest
+from offload.checkpoint.locks import lock_folder, unlock
 from offload.checkpoint.manifest import FileRecord, Manifest
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo
@@ -294,6 +296,94 @@ def test_an_older_checkpoint_under_a_newer_name_is_said_and_not_the_latest(
     engine.load_checkpoint(tmp_path / "step-000003")
     assert "was saved as step-1" in caplog.text
     engine.load_checkpoint(Path(shutil.copytree(originals[0] / "step-2", tmp_path / "best")))
+
+
+# ------------------------------------------------------------------------- weights=
+PARTS = [".", "parameters"]
+
+
+def weights_in(keys: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
+    with offload.initialize(seeded(TinyLM, 3), keys, weights=path) as engine, engine.gathered():
+        return {name: t.clone() for name, t in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("version", [3, 2])
+def test_weights_of_a_checkpoint_are_all_used_and_compared_with_their_hashes(
+    saved: Path, tmp_path: Path, part: str, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    if version == 2:
+        older(saved)
+    with offload.initialize(seeded(TinyLM, 4), keys_of(tmp_path)) as engine:
+        engine.load_checkpoint(saved)
+        expected = {name: t.clone() for name, t in engine.module.state_dict().items()}
+    caplog.clear()
+    assert_same_bits(weights_in(keys_of(tmp_path), saved / part), expected)
+    assert "unused" not in caplog.text
+    unlock(lock_folder(saved))  # nobody keeps it
+    for name in (file.name for file in (saved / "parameters").iterdir()):
+        damage(saved / "parameters" / name)
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged: tensors"):
+            weights_in(keys_of(tmp_path), saved / part)
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged: tensors"):
+            offload.dispatch(seeded(TinyLM, 3), keys_of(tmp_path), weights=saved / part)
+        damage(saved / "parameters" / name)  # back
+    assert_same_bits(weights_in(keys_of(tmp_path), saved / part), expected)
+
+
+def damage(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 4
+    file.write_bytes(raw)
+
+
+def test_weights_need_no_states_and_say_what_is_missing(saved: Path, tmp_path: Path) -> None:
+    shutil.rmtree(saved / "optimizer")
+    (saved / "run.safetensors").unlink()
+    assert weights_in(keys_of(tmp_path), saved)
+    (saved / "parameters/000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"parameters/000\.safetensors is missing"):
+        weights_in(keys_of(tmp_path), saved)
+    shutil.rmtree(saved / "parameters")
+    (saved / "parameters").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match=r"parameters is a link"):
+        weights_in(keys_of(tmp_path), saved)
+    (saved / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is not the manifest of a checkpoint"):
+        weights_in(keys_of(tmp_path), saved)
+
+
+def test_one_file_of_a_checkpoint_and_one_beside_are_weights_too(
+    saved: Path, tmp_path: Path
+) -> None:
+    with CheckpointReader(saved) as reader:
+        record = reader.manifest.parameters[0]
+        file = saved / reader.parameter(record).file
+    model = torch.nn.Module()
+    holder, name = model, record.names[0]
+    *path, last = name.split(".")
+    for part in path:
+        holder.add_module(part, torch.nn.Module())
+        holder = holder.get_submodule(part)
+    holder.register_parameter(last, torch.nn.Parameter(torch.zeros(record.shape)))
+    damage(file)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        offload.initialize(model, keys_of(tmp_path), weights=file)
+    beside = saved / "export" / "model.safetensors"  # it is no part of the checkpoint
+    beside.parent.mkdir()
+    save_file({name: torch.ones(record.shape)}, beside)
+    with offload.initialize(model, keys_of(tmp_path), weights=beside) as engine:
+        assert engine.module.state_dict()[name].eq(1).all()
+
+
+def test_weights_whose_file_is_longer_than_its_hashes_are_refused(
+    saved: Path, tmp_path: Path
+) -> None:
+    """As `verify` says: another file has been put there."""
+    with (saved / "parameters/000.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match=r"000\.safetensors has \d+ bytes instead of"):
+        weights_in(keys_of(tmp_path), saved)
 
 
 # ------------------------------------------------------------------------- older formats

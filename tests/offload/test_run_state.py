@@ -232,6 +232,42 @@ STATE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def scheduler_warnings(engine: Any, folder: Path, caplog: Any, **keys: Any) -> int:
+    caplog.clear()
+    for wait in (True, False):
+        engine.save_checkpoint(folder / "saved", wait=wait, **keys)
+    engine.checkpoint_saved()
+    return caplog.text.count("does not have the learning-rate scheduler of engine.optimizer")  # type: ignore[no-any-return]
+
+
+def test_a_scheduler_that_is_left_out_of_a_checkpoint_is_told_of_once(
+    tmp_path: Path, caplog: Any
+) -> None:
+    """Without a word a resumed run would begin with the first learning rate again."""
+    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST)) as engine:
+        assert scheduler_warnings(engine, tmp_path, caplog) == 0
+        schedule = schedules.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+        for state in ({}, {"schedule": schedule.state_dict()}):
+            assert scheduler_warnings(engine, tmp_path, caplog, state=state) == 0
+        assert scheduler_warnings(engine, tmp_path, caplog) == 1
+        assert "register_for_checkpointing" in caplog.text
+        assert scheduler_warnings(engine, tmp_path, caplog) == 0
+    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST)) as engine:
+        schedule = schedules.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+        engine.register_for_checkpointing(schedule=schedule)
+        assert scheduler_warnings(engine, tmp_path, caplog) == 0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant_with_warmup", "inverse_sqrt"])
+def test_a_scheduler_of_transformers_is_seen_too(kind: str, tmp_path: Path, caplog: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST)) as engine:
+        transformers.get_scheduler(
+            kind, engine.optimizer, num_warmup_steps=2, num_training_steps=9
+        )  # fmt: skip
+        assert scheduler_warnings(engine, tmp_path, caplog) == 1
+
+
 def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -> None:
     base = torch.arange(6.0)
     tensors = {

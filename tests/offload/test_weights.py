@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,21 @@ def test_missing_tensors_are_named_together_and_unused_ones_in_a_warning(
     save_file({**values, "more": torch.ones(2)}, more)
     with offload.initialize(build(), config(tmp_path, HOST), weights=more):
         assert "1 tensors of the files are not the model's, and unused (more)" in caplog.text
+
+
+def test_of_a_folders_links_those_of_a_hubs_cache_are_followed(tmp_path: Path) -> None:
+    """There a snapshot's files are links to blobs beside it; no other leads out of a folder."""
+    (tmp_path / "hub/blobs").mkdir(parents=True)
+    snapshot = tmp_path / "hub/snapshots/1f2e"
+    snapshot.mkdir(parents=True)
+    files(snapshot, linear__bias=torch.full((32,), 7.0))
+    (snapshot / "model.safetensors").rename(tmp_path / "hub/blobs/ab12")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/ab12")
+    assert loaded(tmp_path, snapshot)["linear.bias"].eq(7).all()
+    shutil.copy(tmp_path / "hub/blobs/ab12", tmp_path / "outside")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=r"is a link to .*, outside of its folder"):
+        loaded(tmp_path, snapshot)
+    found = loaded(tmp_path, snapshot / "model.safetensors")  # named by the user
+    assert found["linear.bias"].eq(7).all()

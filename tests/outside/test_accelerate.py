@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import offload
 from offload.errors import ConfigError, StateError, UnsupportedError
-from tests.offload.engine_cases import assert_same_bits
+from tests.offload.engine_cases import assert_same_bits, assert_scheduler_is_saved
 from tests.outside.memory import assert_streams
 from tests.outside.trainer_cases import (
     ACCUMULATE,
@@ -90,6 +90,7 @@ def test_a_loop_trains_as_plainly_and_resumes_to_the_bit(placement: str, tmp_pat
     with offload.initialize(model, settings(tmp_path, PLACEMENTS[placement])) as engine:
         run = Run(kind, model, engine.optimizer).go(0, half)
         run.accelerator.save_state(str(tmp_path / "saved"))
+        assert_scheduler_is_saved(engine)
         assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
             "offload", "random_states_0.pkl", "scheduler.bin",
         ]  # fmt: skip
@@ -104,6 +105,17 @@ def test_a_loop_trains_as_plainly_and_resumes_to_the_bit(placement: str, tmp_pat
         resumed.go(half, whole)
         assert resumed.losses == run.losses[half:]
         assert_same_bits(values_of(again), weights)
+
+
+def test_a_scheduler_that_was_not_prepared_is_told_of(tmp_path: Path) -> None:
+    """accelerate saves those that it knows."""
+    model = tiny_llama()
+    with offload.initialize(model, settings(tmp_path, PLACEMENTS["host"])) as engine:
+        accelerator = integration.OffloadAccelerator(cpu=True)
+        accelerator.prepare(model, engine.optimizer)
+        torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
+        accelerator.save_state(str(tmp_path / "saved"))
+        assert engine._told_of_scheduler
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

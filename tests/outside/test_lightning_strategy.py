@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import offload
 from offload.errors import CheckpointError, ConfigError, PathError, StateError, UnsupportedError
-from tests.offload.engine_cases import HOST, assert_same_bits, seeded
+from tests.offload.engine_cases import HOST, assert_same_bits, assert_scheduler_is_saved, seeded
 from tests.outside.memory import assert_streams
 from tests.outside.trainer_cases import (
     ACCUMULATE,
@@ -134,6 +134,7 @@ def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
     assert_equal_runs(found, expected)
     assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
     losses, weights = found.losses, values_of(found)
+    assert_scheduler_is_saved(strategy.engine)
     strategy.engine.close()
 
     again = strategies.OffloadStrategy(keys_for(tmp_path, placement))
@@ -189,6 +190,15 @@ def test_a_plain_checkpoint_is_loaded_and_a_folder_becomes_one(tmp_path: Path) -
     loaded = Lit.load_from_checkpoint(tmp_path / "final.file", map_location="cpu")
     assert loaded.hparams.rate == 3e-3
     assert_same_bits(values_of(loaded), weights)
+    (states,) = (tmp_path / "final.ckpt").glob("states-*")
+    file = states / "parameters/000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=r"000\.safetensors is damaged"):
+        strategies.consolidate(tmp_path / "final.ckpt", tmp_path / "damaged.file")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_evaluation_before_training_and_a_second_fit_begin_anew(tmp_path: Path) -> None:
@@ -493,6 +503,7 @@ def test_fabric_trains_as_without_a_strategy_and_resumes(placement: str, tmp_pat
     made = strategy(keys_for(tmp_path, placement))
     found = fabric_run(tmp_path / "ours", made)
     assert_close(found, fabric_run(tmp_path / "plain"))
+    assert_scheduler_is_saved(made.engine)
     made.engine.close()
     made = strategy(keys_for(tmp_path, placement))
     again = fabric_run(tmp_path / "ours", made, resume=True)

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, ConfigError, OffloadError, StateError, UnsupportedError
-from tests.offload.engine_cases import assert_same_bits, config, seeded
+from tests.offload.engine_cases import (
+    assert_same_bits,
+    assert_scheduler_is_saved,
+    config,
+    seeded,
+)
 from tests.outside.trainer_cases import (
     ARGUMENTS,
     CLIP,
@@ -99,6 +104,7 @@ def test_logs_and_weights_are_plain_trainers_and_a_resumed_run_has_the_same_bits
     trainer = make(ours.OffloadTrainer, tmp_path / "whole", offload=given)
     trainer.train()
     whole, weights = logged(trainer), values_of(trainer.model)
+    assert_scheduler_is_saved(trainer.engine)
     trainer.engine.close()
     assert len(whole["loss"]) == STEPS
     assert min(whole["grad_norm"]) > CLIP
