@@ -23,7 +23,8 @@ from pathlib import Path
 
 import xxhash
 
-from offload.checkpoint.disk import entries, is_there, remove_file, remove_folder
+from offload.checkpoint.disk import entries, is_folder, is_there, remove_file, remove_folder
+from offload.checkpoint.hands import patiently
 from offload.checkpoint.manifest import FORMAT, MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
 from offload.checkpoint.reader import CheckpointReader
 from offload.tiers.errors import CheckpointError, PathError
@@ -67,8 +68,9 @@ def leftovers(parent: Path) -> list[Leftover]:
         if match is None or not entry.is_dir(follow_symlinks=False):
             continue
         with suppress(FileNotFoundError):  # just removed by the process that replaced it
-            mtime_ns = entry.stat(follow_symlinks=False).st_mtime_ns
-            path, target = parent / entry.name, parent / match["name"]
+            path = parent / entry.name
+            mtime_ns = patiently("stat", path, os.lstat, path).st_mtime_ns
+            target = parent / match["name"]
             ours = is_marked(entry.name)
             found.append(Leftover(path, target, match["kind"], ours, mtime_ns))
     return sorted(found, key=lambda each: (each.kind == "tmp", each.mtime_ns), reverse=True)
@@ -107,9 +109,9 @@ def check_replaceable(target: Path) -> None:
         raise PathError(f"{target} is a name for what is not complete yet; name another path")
     if not is_there(target):
         return
-    if not target.is_dir():
+    if not is_folder(target):
         raise PathError(f"{target} is a file, a checkpoint is a folder; name another path")
-    if os.path.ismount(target):
+    if patiently("stat", target, os.path.ismount, target):
         raise PathError(f"{target} is where a disk is mounted; name a folder in it")
     names = [entry.name for entry in entries(target)]
     if not names:
