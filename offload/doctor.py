@@ -264,18 +264,22 @@ def _leftovers(path: Path) -> list[Check]:
     checks = []
     if dead:
         advice = f"offload doctor --clean {path} removes {'it' if len(dead) == 1 else 'them'}"
-        checks.append(Check(f"{path} leftovers", "warn", f"of dead runs: {_listed(dead)}", advice))
+        checks.append(
+            Check(f"{path} leftovers", "warn", f"of dead runs: {_listed(dead, path)}", advice)
+        )
     if others := [each for each in found if not each.is_dead]:
         where = "other machines, in other containers, or before a restart"
         advice = "look there whether they live; else remove what is named"
         checks.append(
-            Check(f"{path} leftovers", "warn", f"of runs on {where}: {_listed(others)}", advice)
+            Check(
+                f"{path} leftovers", "warn", f"of runs on {where}: {_listed(others, path)}", advice
+            )
         )
     return checks
 
 
-def _listed(found: Sequence[Leftover]) -> str:
-    names = ", ".join(each.path.name for each in found[:_SHOWN])
+def _listed(found: Sequence[Leftover], folder: Path) -> str:
+    names = ", ".join(str(each.path.relative_to(folder)) for each in found[:_SHOWN])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{names}{more} ({format_bytes(sum(each.nbytes for each in found))})"
 

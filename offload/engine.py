@@ -537,7 +537,7 @@ class Engine(TieredModel):
         refuse_url(path, "save_checkpoint")
         _refuse_parts("save_checkpoint", self._open())
         if state is None:
-            self._tell_of_scheduler()
+            self.tell_of_scheduler()
         earlier = self._saves.failure()
         self.values.adopt_changes()
         stepper = self._open().stepper
@@ -549,7 +549,9 @@ class Engine(TieredModel):
         if earlier is not None:  # of the one before; this one is saved all the same
             raise earlier
 
-    def _tell_of_scheduler(self) -> None:
+    def tell_of_scheduler(self) -> None:
+        """Warn, once, of one that a checkpoint does not have: it steps the optimizer, and nothing
+        is registered."""
         if self._told_of_scheduler or self.carried or not self.optimizer.has_scheduler:
             return
         self._told_of_scheduler = True

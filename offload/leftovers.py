@@ -8,6 +8,7 @@ what belongs to another user.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload import machine
-from offload.checkpoint.folder import recover
+from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.locks import lock_folder, unlock
 from offload.checkpoint.ownership import leftovers as pending_checkpoints
 from offload.swap.maker_marks import Life, maker_of
+from offload.tiers.errors import PathError
 
+STATE = "state.ckpt"  # of a checkpoint of Lightning's, see `integrations/streamed_folder`
+_PENDING_STATE = re.compile(rf"\.{re.escape(STATE)}\.(?P<states>states-[0-9a-f]{{8}})\.tmp-")
 # Of one machine at a time. On others (NFS, FUSE, ...) a run of another machine may be alive.
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"})
 
@@ -34,27 +38,40 @@ class Leftover:
     nbytes: int
     pid: int | None = None
     is_dead: bool = True
+    is_checkpoint: bool = False  # whole, and with a name, but nothing refers to it
 
 
 def leftovers(folder: Path) -> list[Leftover]:
-    """Those in `folder` itself, by name. Of a process that lives there is none. OSError."""
-    return sorted([*_marked(folder), *_checkpoints(folder)], key=lambda each: each.path)
+    """Those in `folder` itself and in Lightning's checkpoints in it, by name. Of a process that
+    lives there is none. OSError."""
+    places = [folder, *_streamed(folder)]
+    found = [each for place in places for each in (*_marked(place), *_checkpoints(place))]
+    return sorted(found, key=lambda each: each.path)
+
+
+def _streamed(folder: Path) -> Iterator[Path]:
+    """Folders in it that hold a `STATE`, or one that is being written."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            with suppress(OSError):  # not ours to look into
+                if any(name.startswith((STATE, f".{STATE}")) for name in os.listdir(entry.path)):
+                    yield folder / entry.name
 
 
 def clean(folder: Path) -> list[Leftover]:
     """Remove what dead processes left in `folder`; what was removed. A checkpoint that lacked its
     name alone gets it. OSError."""
-    found = [each for each in leftovers(folder) if each.is_dead]
-    if any(each.pid is None for each in found):
-        recover(folder)
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for each in found:
-            if each.pid is not None:
-                _remove(each.path.name, opened)
-    finally:
-        os.close(opened)
-    return [each for each in found if not os.path.lexists(each.path)]
+    found = {each.path: each for each in leftovers(folder) if each.is_dead}
+    for place in {each.path.parent for each in found.values() if each.pid is None}:
+        recover(place)  # what gets its name may be a part of what is removed next
+    found |= {each.path: each for each in leftovers(folder) if each.is_dead}
+    for each in found.values():
+        if each.is_checkpoint:
+            with suppress(PathError):  # with something else in it, it stays
+                discard(each.path)
+        elif each.pid is not None:
+            _remove(each.path, folder)
+    return [each for each in found.values() if not os.path.lexists(each.path)]
 
 
 def _marked(folder: Path) -> Iterator[Leftover]:
@@ -68,7 +85,16 @@ def _marked(folder: Path) -> Iterator[Leftover]:
             life = maker.life(is_local=is_local)
             if life is not Life.ALIVE and _is_ours(entry.stat(follow_symlinks=False)):
                 path = folder / entry.name
+                yield from _begun(path, maker.pid, is_dead=life is Life.DEAD)
                 yield Leftover(path, _nbytes(path), maker.pid, life is Life.DEAD)
+
+
+def _begun(pending: Path, pid: int, *, is_dead: bool) -> Iterator[Leftover]:
+    """The engine's states that a `STATE` was to name which never got its name."""
+    match = _PENDING_STATE.match(pending.name)
+    states = None if match is None else pending.with_name(match["states"])
+    if states is not None and states.is_dir() and _is_ours(states.lstat()):
+        yield Leftover(states, _nbytes(states), pid, is_dead, is_checkpoint=True)
 
 
 def _checkpoints(folder: Path) -> Iterator[Leftover]:
@@ -102,12 +128,18 @@ def _nbytes(path: Path) -> int:
     return total
 
 
-def _remove(name: str, folder: int) -> None:
-    with suppress(FileNotFoundError):
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if not _is_ours(status):
-            return
-        if stat.S_ISDIR(status.st_mode):
-            shutil.rmtree(name, dir_fd=folder)  # follows no link, whoever puts one there
-        else:
-            os.unlink(name, dir_fd=folder)
+def _remove(path: Path, folder: Path) -> None:
+    """`path` is in `folder`, or in one in it. Follows no link, whoever puts one there."""
+    only = 0 if path.parent == folder else os.O_NOFOLLOW
+    opened = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | only)
+    try:
+        with suppress(FileNotFoundError):
+            status = os.stat(path.name, dir_fd=opened, follow_symlinks=False)
+            if not _is_ours(status):
+                return
+            if stat.S_ISDIR(status.st_mode):
+                shutil.rmtree(path.name, dir_fd=opened)
+            else:
+                os.unlink(path.name, dir_fd=opened)
+    finally:
+        os.close(opened)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.disk import free_nbytes
+from offload.checkpoint.disk import device_of, free_nbytes
 from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.run_state import RunState
 from offload.checkpoint.saving import Saver, check_savable
@@ -269,9 +269,9 @@ def _stored_nbytes(state: State) -> int:
 
 def _room_on_disk(engine: Engine, folder: Path, nbytes: int) -> int:
     """How much the swap files may grow, so that there is room for the checkpoint beside them."""
-    device = os.stat(folder).st_dev
+    device = device_of(folder)
     rooms = [
-        free_nbytes(Path(path)) - (nbytes if os.stat(path).st_dev == device else 0) - GROWTH_NBYTES
-        for path in engine.swap_folders
+        free_nbytes(path) - (nbytes if device_of(path) == device else 0) - GROWTH_NBYTES
+        for path in map(Path, engine.swap_folders)
     ]
     return max(0, min(rooms, default=0))

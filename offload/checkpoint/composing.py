@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.checkpoint.disk import check_room, storage_errors
+from offload.checkpoint.disk import check_room, make_folder, storage_errors, write_text
 from offload.checkpoint.manifest import (
     BUFFERS,
     MANIFEST,
@@ -60,8 +60,8 @@ class Composer:
         numel = sum(int(np.prod(record.shape)) for record in manifest.parameters)
         check_room(folder, 16 * numel)
         with storage_errors("creating", folder):
-            (folder / PARAMETERS).mkdir()
-            (folder / OPTIMIZER).mkdir()
+            make_folder(folder / PARAMETERS)
+            make_folder(folder / OPTIMIZER)
 
     def add_trained(
         self, record: ParameterRecord, weight: torch.Tensor, states: Mapping[str, torch.Tensor],
@@ -123,8 +123,7 @@ class Composer:
         manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
         text = manifest.to_json()
         Manifest.from_json(text.encode(), str(self._folder / MANIFEST))
-        with storage_errors("writing", self._folder):
-            (self._folder / MANIFEST).write_text(text)
+        write_text(self._folder / MANIFEST, text)
 
     def _writer(
         self, file: str, sections: Sections, metadata: Mapping[str, str]

@@ -8,11 +8,13 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from offload.checkpoint.hands import Call, Hand, patiently
-from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError
+from offload.swap.maker_marks import marked
+from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 
 R = TypeVar("R")
@@ -23,6 +25,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
 _CALL_NBYTES = 16 << 20  # that a call moves: a slow disk, too, ends one long before it is given up
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _READ_NBYTES = 512 << 10  # stays in the processor's cache until it has been copied
 
 
@@ -244,6 +247,21 @@ def write_text(path: Path, text: str) -> None:
         file.sync()
 
 
+def replace_text(path: Path, text: str) -> None:
+    """A file with a text, durably: a reader finds what was there before, or the text."""
+    pending = path.with_name(marked(f".{path.name}"))
+    try:
+        write_text(pending, text)
+        with storage_errors("writing", path):
+            rename(pending, path)
+            sync_folder(path.parent)
+    except BaseException as error:
+        if not isinstance(error, StuckError):  # else it would wait for the same disk
+            with suppress(OSError):  # what led here is the error
+                remove_file(pending)
+        raise
+
+
 def _sync_range(fd: int, offset_bytes: int, nbytes: int, flags: int) -> None:
     """sync_file_range(2), where there is such a thing. What it says of a failed write no later
     fsync says again."""
@@ -257,8 +275,14 @@ def _sync_range(fd: int, offset_bytes: int, nbytes: int, flags: int) -> None:
 
 # --------------------------------------------------------------------------- names
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """`parents`: with those above it, and it may be there already."""
+    """`parents`: with those above it, durably, and it may be there already."""
+    above = (path, *path.parents) if parents else ()
+    missing = [*takewhile(lambda folder: not is_there(folder), above)]
     patiently("mkdir", path, lambda: path.mkdir(parents=parents, exist_ok=parents))
+    for folder in missing:
+        # a parent that may be written to and not read cannot be synced
+        with suppress(PermissionError):
+            sync_folder(folder.parent)
 
 
 def rename(old: Path, new: Path) -> None:
@@ -282,9 +306,34 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
+def remove_file(path: Path) -> None:
+    patiently("unlink", path, lambda: os.unlink(path))
+
+
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """What a folder holds."""
-    return patiently("scandir", folder, lambda: list(os.scandir(folder)))
+
+    def look() -> list[os.DirEntry[str]]:
+        found = list(os.scandir(folder))
+        for entry in found:
+            entry.is_symlink()  # where the folder does not say of what kind it is, it asks now
+        return found
+
+    return patiently("scandir", folder, look)
+
+
+def real_path(path: Path) -> Path:
+    """Where it leads, links followed. ValueError for a NUL."""
+    return Path(patiently("realpath", path, os.path.realpath, path))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is one, or a link to one."""
+    return patiently("stat", path, os.path.isdir, path)
+
+
+def is_link(path: Path) -> bool:
+    return patiently("stat", path, os.path.islink, path)
 
 
 def is_there(path: Path) -> bool:
@@ -313,6 +362,35 @@ def sync_folder(path: Path) -> None:
             os.close(fd)
 
     patiently("fsync folder", path, sync)
+
+
+def sync_tree(path: Path) -> None:
+    """Make a file durable, or a folder with all in it; but for its own name."""
+    if not is_folder(path):
+        sync_file(path)
+        return
+    for entry in entries(path):
+        if not entry.is_symlink():
+            sync_tree(path / entry.name)
+    sync_folder(path)
+
+
+def sync_files(folder: Path) -> None:
+    """Make the contents of the files in a folder durable, not of those below."""
+    for entry in entries(folder):
+        if entry.is_file(follow_symlinks=False):
+            sync_file(folder / entry.name)
+
+
+def sync_file(path: Path) -> None:
+    """Make the contents of a file durable that somebody else has written."""
+    with storage_errors("writing", path), OpenFile("open", path, path, _OPEN_FLAGS) as file:
+        file.sync()
+
+
+def device_of(path: Path) -> int:
+    """The number of the file system that it is on."""
+    return patiently("stat", path, os.stat, path).st_dev
 
 
 def free_nbytes(path: Path) -> int:

@@ -10,7 +10,6 @@ Streams: one piece of one parameter is in memory at a time.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from offload.checkpoint.disk import check_room, storage_errors, sync_folder
+from offload.checkpoint.disk import (
+    check_room,
+    is_folder,
+    is_there,
+    make_folder,
+    rename,
+    storage_errors,
+    sync_folder,
+    sync_tree,
+    write_text,
+)
 from offload.checkpoint.manifest import BufferRecord, ModelRecord, ParameterRecord
 from offload.checkpoint.model_files import (
     CONFIG,
@@ -43,7 +52,7 @@ from offload.checkpoint.safetensors_file import (
 from offload.kernels.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
 from offload.swap.maker_marks import marked
-from offload.tiers.errors import PathError
+from offload.tiers.errors import PathError, StuckError
 
 _PIECE_NUMEL = 1 << 20
 _FLOATS = {"F32": Float.FP32, "BF16": Float.BF16, "F16": Float.FP16}
@@ -75,7 +84,7 @@ WriteHubFormat = Callable[[ModelRecord, Sequence[ExportedTensor], Path], HubFile
 
 def export(
     path: Path, out: Path, dtype: str | None = None, source: Path | None = None,
-    hub_format: WriteHubFormat | None = None,
+    hub_format: WriteHubFormat | None = None, *, replaces: bool = False,
 ) -> list[Path]:  # fmt: skip
     """Write the model of checkpoint `path` to `out`; the files written.
 
@@ -85,38 +94,45 @@ def export(
     and, if the checkpoint does not know it, of the configuration; by default the one that the model
     came from, where that is there still. A transformers model goes through `hub_format`, where that
     is given; else tensors have the model's own names and shapes. What is read is compared with its
-    hashes. `out` is complete or absent, and must not exist: PathError.
+    hashes. `out` is complete or absent, and must not exist (PathError), unless it `replaces` a
+    file.
     """
-    check_new(out)
+    if not replaces:
+        check_new(out)
     if source is not None and not source.is_dir():
         raise PathError(f"{source} is no folder; name the model's, with config.json in it")
     with CheckpointReader(path) as reader:
         reader.check(contents=False)
         weights = _Weights(reader, dtype)
-        with pending_output(out) as pending:
+        with pending_output(out, replaces=replaces) as pending:
             names = _write(weights, out, pending, source, hub_format)
     return [out / name for name in names] or [out]
 
 
 def check_new(out: Path) -> None:
     """PathError unless `out` can be made."""
-    if os.path.lexists(out):
-        raise PathError(f"{out} exists; remove it, or name another file or folder")
-    if not out.parent.is_dir():
+    if not is_folder(out.parent):
         raise PathError(f"{out.parent} is no folder; make it, or name another place for {out.name}")
+    with storage_errors("looking at", out):
+        if is_there(out):
+            raise PathError(f"{out} exists; remove it, or name another file or folder")
 
 
 @contextmanager
-def pending_output(out: Path) -> Iterator[Path]:
-    """A name for what is to become `out`, a file or a folder: that at the end, or nothing."""
+def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """A name for what is to become `out`, a file or a folder: that at the end, durably, or nothing.
+    `replaces`: a file that is there goes."""
     pending = out.with_name(marked(f".{out.name}"))
     try:
         yield pending
-        check_new(out)  # somebody else may have made it meanwhile
+        if not replaces:
+            check_new(out)  # somebody else may have made it meanwhile
         with storage_errors("creating", out):
-            os.rename(pending, out)
-    except BaseException:
-        shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
+            sync_tree(pending)  # before it can have the name
+            rename(pending, out)
+    except BaseException as error:
+        if not isinstance(error, StuckError):  # else it would wait for the same disk
+            shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
         raise
     with storage_errors("creating", out):
         sync_folder(out.parent)
@@ -144,7 +160,7 @@ def _write(
         _write_file(pending, weights.all())
         return []
     with storage_errors("creating", pending):
-        pending.mkdir()
+        make_folder(pending)
     model = weights.model
     written: HubFiles | None = None
     if model is not None and hub_format is not None:
@@ -163,9 +179,8 @@ def _write_own_names(weights: _Weights, pending: Path) -> list[str]:
         _write_file(pending / file, [tensors[name] for name in names])
     written = list(files)
     if len(files) > 1:
-        with storage_errors("writing", pending / INDEX):
-            total = sum(tensor.info.nbytes for tensor in tensors.values())
-            (pending / INDEX).write_text(index_text(files, total))
+        total = sum(tensor.info.nbytes for tensor in tensors.values())
+        write_text(pending / INDEX, index_text(files, total))
         written.append(INDEX)
     return written
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +21,10 @@ from offload.checkpoint.disk import (
     FULL,
     entries,
     exchange,
+    is_folder,
     is_there,
     make_folder,
+    real_path,
     rename,
     storage_error,
     storage_errors,
@@ -46,11 +47,12 @@ class PendingFolder:
 
     def __init__(self, target: Path) -> None:
         try:
-            # a link keeps pointing at what it points at
-            self.target = Path(os.path.realpath(target))
+            self.target = real_path(target)  # a link keeps pointing at what it points at
             self.path = marked(self.target, "tmp")
         except ValueError as error:  # the root folder, or a NUL
             raise PathError(f"{str(target)!r} cannot be a checkpoint's folder: {error}") from None
+        except OSError as error:
+            raise storage_error(error, "looking at", target) from error
         self._lock: OpenFolder | None = None
         self._is_published = False
 
@@ -121,6 +123,16 @@ class PendingFolder:
         unlock(lock)
 
 
+def adopt(path: Path) -> None:
+    """Give a folder its name back that a killed writer had finished under another one."""
+    try:
+        real = real_path(path)
+        if not is_there(real) and is_folder(real.parent):
+            recover(real.parent)
+    except (OSError, ValueError):
+        return  # not ours to write to, or no path: who opens it says that there is no checkpoint
+
+
 def recover(parent: Path) -> None:
     """Adopt or remove the folders that killed writers left in `parent`. Leaves folders alone that
     another process writes, reads or removes."""
@@ -172,6 +184,7 @@ def discard(path: Path) -> bool:
                 return False
             check_replaceable(path)
             doomed = _condemn(path, path, locks)
+            sync_folder(path.parent)  # a crash must not bring back the name with half of it
         if doomed is not None:
             remove(doomed)
     return True

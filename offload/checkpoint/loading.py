@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from offload.checkpoint import model
 from offload.checkpoint.fit import match
-from offload.checkpoint.folder import recover
+from offload.checkpoint.folder import adopt
 from offload.checkpoint.manifest import ParameterRecord
 from offload.checkpoint.on_all_ranks import on_all
 from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
@@ -63,7 +62,7 @@ def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
 def _open(engine: Engine, path: Path, stack: ExitStack) -> tuple[_Loader, Restoring]:
     """Open the checkpoint and see that it is of this engine, and that its files are there with all
     tensors: later steps find no reason to refuse it but damage."""
-    _adopt(path)
+    adopt(path)
     reader = stack.enter_context(CheckpointReader(path))
     reader.check(contents=False)
     reader.check_headers()
@@ -80,16 +79,6 @@ def _digests(group: ParamGroup, raw: torch.Tensor) -> list[int]:
         return []
     values = raw.view(group.dtype)
     return [digest(values[spec.offset : spec.stop]) for spec in group.layout.params]
-
-
-def _adopt(path: Path) -> None:
-    """Adopt a folder that a killed writer had finished under another name."""
-    try:
-        real = Path(os.path.realpath(path))
-        if not real.exists() and real.parent.is_dir():
-            recover(real.parent)
-    except (OSError, ValueError):
-        return  # not ours to write to, or no path: the load says that there is no checkpoint
 
 
 class _Loader:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint import bounded_json
-from offload.checkpoint.disk import storage_errors
+from offload.checkpoint.disk import storage_errors, write_text
 from offload.tiers.errors import CheckpointError, ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -156,8 +156,7 @@ def check_counts(config: Any, tensors: int, where: str | Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with storage_errors("writing", path):
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def carried_files(folder: Path) -> list[Path]:

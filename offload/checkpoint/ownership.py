@@ -25,7 +25,7 @@ from pathlib import Path
 
 import xxhash
 
-from offload.checkpoint.disk import entries, is_there
+from offload.checkpoint.disk import entries, is_folder, is_there
 from offload.checkpoint.hands import patiently
 from offload.checkpoint.locks import OpenFolder
 from offload.checkpoint.manifest import FORMAT, MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
@@ -72,8 +72,8 @@ def leftovers(parent: Path) -> list[Leftover]:
         if match is None or not entry.is_dir(follow_symlinks=False):
             continue
         with suppress(FileNotFoundError):  # just removed by the process that replaced it
-            status = entry.stat(follow_symlinks=False)
             path, target = parent / entry.name, parent / match["name"]
+            status = patiently("stat", path, os.lstat, path)
             if _is_of_others(status, home):
                 _tell_once(logging.INFO, path, status.st_uid, "")
                 continue
@@ -93,10 +93,11 @@ def is_planted(entry: os.DirEntry[str], folder: Path) -> bool:
     """Whether another user may have put it there to be taken for ours, as anyone can in /tmp; then
     a warning says so, once."""
     with suppress(FileNotFoundError):
-        status, home = entry.stat(follow_symlinks=False), _status(folder)
+        path = folder / entry.name
+        status, home = patiently("stat", path, os.lstat, path), _status(folder)
         if home.st_mode & stat.S_IWOTH and _is_of_others(status, home):
             _tell_once(
-                logging.WARNING, folder / entry.name, status.st_uid,
+                logging.WARNING, path, status.st_uid,
                 ", and any user can make such a folder here; load it by its name if you trust them",
             )  # fmt: skip
             return True
@@ -163,9 +164,9 @@ def check_replaceable(target: Path) -> None:
         raise PathError(f"{target} is a name for what is not complete yet; name another path")
     if not is_there(target):
         return
-    if not target.is_dir():
+    if not is_folder(target):
         raise PathError(f"{target} is a file, a checkpoint is a folder; name another path")
-    if os.path.ismount(target):
+    if patiently("stat", target, os.path.ismount, target):
         raise PathError(f"{target} is where a disk is mounted; name a folder in it")
     names = [entry.name for entry in entries(target)]
     if not names:

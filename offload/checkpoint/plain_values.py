@@ -29,6 +29,11 @@ def packed(value: Any, name: str, tensor: PackTensor | None = None) -> Any:
         raise UnsupportedError(f"{name} cannot be kept in a checkpoint: {error!s:.200}") from error
 
 
+def check_plain(value: Any, name: str) -> None:
+    """UnsupportedError, with the name, for what `packed` refuses."""
+    packed(value, name, lambda tensor, what: {})
+
+
 def _packed(value: Any, name: str, tensor: PackTensor) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value.item() if isinstance(value, np.generic) else value

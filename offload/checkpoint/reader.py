@@ -14,7 +14,7 @@ import xxhash
 
 from offload.checkpoint.bounded_json import MOST_NBYTES
 from offload.checkpoint.checked_files import REMEDY, TRIES, CheckedFiles
-from offload.checkpoint.disk import OpenFile, storage_error, storage_errors
+from offload.checkpoint.disk import OpenFile, entries, storage_error, storage_errors
 from offload.checkpoint.hands import patiently
 from offload.checkpoint.locks import POLL_S, OpenFolder
 from offload.checkpoint.manifest import (
@@ -313,7 +313,7 @@ def _open_shared(path: Path) -> OpenFolder:
 def _is_at(fd: int, path: Path) -> bool:
     """False once another folder has taken its name."""
     try:
-        return os.path.samestat(os.fstat(fd), patiently("stat", path, os.stat, path))
+        return patiently("stat", path, lambda: os.path.samestat(os.fstat(fd), os.stat(path)))
     except FileNotFoundError:
         return False
 
@@ -335,17 +335,23 @@ def _open_folder(path: Path) -> OpenFolder:
 
 def _kind(path: Path) -> str:
     """The apparent kind of a file, for the message that says why it is not read."""
-    if not path.is_file():
+
+    def first_bytes() -> bytes | None:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return file.read(4)
+
+    start = patiently("read", path, first_bytes)
+    if start is None:
         return "no folder"
-    with path.open("rb") as file:
-        start = file.read(4)
     if start == b"PK\x03\x04" or start[:1] == b"\x80":
         return "a pickle (torch.save), which offload never opens"
     return "a file"
 
 
 def _foreign(path: Path) -> str:
-    found = sorted(entry.name for entry in path.iterdir())
+    found = sorted(entry.name for entry in entries(path))
     listing = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
     advice = "name a folder that engine.save_checkpoint wrote"
     if ".metadata" in found:

@@ -7,7 +7,7 @@ import re
 from enum import Enum, auto
 from pathlib import Path
 
-from offload.checkpoint.disk import entries, storage_errors
+from offload.checkpoint.disk import entries, is_folder, is_link, storage_errors
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.ownership import is_planted
 from offload.checkpoint.reader import CheckpointReader
@@ -36,7 +36,7 @@ def latest(folder: Path) -> Path | None:
     warning, and so is one that was saved as another step, unless there are no others. StorageError
     where there are some, and the disk lets none be read.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         return None
     try:
         recover(folder)
@@ -117,7 +117,7 @@ def _condition(path: Path) -> _Condition:
 
 def _discard(path: Path) -> bool:
     try:
-        return not path.is_symlink() and discard(path)
+        return not is_link(path) and discard(path)
     except PathError as error:
         _log.warning("not removed: %s", error)
         return False

@@ -9,7 +9,6 @@ it names. Which stores there are, and how one logs in, is fsspec's to know.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.disk import check_room, make_folder, storage_errors, write_text
+from offload.checkpoint.disk import (
+    check_room,
+    make_folder,
+    new_file,
+    storage_errors,
+    sync_folder,
+    sync_tree,
+    write_text,
+)
 from offload.checkpoint.folder import PendingFolder
+from offload.checkpoint.hands import patiently
 from offload.checkpoint.manifest import MANIFEST, OPTIMIZER, PARAMETERS, Manifest
 from offload.checkpoint.reader import CheckpointReader
 from offload.display.progress import progress
@@ -34,6 +42,7 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         """PathError for a URL of a kind that is not installed, or that cannot be reached."""
         import fsspec  # type: ignore[import-untyped]
+        from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
         self.url = url.rstrip("/")
         try:
@@ -41,6 +50,8 @@ class ObjectStore:
         except (ImportError, ValueError, OSError) as error:
             raise PathError(f"{url}: {error}") from None
         self._files, self._root = found
+        # a disk keeps nothing for sure that was not synced; other stores do when a call returns
+        self._is_local = isinstance(self._files, LocalFileSystem)
 
     def manifest(self) -> bytes | None:
         """None where no checkpoint is complete."""
@@ -58,20 +69,25 @@ class ObjectStore:
         with (
             self._errors("reading", name),
             self._files.open(self._path(name), "rb") as file,
-            into.open("xb") as local,
+            new_file(into) as local,
         ):
+            done = 0
             while block := file.read(min(_BLOCK_NBYTES, nbytes + 1)):
                 nbytes -= len(block)
                 if nbytes < 0:
                     raise CheckpointError(f"{self.url}/{name} is larger than its manifest says")
-                local.write(block)
-            local.flush()
-            os.fsync(local.fileno())
+                local.write_all(memoryview(block), done)
+                done += len(block)
+            local.sync()
 
     def put(self, name: str, source: Path) -> None:
         """Write a local file there, in the place of what an unfinished copy has left."""
         with self._errors("writing", name):
-            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            folder = self._path(name).rpartition("/")[0]
+            if self._is_local:
+                make_folder(Path(folder), parents=True)
+            else:
+                self._files.makedirs(folder, exist_ok=True)
             self._files.put_file(str(source), self._path(name))
 
     def commit(self, manifest: bytes) -> None:
@@ -79,7 +95,11 @@ class ObjectStore:
         with self._errors("writing", MANIFEST):
             # where a file grows as it is written, its name has to come last
             self._files.pipe_file(self._path(f"{MANIFEST}.part"), manifest)
+            if self._is_local:
+                sync_tree(Path(self._root))
             self._files.mv(self._path(f"{MANIFEST}.part"), self._path(MANIFEST))
+            if self._is_local:
+                sync_folder(Path(self._root))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -133,7 +153,9 @@ def _upload(source: Path, store: ObjectStore) -> int:
             for name, record in reader.manifest.files.items():
                 store.put(name, source / name)
                 came(record.nbytes)
-        raw = (source / MANIFEST).read_bytes()
+        manifest = source / MANIFEST
+        with storage_errors("reading", manifest):
+            raw = patiently("read", manifest, manifest.read_bytes)
         if Manifest.from_json(raw, str(source)).generation != reader.manifest.generation:
             raise CheckpointError(f"{source} was saved again while it was copied; copy it again")
         store.commit(raw)

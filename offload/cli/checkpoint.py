@@ -199,9 +199,7 @@ def import_deepspeed(
             metavar="PATH", exists=True, help="A folder that DeepSpeed saved, or one of its tags."
         ),
     ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder for TAG, TAG.json and latest.")
-    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for TAG and latest.")],
     trust: Annotated[
         bool,
         typer.Option("--trust", help="PATH's files are pickles: say that you trust their source."),

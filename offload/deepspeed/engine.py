@@ -403,8 +403,8 @@ class EngineModule(nn.Module):
         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Write the folder SAVE_DIR/TAG (a checkpoint of ours), TAG.json with the loop's state, and
-        the file `latest`. All ranks together. UnsupportedError for a client state that would have
+        """Write the folder SAVE_DIR/TAG (a checkpoint of ours, with the loop's state), and the file
+        `latest`. All ranks together. UnsupportedError for a client state that would have
         to be pickled, ValueError without a folder."""
         if not save_dir:
             raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")

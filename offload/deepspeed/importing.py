@@ -16,7 +16,6 @@ import torch
 
 from offload import __version__
 from offload.checkpoint.composing import Composer, fields_of, group_of, numbers_of
-from offload.checkpoint.disk import storage_errors
 from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.manifest import (
     BUFFERS,
@@ -29,10 +28,10 @@ from offload.checkpoint.manifest import (
     ParamGroupRecord,
 )
 from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.plain_values import packed
+from offload.checkpoint.plain_values import check_plain
 from offload.config.optimizer_kinds import KINDS
 from offload.deepspeed.migration import migrate
-from offload.deepspeed.saved import imported_text, last_tag, write_imported
+from offload.deepspeed.saved import imported_run, last_tag, write_latest
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
 from offload.display.plain_text import plain
 from offload.kernels.rules import StateFormat
@@ -57,8 +56,8 @@ _THEIRS = frozenset({
 def import_checkpoint(
     source: Path, out: Path, *, kind: str | None = None, tied: Mapping[str, str] | None = None
 ) -> Path:
-    """Write the checkpoint in `source` (a tag's folder, or one with `latest`) to OUT/TAG,
-    OUT/TAG.json and OUT/latest; the folder written.
+    """Write the checkpoint in `source` (a tag's folder, or one with `latest`) to OUT/TAG, and
+    OUT/latest; the folder written.
 
     `kind`: the optimizer, where DeepSpeed's configuration has none. `tied`: other names of
     parameters, by them, where the checkpoint does not say so. CheckpointError or ConfigError, with
@@ -68,14 +67,11 @@ def import_checkpoint(
     with _as_deepspeed_writes(folder):
         found = ZeroCheckpoint(folder)
         reader = _Importer(found, kind, dict(tied or {}))
-        text = imported_text(_loop_state(found))
     target = out / folder.name
-    with storage_errors("creating", out):
-        out.mkdir(parents=True, exist_ok=True)
     with _as_deepspeed_writes(folder), PendingFolder(target) as pending:
         reader.write(pending.path, target.name)
         pending.commit()
-    write_imported(out, folder.name, text)
+    write_latest(out, folder.name)
     return target
 
 
@@ -127,6 +123,7 @@ class _Importer:
             )
         self._format = RecordFormat(_MASTERS[self._precision], states, StateFormat.FP32)
         self._params = self._listed({**found.shared, **tied})
+        self._run, self._run_tensors = imported_run(_loop_state(found))
         self._manifest = self._new_manifest()
 
     def _listed(self, tied: dict[str, str]) -> dict[str, ParameterRecord]:
@@ -169,6 +166,8 @@ class _Importer:
             value = self._found.frozen_value(param).to(self._found.dtype)
             made.add_weight(self._params[param], value)
         made.add_buffers(self._found.buffers.values())
+        if self._run_tensors:
+            made.add_run(self._run_tensors)
         made.finish(name)
 
     def _buffers(self) -> list[BufferRecord]:
@@ -200,6 +199,7 @@ class _Importer:
             buffers=self._buffers(),
             buffers_file=BUFFERS,
             files={},
+            run=self._run,
         )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def _loop_state(found: ZeroCheckpoint) -> dict[str, Any]:
         "global_steps": int(about["global_steps"]),
         "global_samples": int(about.get("global_samples", 0)),
         "skipped_steps": int(about["skipped_steps"]),
-        "lr_scheduler": packed(state, "lr_scheduler"),
+        "lr_scheduler": state,
         "client_state": dict(_client(about)),
     }
 
@@ -243,6 +243,8 @@ def _client(about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if key in _THEIRS:
             continue
         try:
-            yield key, packed(value, key)
+            check_plain(value, key)
         except UnsupportedError as error:
             _log.warning("left out of the client state: %s", error)
+            continue
+        yield key, value

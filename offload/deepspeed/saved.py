@@ -1,17 +1,15 @@
 """Checkpoints as DeepSpeed's engine saves and loads them:
 
-SAVE_DIR/TAG          the engine's: a checkpoint of ours
-SAVE_DIR/TAG.json     the loop's: counters, scheduler, client state; written last of a tag
+SAVE_DIR/TAG          a checkpoint of ours; with the loop's state: counters, scheduler, client
 SAVE_DIR/latest       the last tag
+
+What older versions saved has the loop's state in SAVE_DIR/TAG.json.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,20 +18,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.checkpoint import bounded_json
-from offload.checkpoint.disk import storage_errors
+from offload.checkpoint.disk import entries, is_folder, is_there, storage_errors
 from offload.checkpoint.exporting import export
-from offload.checkpoint.plain_values import packed, unpacked
+from offload.checkpoint.folder import adopt, discard
+from offload.checkpoint.hands import patiently
+from offload.checkpoint.manifest import RunRecord
+from offload.checkpoint.plain_values import check_plain, unpacked
 from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.user_state import run_of, state_in
 from offload.runs.metrics import write_whole
-from offload.tiers.errors import CheckpointError, PathError, UnsupportedError
+from offload.swap.maker_marks import marked
+from offload.tiers.errors import CheckpointError, PathError
 
 if TYPE_CHECKING:
     from offload.deepspeed.engine import EngineModule
 
 _log = logging.getLogger("offload")
 LATEST = "latest"
+_KEY = "deepspeed"  # of a checkpoint's state
 _FORMAT = 1
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_STATES = ("lr_scheduler", "client_state")
 _MOST_TAG = 4096
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -42,57 +47,36 @@ def save_all(
     engine: EngineModule, folder: Path, tag: str, client: dict[str, Any], *, save_latest: bool
 ) -> None:
     """See `EngineModule.save_checkpoint`."""
-    path, beside = _paths(folder, tag)
-    text = ""
+    path = folder / tag
+    state: dict[str, Any] = {}
     with _agreed(engine, f"{path} was not saved"):
         if engine.global_rank == 0:
-            text = _text_of(engine, client)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside.unlink(missing_ok=True)  # of an older checkpoint with this tag
-    has_loop = engine.lr_scheduler is not None or client  # else a scheduler is left out
-    engine.offload.save_checkpoint(path, state={} if has_loop else None)
+            state[_KEY] = _loop_state(engine, client)
+    if engine.lr_scheduler is None and not client:
+        engine.offload.tell_of_scheduler()
+    engine.offload.save_checkpoint(path, state=state)
     with _agreed(engine, f"{path} was not saved"):
-        if engine.global_rank == 0:
-            write_whole(beside, text)
-            if save_latest:
-                write_whole(folder / LATEST, tag)
+        if engine.global_rank == 0 and save_latest:
+            write_latest(folder, tag)
 
 
-def imported_text(state: dict[str, Any]) -> str:
-    """For `write_imported`, of values that are `packed`. UnsupportedError for too much."""
-    return _checked({"format": _FORMAT, **state})
-
-
-def write_imported(folder: Path, tag: str, text: str) -> None:
-    """The loop's file, and `latest`, of a checkpoint that is there."""
-    write_whole(_paths(folder, tag)[1], text)
+def write_latest(folder: Path, tag: str) -> None:
+    """Of a checkpoint that is there."""
     write_whole(folder / LATEST, tag)
 
 
-def _text_of(engine: EngineModule, client: dict[str, Any]) -> str:
+def imported_run(state: dict[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
+    """For a checkpoint that is composed: its record, and the tensors of that."""
+    return run_of({_KEY: {"format": _FORMAT, **state}})
+
+
+def _loop_state(engine: EngineModule, client: dict[str, Any]) -> dict[str, Any]:
+    """UnsupportedError for what would have to be pickled."""
     scheduler: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
-    state = {
-        "format": _FORMAT,
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "skipped_steps": engine.skipped_steps,
-        "lr_scheduler": packed(scheduler, "lr_scheduler.state_dict()"),
-        "client_state": packed(client, "client_state"),
-    }
-    return _checked(state)
-
-
-def _checked(state: dict[str, Any]) -> str:
-    """As text. UnsupportedError for more than can be read again."""
-    text = json.dumps(state, indent=1)
-    try:
-        bounded_json.check_size(text.encode())
-    except ValueError as error:
-        raise UnsupportedError(
-            f"the scheduler's and client's state could not be read again: {error}; save what is "
-            "large in a file of its own"
-        ) from None
-    return text
+    check_plain(scheduler, "lr_scheduler.state_dict()")
+    check_plain(client, "client_state")
+    counters = {name: getattr(engine, name) for name in _COUNTERS}
+    return {"format": _FORMAT, **counters, "lr_scheduler": scheduler, "client_state": client}
 
 
 def load_saved(
@@ -104,13 +88,15 @@ def load_saved(
     if tag is None:
         _log.warning("%s is not there: nothing was loaded; name a tag", folder / LATEST)
         return None, None
-    path, beside = _paths(folder, tag)
+    path = folder / tag
     state: dict[str, Any] = {}
     with _agreed(engine, f"{path} was not loaded"):
         _refuse_theirs(path)
-        state = _read(beside)
+        state = _saved_state(path)
     if optimizer:
-        engine.offload.load_checkpoint(path)
+        loaded = engine.offload.load_checkpoint(path)
+        if _KEY in loaded:  # of another one, if it was saved again just now
+            state = _checked(loaded[_KEY], path)
     else:
         _load_weights(engine, path, strict=strict)
     engine.zero_grad()
@@ -131,17 +117,16 @@ def save_weights(engine: EngineModule, folder: Path, name: str) -> None:
         _log.warning(
             "save_16bit_model: %s holds the weights; nothing is pickled into %s", out, name
         )
-    with _agreed(engine, f"{out} was not saved"):
-        if engine.global_rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-    pending = folder / f".weights-{engine.global_steps}"
+    pending = folder / marked(".weights")
+    kept = engine.offload.last_checkpoint
     engine.offload.save_checkpoint(pending, state={})  # of which the weights alone are kept
+    engine.offload.last_checkpoint = kept  # it is none to go on from
     with _agreed(engine, f"{out} was not saved"):
         if engine.global_rank == 0:
-            made = out.with_name(f".{out.stem}-{secrets.token_hex(4)}.safetensors")
-            export(pending, made)
-            os.replace(made, out)
-            shutil.rmtree(pending)
+            try:
+                export(pending, out, replaces=True)
+            finally:
+                discard(pending)
 
 
 def folder_of(folder: Path, tag: str | int | None) -> Path:
@@ -157,10 +142,18 @@ def folder_of(folder: Path, tag: str | int | None) -> Path:
 def last_tag(folder: Path) -> str | None:
     """What `latest` names, if there is one. CheckpointError for what lies outside of the folder."""
     latest = folder / LATEST
-    if not latest.is_file():
+
+    def read() -> bytes | None:
+        if not latest.is_file():
+            return None
+        with latest.open("rb") as file:
+            return file.read(_MOST_TAG)
+
+    with storage_errors("reading", latest):
+        raw = patiently("read", latest, read)
+    if raw is None:
         return None
-    with storage_errors("reading", latest), latest.open("rb") as file:
-        tag = file.read(_MOST_TAG).decode(errors="replace").strip()
+    tag = raw.decode(errors="replace").strip()
     if not tag or "\0" in tag or os.path.isabs(tag) or ".." in Path(tag).parts:
         raise CheckpointError(
             f"{latest} names {tag[:80]!r}, which is no folder beside it; name a tag"
@@ -168,35 +161,56 @@ def last_tag(folder: Path) -> str | None:
     return tag
 
 
-def _paths(folder: Path, tag: str) -> tuple[Path, Path]:
-    path = folder / tag
-    return path, path.with_name(f"{path.name}.json")
+def _saved_state(path: Path) -> dict[str, Any]:
+    """Counters, and the states of scheduler and client."""
+    adopt(path)
+    if not is_there(path):
+        raise CheckpointError(f"{path}: there is no such checkpoint; load another tag")
+    with CheckpointReader(path) as reader:
+        found = state_in(reader)
+    if _KEY in found:
+        return _checked(found[_KEY], path)
+    try:
+        return _read(path.with_name(f"{path.name}.json"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} has no state of a loop: the engine of offload.deepspeed has not saved it (or "
+            "an older version has, and was stopped); load another tag, or this one with "
+            "engine.offload.load_checkpoint"
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Counters, and the states of scheduler and client, unpacked."""
+    """What an older version kept beside a checkpoint."""
     try:
-        state = bounded_json.read(path)
+        state = patiently("read", path, bounded_json.read, path)
+        state |= {name: unpacked(state[name]) for name in _STATES}
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RuntimeError, CheckpointError) as error:
+        # RuntimeError: nested too deeply
+        raise CheckpointError(f"{path} is damaged ({error!s:.200}); load another tag") from None
+    return _checked(state, path)
+
+
+def _checked(state: Any, where: Path) -> dict[str, Any]:
+    """CheckpointError unless a loop's state is there."""
+    try:
         if state["format"] != _FORMAT:
-            raise CheckpointError(f"{path}: format {state['format']!r:.40} is not {_FORMAT}")
-        found = {name: unpacked(state[name]) for name in ("lr_scheduler", "client_state")}
+            raise CheckpointError(f"{where}: format {state['format']!r:.40} is not {_FORMAT}")
+        found = {name: state[name] for name in _STATES}
         if not all(isinstance(each, dict) for each in found.values()):
             raise TypeError("its states are no objects")
         return {**found, **{name: int(state[name]) for name in _COUNTERS}}
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing: there is no such checkpoint, or saving it was cut short; load "
-            "another tag"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
-        # RuntimeError: of too few bytes for a tensor, or nested too deeply
-        raise CheckpointError(f"{path} is damaged ({error!s:.200}); load another tag") from None
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{where} is damaged ({error!s:.200}); load another tag") from None
 
 
 def _refuse_theirs(path: Path) -> None:
-    if path.is_dir() and any(path.glob("*model_states.pt")):
+    names = [entry.name for entry in entries(path)] if is_folder(path) else []
+    if any(name.endswith("model_states.pt") for name in names):
         raise CheckpointError(
             f"{path} was written by DeepSpeed, in pickles; `offload checkpoint import-deepspeed "
             f"{path} OUT --trust` makes one of ours of it"

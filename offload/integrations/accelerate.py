@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from offload.checkpoint.disk import storage_errors
+from offload.checkpoint.disk import make_folder, storage_errors
 from offload.checkpoint.weights import stream_weights
 from offload.engine import Engine
 from offload.integrations.weight_files import OwnNames, remove_other_shards, write_shards
@@ -167,7 +167,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
             return
         folder = Path(save_directory)
         with storage_errors("creating", folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, parents=True)
         remove_other_shards(folder, write_shards(OwnNames(engine), folder, max_shard_size))
 
     def load_state(

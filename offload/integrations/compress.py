@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.checkpoint.disk import storage_errors
+from offload.checkpoint.disk import make_folder, storage_errors
 from offload.checkpoint.exporting import check_new, pending_output, write_others
 from offload.checkpoint.model import model_record
 from offload.integrations.changed_weights import Change
@@ -71,7 +71,7 @@ def compress(
     folder = None if record.folder is None else Path(record.folder)
     with pending_output(out) as pending:
         with storage_errors("creating", pending):
-            pending.mkdir()
+            make_folder(pending)
         files = write_files(saved, model, pending, asked)
         config = {**files.config, "dtype": _SPELT[saved.dtype]}
         names = [*files.names, *write_others(record, folder, config, pending)]

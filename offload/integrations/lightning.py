@@ -35,11 +35,13 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from offload.checkpoint.exporting import pending_output
 from offload.client_optimizers import ClientOptimizer
 from offload.config import OffloadConfig
 from offload.config.source import load_source
 from offload.engine import Engine, initialize
 from offload.integrations import streamed_folder
+from offload.leftovers import STATE
 from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 
 _LEAST = (2, 5)
@@ -361,7 +363,7 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
         self._states = None
         if Path(checkpoint_path).is_dir():
             raise CheckpointError(
-                f"{checkpoint_path} has no {streamed_folder.STATE}: it is no checkpoint of this "
+                f"{checkpoint_path} has no {STATE}: it is no checkpoint of this "
                 "strategy, or one that was not saved to its end"
             )
         return load(checkpoint_path)
@@ -573,8 +575,9 @@ def consolidate(
     """
     state, states = streamed_folder.read(folder, partial(streamed_folder.load_state, trust=trust))
     state.pop("optimizer_states", None)
-    weights = streamed_folder.weights_of(states, Path(file).absolute().parent)
-    torch.save({**state, "state_dict": weights}, file)
+    with pending_output(Path(file), replaces=True) as pending:
+        weights = streamed_folder.weights_of(states, Path(file).absolute().parent)
+        torch.save({**state, "state_dict": weights}, pending)
 
 
 StrategyRegistry.register("offload", OffloadStrategy, "offload, with its defaults", override=True)

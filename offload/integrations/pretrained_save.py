@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from offload.checkpoint.disk import make_folder, storage_errors, sync_files
 from offload.checkpoint.weights import stream_weights
 from offload.engine import Engine
 from offload.integrations.hub_format import EngineInHubFormat, ModelInHubFormat, owner_of
@@ -77,11 +78,14 @@ class StreamedSave:
             return
         if owner is None:
             _check_elsewhere(model, given["save_directory"])
+        folder, size = Path(given["save_directory"]), given["max_shard_size"]
         if writes:  # config, generation config, a custom model's code; old shards are removed
             others = {**given, **given.get("kwargs", {}), "state_dict": {}, "is_main_process": True}
             others.pop("kwargs", None)
+            with storage_errors("creating", folder):
+                make_folder(folder, parents=True)
             PreTrainedModel.save_pretrained(model, **others)
-        folder, size = Path(given["save_directory"]), given["max_shard_size"]
+            sync_files(folder)
         variant, hub_format = given["variant"], given["save_original_format"]
         if isinstance(owner, Engine):
             save_weights(

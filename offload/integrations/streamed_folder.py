@@ -17,34 +17,56 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 from offload.checkpoint import model
-from offload.checkpoint.disk import storage_errors, sync_folder
+from offload.checkpoint.disk import (
+    OpenFile,
+    entries,
+    is_folder,
+    is_there,
+    make_folder,
+    new_file,
+    remove_file,
+    rename,
+    storage_errors,
+    sync_folder,
+)
 from offload.checkpoint.folder import discard
+from offload.checkpoint.hands import patiently
 from offload.checkpoint.model_files import own_file
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import StoredTensor
+from offload.leftovers import STATE
 from offload.swap.maker_marks import marked
 from offload.tensor_file import DTYPES
-from offload.tiers.errors import CheckpointError, PathError
+from offload.tiers.errors import (
+    CheckpointError,
+    OffloadError,
+    PathError,
+    StorageError,
+    StuckError,
+)
 from offload.tiers.units import round_up
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
-STATE, _STATES = "state.ckpt", "offload_states"
+_STATES = "offload_states"
 _ALIGNED_NBYTES, _PIECE_NBYTES = 64, 4 << 20
 _STATES_NAME = re.compile("states-[0-9a-f]{8}")
 
 
 def is_streamed(path: Any) -> bool:
     """Whether it is a folder that `save` wrote."""
-    return (Path(path) / STATE).is_file()
+    state = Path(path) / STATE
+    return patiently("stat", state, os.path.isfile, state)
 
 
 def save(
@@ -61,35 +83,97 @@ def save(
             f"{path}: an engine's states are streamed into a local folder; name one, and copy it"
         )
     folder = Path(path)
-    if folder.exists() and not is_streamed(folder) and not _is_empty(folder):
-        raise PathError(f"{folder} holds something else than a checkpoint; name another path")
     with storage_errors("creating", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    states = agree(f"states-{secrets.token_hex(4)}")
+        if is_there(folder) and not is_streamed(folder) and not _is_empty(folder):
+            raise PathError(f"{folder} holds something else than a checkpoint; name another path")
+        make_folder(folder, parents=True)
+    states = f"states-{secrets.token_hex(4)}"
+    pending: _PendingState | None = None
+    failure: StorageError | None = None
+    if writes:
+        try:
+            pending = _PendingState(folder, states)
+        except StorageError as error:
+            failure = error
+    states = agree("" if failure is not None else states)
+    if failure is not None:
+        raise failure
+    if not states:
+        raise CheckpointError(f"{folder} was not saved: the rank that writes could not begin")
     # schedulers are the framework's to save, in `state`
-    engine.save_checkpoint(folder / states, state={} if state else None)
-    if not writes:
+    beside: dict[str, Any] | None = {} if state else None
+    if pending is None:
+        engine.save_checkpoint(folder / states, state=beside)
         return
-    pending = folder / marked(f".{STATE}")
-    with storage_errors("writing", folder), pending.open("wb") as file:
-        torch.save({**state, _STATES: states}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(pending, folder / STATE)
-    sync_folder(folder)
+    with pending:
+        engine.save_checkpoint(folder / states, state=beside)
+        pending.write({**state, _STATES: states})
     for other in _all_states(folder):
         if other.name != states:
             discard(other)
 
 
+class _PendingState:
+    """A `STATE` that has no name yet. It is there before the states that it is to name, whose name
+    its own has: `offload doctor` finds both if this process dies. A context manager."""
+
+    def __init__(self, folder: Path, states: str) -> None:
+        """StorageError."""
+        self._folder, self._states = folder, folder / states
+        self._path = folder / marked(f".{STATE}.{states}")
+        self._file = new_file(self._path)
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Let it be the folder's, durably."""
+        torch.save(state, _Stream(self._file))  # type: ignore[arg-type]  # it writes, and no more
+        self._file.sync()
+        with storage_errors("writing", self._folder):
+            rename(self._path, self._folder / STATE)
+            sync_folder(self._folder)
+
+    def __enter__(self) -> _PendingState:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._file.close()
+        if error is None or isinstance(error, StuckError):  # it would wait for the same disk
+            return
+        with suppress(OSError, OffloadError):  # what led here is the error
+            if is_there(self._path):  # else it has its name
+                discard(self._states)
+                remove_file(self._path)
+
+
+class _Stream:
+    """What `torch.save` writes to: each call of the system may take for ever (see `hands`)."""
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+        self._at = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self._file.write_all(view, self._at)
+        self._at += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
 def _all_states(folder: Path) -> list[Path]:
-    return [each for each in folder.iterdir() if _STATES_NAME.fullmatch(each.name)]
+    with storage_errors("looking at", folder):
+        names = [entry.name for entry in entries(folder)]
+    return [folder / name for name in names if _STATES_NAME.fullmatch(name)]
 
 
 def _is_empty(folder: Path) -> bool:
     """But for what a save left that was killed."""
-    return folder.is_dir() and all(
-        each.name.startswith(("states-", f".{STATE}")) for each in folder.iterdir()
+    return is_folder(folder) and all(
+        each.name.startswith(("states-", f".{STATE}")) for each in entries(folder)
     )
 
 

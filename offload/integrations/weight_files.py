@@ -4,7 +4,6 @@ written from the tiers, one piece at a time."""
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,13 @@ import torch
 from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from torch import Tensor
 
-from offload.checkpoint.disk import check_room, storage_errors, sync_folder
+from offload.checkpoint.disk import (
+    check_room,
+    rename,
+    replace_text,
+    storage_errors,
+    sync_folder,
+)
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.model_files import INDEX, SINGLE
 from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
@@ -104,10 +109,9 @@ def write_shards(
             "metadata": {**(metadata or {}), **split.metadata},
             "weight_map": split.tensor_to_filename,
         }
-        path = folder / named(INDEX, variant)
-        with storage_errors("writing", path):
-            path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    sync_folder(folder)
+        replace_text(
+            folder / named(INDEX, variant), json.dumps(index, indent=2, sort_keys=True) + "\n"
+        )
     return list(split.filename_to_tensors)
 
 
@@ -133,6 +137,7 @@ class _Files:
     ) -> None:
         sections = {file: _sections(held, tensors) for file, held in names.items()}
         check_room(folder, sum(file_nbytes(each, _METADATA) for each in sections.values()))
+        self._folder = folder
         self._final: dict[Path, Path] = {}
         self._file_of: dict[str, SafetensorsWriter] = {}
         self._open = ExitStack()
@@ -152,11 +157,14 @@ class _Files:
         self._file_of[name].append(f"={name}", raw.numpy().data)
 
     def finish(self) -> None:
+        """Durably."""
         for writer in dict.fromkeys(self._file_of.values()):
             writer.finish()
         for pending, final in self._final.items():
             with storage_errors("writing", final):
-                os.replace(pending, final)
+                rename(pending, final)
+        with storage_errors("writing", self._folder):
+            sync_folder(self._folder)
 
     def _remove(self) -> None:
         for pending in self._final:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint import latest, prune, step_path
+from offload.checkpoint.disk import make_folder
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.checkpoint.run_restoring import saved_run
 from offload.config import OffloadConfig
@@ -94,7 +95,7 @@ class RunFolder:
         """Create the folders, where they are missing, and keep other runs out. ConfigError where
         another one is under way."""
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            make_folder(self.checkpoints, parents=True)
             self._lock = lock_folder(self.path)
         except BlockingIOError:
             raise ConfigError(

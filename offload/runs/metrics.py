@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,10 +11,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.disk import sync_folder
+from offload.checkpoint.disk import replace_text
 from offload.loggers import JSONLinesLogger
-from offload.swap.maker_marks import marked
-from offload.tiers.errors import PathError
+from offload.tiers.errors import PathError, StorageError, StuckError
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -111,14 +111,9 @@ def _is_whole(line: str) -> bool:
 
 def write_whole(path: Path, text: str) -> None:
     """Replace the file by `text`, durably: a reader finds the old text or the new. PathError."""
-    temporary = path.with_name(marked(f".{path.name}"))
     try:
-        with temporary.open("x") as file:  # never through a link that somebody has put there
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise PathError(f"cannot write {path}: {error.strerror}") from None
+        replace_text(path, text)
+    except StuckError:
+        raise
+    except StorageError as error:
+        raise PathError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO)}") from None

@@ -15,9 +15,16 @@ import torch
 from torch import nn
 
 import offload.deepspeed as deepspeed
+from offload.checkpoint.plain_values import packed
 from offload.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from offload.deepspeed.ops.lion import FusedLion
-from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from offload.tiers.errors import (
+    CheckpointError,
+    ConfigError,
+    OffloadError,
+    StateError,
+    UnsupportedError,
+)
 from tests.deepspeed.loops import (
     ADAMW,
     BASE,
@@ -32,6 +39,7 @@ from tests.deepspeed.loops import (
     train,
     weights,
 )
+from tests.faults.faulty_calls import NEED_ROOM, FaultyCalls
 from tests.offload.engine_cases import assert_scheduler_is_saved
 
 mse = nn.functional.mse_loss
@@ -614,6 +622,7 @@ def test_the_weights_as_a_safetensors_file(tmp_path: Path) -> None:
             engine.save_16bit_model(tmp_path, "pytorch_model.bin")
         found = load_file(tmp_path / "pytorch_model.safetensors")
         assert torch.equal(found["0.weight"], engine.module[0].weight)
+        assert engine.offload.last_checkpoint is None
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.safetensors"]
 
 
@@ -628,10 +637,81 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         (tmp_path / "theirs/mp_rank_00_model_states.pt").touch()
         with pytest.raises(CheckpointError, match="written by DeepSpeed"):
             engine.load_checkpoint(tmp_path, "theirs")
-        engine.save_checkpoint(tmp_path, "torn")
-        (tmp_path / "torn.json").write_text("{")
-        with pytest.raises(CheckpointError, match="damaged"):
-            engine.load_checkpoint(tmp_path, "torn")
+        engine.offload.save_checkpoint(tmp_path / "alone")
+        with pytest.raises(CheckpointError, match="has no state of a loop"):
+            engine.load_checkpoint(tmp_path, "alone")
+
+
+def test_a_save_that_fails_keeps_what_the_tag_had(tmp_path: Path) -> None:
+    """At any call of the system that it makes."""
+    calls = FaultyCalls()
+    with initialized(model()) as engine, calls.installed():
+
+        def save(number: int) -> None:
+            engine.save_checkpoint(tmp_path, tag="best", client_state={"number": number})
+
+        save(1)
+        save(1)
+        operations = sorted(set(calls.seen) & NEED_ROOM)
+        assert len(operations) > 4
+        for operation in operations:
+            calls.arm(operation, 0, "ENOSPC")
+            with pytest.raises(OffloadError, match=str(tmp_path)):
+                save(2)
+            assert calls.hits == 1
+            calls.release()
+            for tag in (None, "best"):
+                path, client = engine.load_checkpoint(tmp_path, tag)
+                assert path == str(tmp_path / "best")
+                assert client in ({"number": 1}, {"number": 2})
+                assert client == {"number": 1} or operation in ("fsync folder", "rename")
+            save(1)
+
+
+def as_older_versions(folder: Path, engine: Any, **more: Any) -> None:
+    """A tag `x`, with the loop's state beside it."""
+    engine.offload.save_checkpoint(folder / "x")
+    state = {
+        "format": 1, "global_steps": 2, "global_samples": 12, "skipped_steps": 0,
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
+        "client_state": packed({"pair": (1, torch.ones(2))}, "client_state"), **more,
+    }  # fmt: skip
+    (folder / "x.json").write_text(json.dumps(state))
+    (folder / "latest").write_text("x")
+
+
+def test_what_an_older_version_saved(tmp_path: Path) -> None:
+    config = {**BASE, "scheduler": WARMUP}
+    with initialized(model(), config) as engine:
+        train(engine, range(6))
+        as_older_versions(tmp_path, engine)
+        expected = train(engine, range(6, 12))
+    with initialized(model(7), config) as engine:
+        _, client = engine.load_checkpoint(tmp_path)
+        assert client is not None
+        assert (client["pair"][0], client["pair"][1].tolist()) == (1, [1.0, 1.0])
+        assert (engine.global_steps, engine.global_samples) == (2, 12)
+        assert train(engine, range(6, 12)) == expected
+        beside = (tmp_path / "x.json").read_bytes()
+        engine.save_checkpoint(tmp_path, "x", client_state={"newer": True})
+        assert engine.load_checkpoint(tmp_path)[1] == {"newer": True}
+        assert (tmp_path / "x.json").read_bytes() == beside  # it may be the user's own
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"format": 2}, {"client_state": []}, {"global_steps": "many"}, {"client_state": {"is": "?"}}],
+)
+def test_what_an_older_version_saved_and_is_damaged(more: dict[str, Any], tmp_path: Path) -> None:
+    with initialized(model()) as engine:
+        as_older_versions(tmp_path, engine, **more)
+        before = weights(engine.module)
+        with pytest.raises(CheckpointError, match=r"x\.json"):
+            engine.load_checkpoint(tmp_path, "x")
+        (tmp_path / "x.json").write_text("{")
+        with pytest.raises(CheckpointError, match=r"x\.json is damaged"):
+            engine.load_checkpoint(tmp_path, "x")
+        assert same(weights(engine.module), before)
 
 
 # ---------------------------------------------------------------- the rest

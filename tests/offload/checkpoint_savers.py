@@ -25,7 +25,7 @@ from torch import nn
 import offload
 from offload import checkpoint
 from offload.checkpoint import folder as folders
-from offload.checkpoint.loading import _adopt
+from offload.checkpoint.folder import adopt
 from offload.checkpoint.reader import CheckpointReader
 from tests.offload.engine_cases import HOST, config
 
@@ -140,7 +140,7 @@ def _save(engine: offload.Engine, folder: Path, draw: random.Random) -> None:
 def _read(engine: offload.Engine, folder: Path, draw: random.Random) -> None:
     """There is always a whole one, by name and by step."""
     path = folder / draw.choice(NAMES)
-    _adopt(path)
+    adopt(path)
     with CheckpointReader(path) as reader:
         time.sleep(draw.choice([0, 0, 0.02]))
         reader.check(contents=True)

@@ -1,0 +1,60 @@
+"""The `state=` of a checkpoint without an engine: read from one, or put into one that is composed.
+
+What an engine saves and loads itself is `run_state`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offload.checkpoint.manifest import BufferRecord, RunRecord
+from offload.checkpoint.model import DTYPE_NAMES
+from offload.checkpoint.plain_values import packed, unpacked
+from offload.checkpoint.reader import CheckpointReader
+from offload.tiers.errors import CheckpointError
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
+    """A run that has nothing but this state, and the tensors of its record, in order.
+    UnsupportedError for what is no plain value."""
+    records: list[BufferRecord] = []
+    tensors: list[torch.Tensor] = []
+
+    def aside(tensor: torch.Tensor, what: str) -> dict[str, Any]:
+        name = f"state/0/{len(tensors)}"
+        shape, dtype = list(tensor.shape), DTYPE_NAMES[tensor.dtype]
+        records.append(BufferRecord(name=name, dtype=dtype, shape=shape))
+        tensors.append(tensor)
+        return {"name": name}
+
+    sections = {"extra": {}, "objects": {}, "random": [], "state": packed(state, "state", aside)}
+    return RunRecord(sections=sections, tensors=records), tensors
+
+
+def state_in(reader: CheckpointReader) -> dict[str, Any]:
+    """What it was saved with; empty if with nothing. CheckpointError for what is malformed."""
+    run = reader.manifest.run
+    saved = None if run is None else run.sections.get("state")
+    if run is None or saved is None:
+        return {}
+    records = {each.name: each for each in run.tensors}
+
+    def read(value: dict[str, Any]) -> torch.Tensor:
+        record = records[value["name"]]
+        tensor = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
+        if tensor.numel():
+            view = tensor.reshape(-1).view(torch.uint8).numpy().data
+            reader.read_into(reader.run_tensor(record), 0, view)
+        return tensor
+
+    try:
+        found = unpacked(saved, read)
+    except CheckpointError as error:
+        raise CheckpointError(f"{reader.path}: {error}; load another checkpoint") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{reader.path}: its state is no dict; load another checkpoint")
+    return found
