@@ -28,8 +28,9 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def latest(folder: Path) -> Path | None:
+def latest(folder: Path, before: int | None = None) -> Path | None:
     """The checkpoint with the highest step in `folder` that is whole, None if there is none.
+    `before`: of those with a lower step, where that one turned out to be damaged.
 
     Adopts a checkpoint that a killed writer had finished. Every file is there in full length;
     hashes are checked by the load. A torn checkpoint (a partial copy, say) is passed over with a
@@ -44,7 +45,7 @@ def latest(folder: Path) -> Path | None:
         _log.info("leftovers in %s stay: %s", folder, error.strerror)
     renamed: Path | None = None
     unread: StorageError | None = None
-    for path in reversed(_steps(folder)):
+    for path in reversed(_steps(folder, before)):
         try:
             with CheckpointReader(path) as reader:
                 reader.check(contents=False)
@@ -62,6 +63,11 @@ def latest(folder: Path) -> Path | None:
     if renamed is None and unread is not None:  # None would have a run begin again
         raise unread
     return renamed
+
+
+def has_steps(folder: Path) -> bool:
+    """Whether there are checkpoints, or what is left of some."""
+    return is_folder(folder) and bool(_steps(folder))
 
 
 def other_step(path: Path, saved_as: str | None) -> str | None:
@@ -123,10 +129,11 @@ def _discard(path: Path) -> bool:
         return False
 
 
-def _steps(folder: Path) -> list[Path]:
-    """By step, ascending; none that another user may have put into a folder open to all."""
+def _steps(folder: Path, before: int | None = None) -> list[Path]:
+    """By step, ascending, those below `before`; none that another user may have put into a folder
+    open to all."""
     with storage_errors("looking at", folder):
         named = [each for each in entries(folder) if _STEP.fullmatch(each.name)]
         paths = [folder / each.name for each in named if not is_planted(each, folder)]
     found = [(step, path) for path in paths if (step := step_of(path)) is not None]
-    return [path for _, path in sorted(found)]
+    return [path for step, path in sorted(found) if before is None or step < before]

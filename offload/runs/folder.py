@@ -27,6 +27,7 @@ from offload.checkpoint import latest, prune, step_path
 from offload.checkpoint.disk import make_folder
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.checkpoint.run_restoring import saved_run
+from offload.checkpoint.steps import has_steps
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml
@@ -174,9 +175,14 @@ class RunFolder:
         """Remove checkpoints, see `prune`."""
         prune(self.checkpoints, keep_last, keep_every)
 
-    def latest_checkpoint(self) -> SavedRun:
-        """The newest complete checkpoint. CheckpointError when there is none."""
-        path = latest(self.checkpoints)
+    def has_checkpoints(self) -> bool:
+        """Whether any was saved, whole or not."""
+        return has_steps(self.checkpoints)
+
+    def latest_checkpoint(self, before: int | None = None) -> SavedRun:
+        """The newest complete checkpoint, of those of steps below `before`. CheckpointError when
+        there is none."""
+        path = latest(self.checkpoints, before)
         if path is None:
             raise CheckpointError(
                 f"{self.checkpoints} holds no complete checkpoint; set train.checkpoint_every, "

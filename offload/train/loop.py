@@ -37,7 +37,7 @@ from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.metrics import StepMetrics, StepSeconds
 from offload.runs.step_recorder import StepRecorder
 from offload.runs.world import FollowersFolder, World
-from offload.tiers.errors import LowMemoryError, OffloadError
+from offload.tiers.errors import CheckpointError, LowMemoryError, OffloadError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.train.batches import Batches
@@ -126,7 +126,7 @@ def _run(
     initialize: Initialize | None, *, resume: bool, resume_with: str,
 ) -> RunResult:  # fmt: skip
     batches = Batches.of(config, world.rank, world.size)
-    checkpoint = folder.latest_checkpoint() if resume else None
+    checkpoint = _last_checkpoint(config, folder, console) if resume else None
     if checkpoint is not None:
         check_same_run(checkpoint.config, config)
         config = with_choices_of(config, checkpoint.config)
@@ -156,6 +156,17 @@ def _run(
         if checkpoint is not None:
             trainer.restore(checkpoint)
         return trainer.train()
+
+
+def _last_checkpoint(config: OffloadConfig, folder: RunFolder, console: Console) -> SavedRun | None:
+    """None for a run that was killed before it came to its first one."""
+    try:
+        return folder.latest_checkpoint()
+    except CheckpointError:
+        if folder.has_checkpoints() or not config.train.checkpoint_every:
+            raise
+    console.print("nothing was saved there yet: the run begins anew", style="yellow")
+    return None
 
 
 def _choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
@@ -203,11 +214,23 @@ class Trainer:
         self._began = time.perf_counter()
 
     def restore(self, saved: SavedRun) -> None:
-        """Go on from a checkpoint."""
-        self._engine.load_checkpoint(saved.path)
+        """Go on from a checkpoint; if its bytes are damaged, from the one before."""
+        saved = self._loaded(saved)
         self._steps_done = self._resumed_step = saved.step
         self._prune()  # a kill left others
         self._console.print(f"resumed after step {saved.step} from {saved.path}", soft_wrap=True)
+
+    def _loaded(self, saved: SavedRun) -> SavedRun:
+        try:
+            self._engine.load_checkpoint(saved.path)
+        except CheckpointError as error:
+            try:
+                older = self._folder.latest_checkpoint(before=saved.step)
+                _log.warning("%s; trying %s", error, older.path)
+                return self._loaded(older)
+            except CheckpointError:
+                raise error from None
+        return saved
 
     def train(self) -> RunResult:
         """All remaining steps, with the samples, files and tables around them."""

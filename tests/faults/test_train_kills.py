@@ -86,10 +86,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
             going_on = (run / "metrics.jsonl").exists()
             status = victim(Request(str(tmp_path), "run", going_on, life_s))
             said = (tmp_path / "output.txt").read_text()
-            if status not in (0, signal.SIGKILL):
-                assert not step, said[-3000:]
-                assert "no complete checkpoint" in said, said[-3000:]
-                shutil.rmtree(run)  # as it advises
+            assert status in (0, signal.SIGKILL), said[-3000:]
             found = resumed(tmp_path)
             assert found is None or found >= step, "a checkpoint that had been there is lost"
             step = found or step

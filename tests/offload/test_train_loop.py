@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import shutil
 import signal
 import sys
@@ -20,6 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import offload
+from offload.checkpoint.reader import CheckpointReader
 from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
@@ -480,6 +482,57 @@ def test_a_torn_checkpoint_is_passed_over_and_replaced(make_config: Any, tmp_pat
     assert "resumed after step 4" in output
     assert losses(tmp_path / "run") == expected
     assert RunFolder.reopen(tmp_path / "run").latest_checkpoint().step == 6
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(
+    make_config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, run = make_config({"checkpoint_every": 2, "keep_last": 3}), tmp_path / "run"
+    run_quietly(config, run, initialize=offload.initialize)
+    expected = losses(run)
+    steps = [run / f"checkpoints/step-00000{n}" for n in (2, 4, 6)]
+    files = [max((each / "optimizer").iterdir()) for each in steps]
+    for file in files[1:]:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        _, output = run_quietly(config, run, resume=True, initialize=offload.initialize)
+    assert "resumed after step 2" in output
+    assert f"trying {steps[0]}" in caplog.text
+    assert losses(run) == expected
+    for step in steps:
+        with CheckpointReader(step) as reader:
+            reader.check(contents=True)
+
+
+def test_where_all_checkpoints_are_damaged_the_newest_ones_error_is_said(
+    make_config: Any, tmp_path: Path
+) -> None:
+    config, run = make_config({"checkpoint_every": 3}), tmp_path / "run"
+    run_quietly(config, run, initialize=offload.initialize)
+    for file in run.glob("checkpoints/step-*/optimizer/000.safetensors"):
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(CheckpointError, match=f"{run}/checkpoints/step-000006"):
+        run_quietly(config, run, resume=True, initialize=offload.initialize)
+    assert checkpoints_in(run) == ["step-000003", "step-000006"]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
+    make_config: Any, tmp_path: Path
+) -> None:
+    config, run = make_config({"checkpoint_every": 2}), tmp_path / "run"
+    run_quietly(config, run, initialize=offload.initialize)
+    expected = losses(run)
+    shutil.rmtree(run / "checkpoints")
+    _, output = run_quietly(config, run, resume=True, initialize=offload.initialize)
+    assert "nothing was saved there yet: the run begins anew" in output
+    assert losses(run) == expected
+    never = make_config({"checkpoint_every": 0})
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        run_quietly(never, run, resume=True, initialize=offload.initialize)
+    assert losses(run) == expected
 
 
 def test_a_checkpoint_of_another_loop_is_a_checkpoint_error(tmp_path: Path) -> None:
