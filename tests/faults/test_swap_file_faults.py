@@ -94,7 +94,7 @@ def test_any_call_that_fails_is_an_error_that_leaves_nothing_or_changes_no_bit(
     faults: Counter[str] = Counter()
     errors: Counter[str] = Counter()
     cases = [(name, n, code) for name in counts for n in range(counts[name]) for code in NUMBERS]
-    for name, number, code in cases if long else draw.sample(cases, 25):
+    for name, number, code in cases if long else draw.sample(cases, 12):
         calls = FaultyOS()
         calls.plan = name, number, code
         losses, error = life(tmp_path, backend, calls)
