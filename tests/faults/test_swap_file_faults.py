@@ -130,7 +130,7 @@ def test_any_call_that_fails_is_an_error_that_leaves_nothing_or_changes_no_bit(
     errors: Counter[str] = Counter()
     cases = [(True, name, n, code) for name, n in calls_of(calls) for code in NUMBERS]
     cases += [(False, name, n, STUCK) for name, n in calls_of(named)]
-    for has_tmpfile, name, number, code in cases if long else draw.sample(cases, 25):
+    for has_tmpfile, name, number, code in cases if long else draw.sample(cases, 12):
         calls = FaultyOS(has_tmpfile=has_tmpfile)
         calls.plan = name, number, code
         losses, error = life(tmp_path, backend, calls)

@@ -134,11 +134,11 @@ def trained(keys: Mapping[str, Any], accumulate: int, between: Callable[[Any], N
         return losses, states
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_it_has_the_bytes_of_one_that_is_waited_for_and_training_its_bits(
     tmp_path: Path, seed: int, long: bool
 ) -> None:
-    for number in range(seed * 100, seed * 100 + (12 if long else 1)):
+    for number in range(seed * 100, seed * 100 + (18 if long else 1)):
         _compare_drawn(number, tmp_path)
 
 
@@ -408,13 +408,17 @@ def test_what_is_wrong_with_the_state_or_the_folder_is_raised_at_once(tmp_path: 
 @pytest.mark.parametrize("placement", [HOST, NVME])
 @pytest.mark.parametrize("where", ["data", "sync", "swap"])
 def test_a_fault_of_the_thread_is_raised_where_it_is_waited_for_and_training_goes_on(
-    tmp_path: Path, placement: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, placement: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch,
+    long: bool,
+) -> None:  # fmt: skip
     if where == "swap" and placement is HOST:
         pytest.skip("nothing is read from there")
     expected = trained(config(tmp_path, placement), 1, lambda engine: None)
     draw = random.Random(0)
-    for waiting in ("saved", "save", "load", "close"):
+    waits = ("saved", "save", "load", "close")
+    if not long and where != "swap":  # each one twice
+        waits = waits[:2] if (where == "sync") is (placement is HOST) else waits[2:]
+    for waiting in waits:
         with offload.initialize(seeded(TinyLM), config(tmp_path, placement)) as engine:
             losses = losses_of(engine, batches(1, seed=0))
             engine.save_checkpoint(tmp_path / "saved")
@@ -578,7 +582,7 @@ def test_killed_while_it_is_under_way_what_was_complete_is_there(
     tmp_path: Path, placement: str, long: bool
 ) -> None:
     draw = random.Random(0)
-    for _ in range(20 if long else 2):
+    for _ in range(20 if long else 1):
         arguments = [str(tmp_path), placement, str(draw.uniform(0.05, 1.0))]
         done = subprocess.run(
             [sys.executable, "-c", _KILLED, *arguments], cwd=REPOSITORY, capture_output=True,
