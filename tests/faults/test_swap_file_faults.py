@@ -156,13 +156,13 @@ def test_any_call_that_fails_is_an_error_that_leaves_nothing_or_changes_no_bit(
 def test_a_reservation_that_is_stuck_ends_with_a_warning_and_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    released, real, before = threading.Event(), swap_file._fallocate, held()
+    released, real, before = threading.Event(), swap_file.fallocate, held()
 
     def stuck(*args: Any) -> None:
         assert released.wait(RELEASE_S)
         real(*args)
 
-    monkeypatch.setattr(swap_file, "_fallocate", stuck)
+    monkeypatch.setattr(swap_file, "fallocate", stuck)
     keys = config(tmp_path, NVME)
     keys["nvme"]["timeout_s"] = 1.0
     try:

@@ -246,11 +246,11 @@ class Held:
     def __init__(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, gives_up: bool = True
     ) -> None:  # fmt: skip
-        self._real, self._go_on = swap_file._fallocate, threading.Event()
+        self._real, self._go_on = swap_file.fallocate, threading.Event()
         self.entered = threading.Event()
         self.file = SwapFile(directory, timeout_s=60)
         self._gives_up = gives_up
-        monkeypatch.setattr(swap_file, "_fallocate", self._held)
+        monkeypatch.setattr(swap_file, "fallocate", self._held)
 
     def _held(self, *args: Any) -> None:
         call = threading.current_thread()
