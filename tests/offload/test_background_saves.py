@@ -45,6 +45,7 @@ from tests.offload.engine_cases import (
     states_of,
 )
 from tests.offload.test_parity import PLACEMENTS
+from tests.stuck_calls import HAND
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -340,7 +341,7 @@ def test_the_next_save_a_load_and_close_wait_for_it(
         assert (tmp_path / "f").is_dir()
         engine.save_checkpoint(tmp_path / "h", wait=False)
     assert sorted(os.listdir(tmp_path)) == list("abcdefgh")
-    assert not [t for t in threading.enumerate() if t.name.startswith("offload-checkpoint")]
+    assert not {t.name for t in threading.enumerate()} & {"offload-checkpoint", HAND}
 
 
 def test_a_log_says_that_it_is_complete_with_its_bytes_and_seconds(
@@ -459,12 +460,12 @@ def _wait(engine: offload.Engine, how: str, folder: Path) -> None:
 
 
 def _break(patch: pytest.MonkeyPatch, where: str, after: int) -> type[Exception]:
-    """The `after`-th call fails from here on, on the threads of a save alone."""
+    """The `after`-th call fails from here on, on the hands of a save alone."""
     left = [after]
 
     def broken(call: Any, number: int) -> Any:
         def wrapper(*args: Any, **keys: Any) -> Any:
-            if threading.current_thread().name.startswith("offload-checkpoint"):
+            if threading.current_thread().name == HAND:
                 left[0] -= 1
                 if left[0] < 0:
                     raise OSError(number, os.strerror(number))

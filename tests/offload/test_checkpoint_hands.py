@@ -1,66 +1,21 @@
-"""Calls of the system that do not return: given up with an error that names them, and nothing that
-they may still touch is used for anything else."""
+"""Calls for checkpoints that do not return: nothing that they may still touch is used for anything
+else."""
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from offload.checkpoint import hands, locks
+from offload.checkpoint import locks
 from offload.checkpoint.disk import OpenFile, new_file
-from offload.checkpoint.hands import patiently, when_returned
 from offload.checkpoint.locks import alone_in, lock_folder, unlock
 from offload.errors import CheckpointError, NoSpaceError, StuckError
-
-SOON_S = 10.0  # at most, for what another thread does at once
-
-
-@contextmanager
-def soon(**others: float) -> Iterator[None]:
-    """What is stuck inside stays so until a test ends it: there is no need to wait for long."""
-    times = {"TIMEOUT_S": 0.05, "_WARN": 0.4, "_LOOK_S": 0.01, "_PATIENCE_S": 0.05}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, seconds in {**times, **others}.items():
-            patch.setattr(hands, name, seconds)
-        yield
-
-
-@pytest.fixture
-def fifo(tmp_path: Path) -> Path:
-    """Opening it really waits in the kernel, until somebody opens it to write."""
-    os.mkfifo(tmp_path / "fifo")
-    return tmp_path / "fifo"
-
-
-def release(fifo: Path) -> None:
-    os.close(os.open(fifo, os.O_RDWR))
-
-
-def ended(condition: Callable[[], bool]) -> bool:
-    """Waits for it."""
-    tick = threading.Event()
-    return any(condition() or tick.wait(0.005) for _ in range(int(SOON_S / 0.005)))
-
-
-class Gate:
-    """A call that waits here is in the kernel, as far as anybody else can see."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.entered, self.opened = threading.Event(), threading.Event()
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        self.entered.set()
-        assert self.opened.wait(SOON_S)
-        return self._function(*args)
+from offload.swap import hands
+from offload.swap.hands import patiently
+from tests.stuck_calls import Gate, ended, soon
 
 
 @pytest.fixture
@@ -76,38 +31,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Gate]]:
     for each in made:
         each.opened.set()
     assert ended(lambda: not hands._left)
-
-
-def test_a_call_gives_its_result_or_its_error(tmp_path: Path) -> None:
-    assert patiently("listing", tmp_path, os.listdir, tmp_path) == []
-    with pytest.raises(FileNotFoundError):
-        patiently("listing", tmp_path, os.listdir, tmp_path / "none")
-    assert "offload-checkpoint-call" not in [each.name for each in threading.enumerate()]
-
-
-def test_a_call_that_stays_in_the_kernel_is_named_and_given_up(
-    fifo: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), soon(), pytest.raises(StuckError) as caught:
-        patiently("open", fifo, os.open, fifo, os.O_RDONLY)
-    assert f"open of {fifo} has not ended for" in str(caught.value)
-    assert caught.value.seconds >= 0.05
-    assert caught.value.path == str(fifo)
-    assert "not ended for" in caplog.text
-    release(fifo)
-    assert ended(lambda: not hands._left)
-
-
-def test_what_others_may_not_see_waits_for_the_call(fifo: Path) -> None:
-    done = threading.Event()
-    assert not when_returned(done.set, fifo.parent)
-    with soon(), pytest.raises(StuckError):
-        patiently("open", fifo, os.open, fifo, os.O_RDONLY)
-    assert when_returned(done.set, fifo.parent)
-    assert not when_returned(done.set, fifo.parent / "other")
-    assert not done.is_set()
-    release(fifo)
-    assert done.wait(SOON_S)
 
 
 def test_of_a_file_with_a_stuck_call_nothing_is_used_again(
@@ -173,35 +96,6 @@ def test_a_lock_that_a_stopped_process_keeps_is_an_error_within_half_a_minute(
         raise AssertionError("it is locked")
     assert 20 < now_s[0] < 30
     unlock(holder)
-
-
-def test_a_ctrl_c_ends_the_wait_for_a_call_that_is_stuck(fifo: Path) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def opened() -> int:
-        signal.pthread_kill(main, signal.SIGINT)
-        return os.open(fifo, os.O_RDONLY)
-
-    with soon(TIMEOUT_S=1e6), pytest.raises(KeyboardInterrupt):
-        patiently("open", fifo, opened)
-    assert hands._left
-    release(fifo)
-    assert ended(lambda: not hands._left)
-
-
-def test_a_ctrl_c_comes_when_a_call_that_is_under_way_has_returned(tmp_path: Path) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def renamed() -> None:
-        signal.pthread_kill(main, signal.SIGINT)
-        os.mkdir(tmp_path / "made")
-
-    with pytest.raises(KeyboardInterrupt):
-        patiently("mkdir", tmp_path, renamed)
-    assert os.listdir(tmp_path) == ["made"]
-    assert not hands._left
 
 
 def test_what_a_full_device_says_is_said() -> None:
