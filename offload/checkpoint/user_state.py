@@ -4,7 +4,7 @@ What an engine saves and loads itself is `run_state`'s."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,12 +35,10 @@ def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
     return RunRecord(sections=sections, tensors=records), tensors
 
 
-def state_in(reader: CheckpointReader) -> dict[str, Any]:
-    """What it was saved with; empty if with nothing. CheckpointError for what is malformed."""
-    run = reader.manifest.run
-    saved = None if run is None else run.sections.get("state")
-    if run is None or saved is None:
-        return {}
+def tensors_of(
+    run: RunRecord, reader: CheckpointReader
+) -> Callable[[dict[str, Any]], torch.Tensor]:
+    """Reads a tensor that the sections of a run refer to."""
     records = {each.name: each for each in run.tensors}
 
     def read(value: dict[str, Any]) -> torch.Tensor:
@@ -51,8 +49,17 @@ def state_in(reader: CheckpointReader) -> dict[str, Any]:
             reader.read_into(reader.run_tensor(record), 0, view)
         return tensor
 
+    return read
+
+
+def state_in(reader: CheckpointReader) -> dict[str, Any]:
+    """What it was saved with; empty if with nothing. CheckpointError for what is malformed."""
+    run = reader.manifest.run
+    saved = None if run is None else run.sections.get("state")
+    if run is None or saved is None:
+        return {}
     try:
-        found = unpacked(saved, read)
+        found = unpacked(saved, tensors_of(run, reader))
     except CheckpointError as error:
         raise CheckpointError(f"{reader.path}: {error}; load another checkpoint") from None
     if not isinstance(found, dict):
