@@ -16,6 +16,7 @@ thread can be had, the caller's own makes the call.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -33,9 +34,11 @@ from offload.tiers.units import format_bytes
 
 R = TypeVar("R")
 
+_LOOK_S = 1.0  # at most: a Ctrl-C that comes just before one begins is raised at its end
 _PATIENCE_S = 5.0  # of a Ctrl-C, with the call that is under way
 
 _left: set[Call[Any]] = set()  # calls that nobody waits for any more, until they return
+os.register_at_fork(after_in_child=_left.clear)  # where none of them ever does
 _here = threading.local()  # of a hand: the call that it makes
 _timeout_s: ContextVar[float | None] = ContextVar("timeout_s", default=None)
 
@@ -122,10 +125,11 @@ class Call(Generic[R]):
 
     def wait(self, timeout_s: float) -> None:
         """Until it is over, at most so long."""
-        for look in range(LOOKS):
-            if self.over.wait(timeout_s / LOOKS):
+        looks = max(LOOKS, math.ceil(timeout_s / _LOOK_S))
+        for look in range(1, looks + 1):
+            if self.over.wait(timeout_s / looks):
                 return
-            if look + 1 == WARN_AT:
+            if look == looks * WARN_AT // LOOKS:
                 warn_slow(self, time.monotonic() - self._began_s, timeout_s)
 
     def stuck(self) -> StuckError:

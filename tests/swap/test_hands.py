@@ -106,6 +106,19 @@ def test_what_waits_for_two_calls_is_done_once_when_the_last_has_returned(tmp_pa
     assert len(done) == 1
 
 
+def test_a_forked_child_waits_for_no_call_of_its_parent(fifo: Path) -> None:
+    with soon(), pytest.raises(StuckError):
+        patiently("open", fifo, os.open, fifo, os.O_RDONLY)
+    pid = os.fork()
+    if not pid:
+        is_waiting = when_returned(print, fifo)
+        os._exit(1 if is_waiting or patiently("listing", fifo, os.listdir, "/") == [] else 0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert hands._left
+    release(fifo)
+    assert ended(lambda: not hands._left)
+
+
 def test_where_no_thread_can_be_started_the_caller_makes_the_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
