@@ -402,7 +402,7 @@ def test_weights_alone_beside_another_frameworks_checkpoint(made: Any, tmp_path:
     values = whole.module.state_dict()
     streamed_folder.save(split, tmp_path / "a.ckpt", {}, lambda text: text, writes=True)
     _, states = streamed_folder.read(tmp_path / "a.ckpt", torch.load)
-    assert_same(streamed_folder.weights_of(states), values)
+    assert_same(streamed_folder.weights_of(states, tmp_path), values)
     other = made(tiny(7), split=True)
     streamed_folder.load_weights(other, states)
     assert_same(other.module.state_dict(), values)
