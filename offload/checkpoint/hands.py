@@ -13,6 +13,7 @@ counted in looks, and none passes while this process is stopped or a computer sl
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -24,6 +25,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from offload.swap.latch import Latch
+from offload.swap.shield import uninterrupted
 from offload.tiers.errors import StuckError
 from offload.tiers.units import format_bytes
 
@@ -39,6 +42,16 @@ _books = threading.Lock()
 _left: set[Call] = set()  # calls that nobody waits for any more, until they return
 _here = threading.local()  # of a hand: the call that it makes
 _timeout_s: ContextVar[float | None] = ContextVar("timeout_s", default=None)
+
+
+def _begin_anew() -> None:
+    """In a forked child, which has no hands: one of them may have held the lock."""
+    global _books
+    _books = threading.Lock()
+    _left.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextmanager
@@ -80,11 +93,15 @@ class Call:
         self.is_asked = False
         self._make = function, args
         self._began_s = time.monotonic()
-        self._over = threading.Event()  # it has returned, or is not waited for any more
-        self._returned = False
+        self._over = Latch()  # it has returned, or is not waited for any more
+        self._begun = self._returned = False
 
     def run(self) -> None:
         """In the hand's thread."""
+        with _books:
+            if self._returned:  # it was taken back
+                return
+            self._begun = True
         _here.call = self
         function, args = self._make
         try:
@@ -93,7 +110,7 @@ class Call:
             self.error = error
         with _books:
             self._returned = True
-        self._over.set()
+        self._over.open()
         _here.call = None  # memory that it has moved is not held until the next one
         while then := self._then():
             for function in then:
@@ -107,15 +124,24 @@ class Call:
                 _left.discard(self)
         return then
 
+    def take_back(self) -> bool:
+        """Let it not be made; False if it has begun."""
+        with _books:
+            if self._begun:
+                return False
+            self._returned = True
+        self._over.open()
+        return True
+
     def give_up(self) -> None:
         """Let nobody wait for it any longer."""
         with _books:
             if not self._returned:
                 _left.add(self)
-        self._over.set()
+        self._over.open()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is over, at most so long."""
+        """Until it is over, at most so long. An error is to come after that: a warning says so."""
         warn_at = timeout_s * _WARN
         looked = 0.0
         while not self._over.wait(_LOOK_S) and looked < timeout_s:
@@ -126,6 +152,10 @@ class Call:
                     "%s: not ended for %.3g s; see `dmesg`; an error after %.3g s "
                     "(nvme.timeout_s)", self, looked, timeout_s,
                 )  # fmt: skip
+
+    def wait_a_little(self) -> None:
+        """Until it is over, or a Ctrl-C has waited long enough."""
+        self._over.wait(_PATIENCE_S)
 
     @property
     def has_returned(self) -> bool:
@@ -163,17 +193,17 @@ class Hand:
         self._thread = threading.Thread(
             target=_work, args=(self._asked,), name="offload-checkpoint-call", daemon=True
         )
-        self._thread.start()
+        start(self._thread)
 
     def end(self) -> None:
         """Let the thread end behind the calls that it was asked for, and wait for that, a little,
         unless something does not return."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+        if self._asked is None:
             return
-        asked.put(None)
+        self._asked.put(None)
+        self._asked = None  # not before: what a Ctrl-C cuts short, __del__ repeats
         if self._last is not None and not _left:
-            self._last.wait(_PATIENCE_S)
+            self._last.wait_a_little()
             self._leave_unless_returned(self._last)
         if self._stuck is None and not _left:
             self._thread.join(_PATIENCE_S)
@@ -226,8 +256,10 @@ class Hand:
         return call.result
 
     def _hurry(self, call: Call) -> None:
+        if call.take_back():
+            return
         try:
-            call.wait(_PATIENCE_S)
+            call.wait_a_little()
         finally:  # another Ctrl-C may end that
             self._leave_unless_returned(call)
 
@@ -244,6 +276,18 @@ def _work(asked: SimpleQueue[Call | None]) -> None:
             return
         call.run()
         del call  # with its memory
+
+
+def start(thread: threading.Thread) -> None:
+    """Whole, whenever a Ctrl-C comes. OSError where the system gives this process no more."""
+    try:
+        with uninterrupted:
+            thread.start()
+    except RuntimeError:
+        raise OSError(
+            errno.ENOMEM, "no thread can be started; raise the limit of processes (`ulimit -u`), "
+            "of a container's tasks or of memory",
+        ) from None  # fmt: skip
 
 
 def patiently(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +16,22 @@ from typing import Any
 
 import pytest
 
+import offload
 from offload.checkpoint import hands, locks
 from offload.checkpoint.disk import OpenFile, new_file
-from offload.checkpoint.hands import patiently, when_returned
+from offload.checkpoint.hands import Call, Hand, patiently, when_returned
 from offload.checkpoint.locks import alone_in, lock_folder, unlock
-from offload.errors import CheckpointError, NoSpaceError, StuckError
+from offload.errors import CheckpointError, NoSpaceError, StorageError, StuckError
+from tests.offload.engine_cases import (
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    losses_of,
+    seeded,
+    states_of,
+)
+from tests.offload.interrupt_points import after_us, at_point, counted_points
 
 SOON_S = 10.0  # at most, for what another thread does at once
 
@@ -219,3 +232,89 @@ def test_a_forked_child_closes_its_own_descriptor(tmp_path: Path) -> None:
         assert os.waitpid(pid, 0)[1] == 0
         file.write_all(memoryview(b"parent"), 0)
     assert (tmp_path / "file").read_bytes() == b"parent"
+
+
+def test_a_call_that_has_not_begun_is_taken_back_by_a_ctrl_c(tmp_path: Path, fifo: Path) -> None:
+    hand = Hand()
+    first = Call("open", fifo, os.open, (fifo, os.O_RDONLY), 0, 0)
+    second = Call("mkdir", tmp_path, os.mkdir, (tmp_path / "made",), 0, 0)
+    hand.ask(first)
+    hand.ask(second)
+    with after_us(1000), pytest.raises(KeyboardInterrupt):
+        hand.result(second)
+    release(fifo)
+    os.close(hand.result(first))
+    hand.end()
+    assert not (tmp_path / "made").exists()
+    assert not hands._left
+
+
+# Python drops what is raised in a finaliser
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_at_any_point_of_calls_is_a_ctrl_c_and_is_waited_for_by_nothing(
+    tmp_path: Path,
+) -> None:
+    def calls() -> None:
+        patiently("stat", tmp_path, os.stat, tmp_path)
+        path = tmp_path / f"file-{secrets.token_hex(4)}"
+        with new_file(path) as file:
+            file.write_all(memoryview(b"1"), 0)
+
+    with counted_points() as count:
+        calls()
+    interrupted = 0
+    for number in range(1, count()):
+        began = time.monotonic()
+        try:
+            with at_point(number):
+                calls()
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert time.monotonic() - began < hands._PATIENCE_S, number
+    assert interrupted > count() // 2
+    assert not hands._left  # of which locks would wait
+    calls()
+
+
+def test_where_no_thread_can_be_started_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [0]
+    start = threading.Thread.start
+
+    def started(self: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with offload.initialize(seeded(TinyLM), config(tmp_path)) as engine:
+        losses_of(engine, batches(1))
+        engine.save_checkpoint(tmp_path / "saved")
+        before = states_of(engine)
+        monkeypatch.setattr(threading.Thread, "start", started)
+        for threads in range(0, 60, 3):
+            for wait in (True, False):
+                left[0] = threads
+                with pytest.raises(StorageError, match="no thread can be started; raise the limit"):
+                    engine.save_checkpoint(tmp_path / "saved", wait=wait)
+                    engine.checkpoint_saved()
+        left[0] = 20
+        with pytest.raises(StorageError, match="no thread can be started; raise the limit"):
+            engine.load_checkpoint(tmp_path / "saved")
+        monkeypatch.undo()
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same_bits(states_of(engine), before)
+        engine.save_checkpoint(tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_child_that_was_forked_amid_a_call_makes_its_own(tmp_path: Path) -> None:
+    with hands._books:  # as another thread might
+        pid = os.fork()
+        if not pid:
+            signal.alarm(int(SOON_S))  # its default ends the child
+            patiently("mkdir", tmp_path, os.mkdir, tmp_path / "made")
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "made").is_dir()
