@@ -276,6 +276,11 @@ def test_a_ctrl_c_at_any_point_of_calls_is_a_ctrl_c_and_is_waited_for_by_nothing
     calls()
 
 
+def saved(engine: offload.Engine, path: Path, *, wait: bool) -> None:
+    engine.save_checkpoint(path, wait=wait)
+    engine.checkpoint_saved()
+
+
 def test_where_no_thread_can_be_started_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,8 +302,7 @@ def test_where_no_thread_can_be_started_it_is_said(
             for wait in (True, False):
                 left[0] = threads
                 with pytest.raises(StorageError, match="no thread can be started; raise the limit"):
-                    engine.save_checkpoint(tmp_path / "saved", wait=wait)
-                    engine.checkpoint_saved()
+                    saved(engine, tmp_path / "saved", wait=wait)
         left[0] = 20
         with pytest.raises(StorageError, match="no thread can be started; raise the limit"):
             engine.load_checkpoint(tmp_path / "saved")
