@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.plain_values import unpacked
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.run_state import Carried, Stateful, with_extra_state
+from offload.checkpoint.user_state import tensors_in
 from offload.tiers.errors import CheckpointError
 from offload.zero.random_state import Generator, named_generators, set_state
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from offload.engine import Engine
 
 _log = logging.getLogger("offload")
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MALFORMED = (
     KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError,
 )  # fmt: skip
@@ -53,7 +52,7 @@ class Restoring:
                 )
             _log.warning("%s has no state of random numbers: they go on as they are", reader.path)
             return
-        self._tensors = {each.name: each for each in record.tensors}
+        self._tensor = tensors_in(reader, record)
         try:
             self._prepare(record.sections)
         except _MALFORMED as error:
@@ -85,15 +84,7 @@ class Restoring:
             raise TypeError("`state` is no dict")
 
     def _unpacked(self, value: Any) -> Any:
-        return unpacked(value, self._read)
-
-    def _read(self, value: dict[str, Any]) -> torch.Tensor:
-        record = self._tensors[value["name"]]
-        tensor = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
-        if tensor.numel():
-            view = tensor.reshape(-1).view(torch.uint8).numpy().data
-            self._reader.read_into(self._reader.run_tensor(record), 0, view)
-        return tensor
+        return unpacked(value, self._tensor)
 
     def _prepare_random(self, saved: list[dict[str, Any]]) -> None:
         if self._rank >= len(saved):

@@ -11,7 +11,7 @@ import torch
 
 from offload.checkpoint.manifest import BufferRecord, RunRecord
 from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.plain_values import packed, unpacked
+from offload.checkpoint.plain_values import UnpackTensor, packed, unpacked
 from offload.checkpoint.reader import CheckpointReader
 from offload.tiers.errors import CheckpointError
 
@@ -41,6 +41,17 @@ def state_in(reader: CheckpointReader) -> dict[str, Any]:
     saved = None if run is None else run.sections.get("state")
     if run is None or saved is None:
         return {}
+    try:
+        found = unpacked(saved, tensors_in(reader, run))
+    except CheckpointError as error:
+        raise CheckpointError(f"{reader.path}: {error}; load another checkpoint") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{reader.path}: its state is no dict; load another checkpoint")
+    return found
+
+
+def tensors_in(reader: CheckpointReader, run: RunRecord) -> UnpackTensor:
+    """Reads those that lie beside the values of a checkpoint's run, for `unpacked`."""
     records = {each.name: each for each in run.tensors}
 
     def read(value: dict[str, Any]) -> torch.Tensor:
@@ -51,10 +62,4 @@ def state_in(reader: CheckpointReader) -> dict[str, Any]:
             reader.read_into(reader.run_tensor(record), 0, view)
         return tensor
 
-    try:
-        found = unpacked(saved, read)
-    except CheckpointError as error:
-        raise CheckpointError(f"{reader.path}: {error}; load another checkpoint") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{reader.path}: its state is no dict; load another checkpoint")
-    return found
+    return read
