@@ -28,15 +28,15 @@ from offload.swap.block_store import BlockStore
 from offload.swap.coded_state import CodedState
 from offload.swap.device_state import Links
 from offload.swap.file_state import FileState
+from offload.swap.hands import result_of
 from offload.swap.lanes import Lane, WaitFor
 from offload.swap.link_use import LinkUse
 from offload.swap.measure import Bandwidth, measure_bandwidth
 from offload.swap.memory_guard import MemoryGuard
-from offload.swap.rare_calls import RareCall
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import MemoryState, State
 from offload.swap.streams import CopyStream, mark_here
-from offload.swap.swap_file import SwapFile, check_directory, free_space
+from offload.swap.swap_file import FileCall, SwapFile, check_directory, free_space
 from offload.swap.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
@@ -470,8 +470,9 @@ def this_machine(
             raise ConfigError(f"nvme.paths: {report.path} is named twice; remove one")
         reports[report.path] = free[path] = report.free_nbytes
     here = ranks_here() if here is None else here
-    looking = RareCall("looking at", ", ".join(free), _free_nbytes, nvme, free, here)
-    hardware = read_hardware(accelerator.free_nbytes(device), looking.result(nvme.timeout_s))
+    looking = FileCall("looking at", ", ".join(free), _free_nbytes, nvme, free, here)
+    free_nbytes = result_of(looking, nvme.timeout_s)
+    hardware = read_hardware(accelerator.free_nbytes(device), free_nbytes)
     computes = accelerator.is_accelerator(device)
     missing = triton_launch.missing(device) if computes else "the model computes on the CPU"
     return replace(

@@ -100,10 +100,7 @@ class IOWatch:
                 if path.looks >= LOOKS:
                     stuck.append(name)
         for what, seconds in slow:
-            _log.warning(
-                "%s: not ended for %.3g s; see `dmesg`; an error after %.3g s (nvme.timeout_s)",
-                what, seconds, self.timeout_s,
-            )  # fmt: skip
+            warn_slow(what, seconds, self.timeout_s)
         for name in stuck:
             self._give_up(name)
 
@@ -127,6 +124,13 @@ class IOWatch:
         self._closing.set()
         if threading.get_ident() != self._thread.ident:
             self._thread.join()
+
+
+def warn_slow(what: object, seconds: float, timeout_s: float) -> None:
+    _log.warning(
+        "%s: not ended for %.3g s; see `dmesg`; an error after %.3g s (nvme.timeout_s)",
+        what, seconds, timeout_s,
+    )  # fmt: skip
 
 
 def stuck_error(

@@ -5,8 +5,8 @@ collide, and no other user can open it. Only where a file system gives an unlink
 (NFS, FUSE) is its folder there until it is closed, and left by a process that is killed; the folder
 is `marked`, and `offload doctor` finds it.
 
-Whatever is asked of the folder or the file is a `RareCall`: a StuckError where it is not answered
-for `timeout_s`. What comes back later is closed then.
+Whatever is asked of the folder or the file, a hand asks: a StuckError where it is not answered for
+`timeout_s`. What comes back later is closed then.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from offload.swap.hands import Call, R, result_of
 from offload.swap.io_watch import TIMEOUT_S
 from offload.swap.maker_marks import marked
 from offload.swap.pinned_folder import PinnedFolder, close
-from offload.swap.rare_calls import RareCall
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
@@ -38,6 +38,19 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # O_TMPFILE: EISDIR on kernels that do not know it, the others from file systems
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+
+
+class FileCall(Call[R]):
+    """What is asked of a swap file or its folder; a message names `operation`, then the path."""
+
+    stuck_message = (
+        "%s has not ended for %.3g s: the device or its server does not answer, see `dmesg`; go on "
+        "from the last checkpoint with a new engine, once the device answers or with another "
+        "folder in nvme.paths; where it is only slow, raise nvme.timeout_s"
+    )
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.path}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,8 @@ def check_directory(
     Raises PathError if the parent is missing, it is no directory, it is not writable, it is another
     user's or others could replace our files in it, or less than `needed_nbytes` are free.
     """
-    return RareCall("looking at", path, _check_directory, path, needed_nbytes).result(timeout_s)
+    call = FileCall("looking at", path, _check_directory, path, needed_nbytes)
+    return result_of(call, timeout_s)
 
 
 def _check_directory(path: str | os.PathLike[str], needed_nbytes: int) -> DirectoryReport:
@@ -85,7 +99,8 @@ def _checked(path: str | os.PathLike[str]) -> PinnedFolder:
 
 def free_space(path: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> int:
     """Bytes this user can still write where `path` is. OSError."""
-    return RareCall("asking for the free space of", path, _free_space, path).result(timeout_s)
+    call = FileCall("asking for the free space of", path, _free_space, path)
+    return result_of(call, timeout_s)
 
 
 def _free_space(path: str | os.PathLike[str] | int) -> int:
@@ -112,7 +127,7 @@ def file_system_of(path: Path) -> str:
 
 def direct_refusal(path: str | os.PathLike[str]) -> str | None:
     """Why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
-    return RareCall("making a swap file in", path, _direct_refusal, path).result(TIMEOUT_S)
+    return result_of(FileCall("making a swap file in", path, _direct_refusal, path), TIMEOUT_S)
 
 
 def _direct_refusal(path: str | os.PathLike[str]) -> str | None:
@@ -143,15 +158,15 @@ class SwapFile:
         self.fd = -1
         self._timeout_s = timeout_s
         self._file: _Unnamed | None = None
-        self._left: RareCall[None] | None = None  # a call that has not returned when it should
+        self._left: FileCall[None] | None = None  # a call that has not returned when it should
         self.nbytes = 0
         self.o_direct = False
         self.memory_alignment = 1
         self.offset_alignment = 1
         self._preallocates = True
-        call = RareCall("making a swap file in", directory, self._make, directory, direct)
+        call = FileCall("making a swap file in", directory, self._make, directory, direct)
         try:
-            call.result(timeout_s)
+            result_of(call, timeout_s)
         except BaseException:
             if not call.when_returned(self._close_file):
                 self.close()
@@ -185,9 +200,9 @@ class SwapFile:
             return
         if self._left is not None and not self._left.has_returned:
             raise self._left.stuck()
-        call = RareCall(f"reserving {format_bytes(more)} for", self.path, self._reserve, nbytes)
+        call = FileCall(f"reserving {format_bytes(more)} for", self.path, self._reserve, nbytes)
         try:
-            call.result(self._timeout_s)
+            result_of(call, self._timeout_s)
         except BaseException:
             if not call.has_returned:
                 self._left = call
@@ -210,7 +225,7 @@ class SwapFile:
         if self._file is None or (self._left and self._left.when_returned(self._close_file)):
             return  # its number must not be another file's while that call is under way
         try:
-            RareCall("closing", self.path, self._close_file).result(self._timeout_s)
+            result_of(FileCall("closing", self.path, self._close_file), self._timeout_s)
         except StuckError as error:
             _log.error("%s", error)
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.hands import waiting
 from offload.checkpoint.steps import latest, prune, step_path
+from offload.swap.hands import waiting
 
 if TYPE_CHECKING:
     from offload.checkpoint.background import BackgroundSaves

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.disk import device_of, free_nbytes, storage_errors
 from offload.checkpoint.folder import PendingFolder
-from offload.checkpoint.hands import start
 from offload.checkpoint.run_state import RunState
 from offload.checkpoint.saving import Saver, check_savable
 from offload.checkpoint.write_behind import WriteBehind
@@ -36,7 +35,7 @@ from offload.swap.latch import Latch
 from offload.swap.shield import uninterrupted
 from offload.swap.snapshot import Snapshot
 from offload.swap.state import State
-from offload.tiers.errors import OffloadError
+from offload.tiers.errors import OffloadError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.save_gate import SaveGate
@@ -102,8 +101,14 @@ class BackgroundSave:
             run = copy_context().run  # with the time that its calls are waited for
             thread = threading.Thread(target=run, args=(self._run, work), name="offload-checkpoint")
             with uninterrupted:
-                with storage_errors("writing", path):
-                    start(thread)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise StorageError(
+                        f"{path} was not saved: no thread can be started; raise the limit of "
+                        "processes (`ulimit -u`), of a container's tasks or of memory",
+                        path=str(path),
+                    ) from error
                 saves.under_way = self
                 unless_begun.pop_all()
 

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.checkpoint.hands import Call, Hand, patiently
+from offload.swap.hands import Call, Hand, patiently
 from offload.swap.maker_marks import marked
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError, StuckError
@@ -104,7 +104,7 @@ class OpenFile:
     def _let_go(self) -> Hand | None:
         hand, self._hand = self._hand, None
         if hand is not None and hand.is_here:
-            hand.ask(Call("close", self.path, self._close, (), 0, 0))
+            hand.ask(Call("close", self.path, self._close))
         elif hand is not None:  # a forked child, which has a descriptor of its own
             self._close()
         return hand
@@ -119,16 +119,16 @@ class OpenFile:
         self._let_go()
 
     def begin(
-        self, operation: str, function: Callable[..., Any], *args: Any, offset: int = 0, n: int = 0
-    ) -> Call:
+        self, operation: str, function: Callable[..., R], *args: Any, offset: int = 0, n: int = 0
+    ) -> Call[R]:
         """Have `function(fd, *args)` called behind all others; its `result` is to be asked for, in
         the order of these calls."""
         assert self._hand is not None, "it is open"
-        call = Call(operation, self.path, function, (self.fd, *args), offset, n)
+        call = Call(operation, self.path, function, self.fd, *args, offset_bytes=offset, nbytes=n)
         self._hand.ask(call)
         return call
 
-    def result(self, call: Call) -> Any:
+    def result(self, call: Call[R]) -> R:
         """Of what was begun, once it is there. Its OSError, StuckError."""
         assert self._hand is not None, "it is open"
         return self._hand.result(call)
@@ -192,7 +192,7 @@ class OpenFile:
             for call in self.begin_sync(self.status().st_size):
                 self.result(call)
 
-    def begin_sync(self, nbytes: int) -> list[Call]:
+    def begin_sync(self, nbytes: int) -> list[Call[None]]:
         """Let the device have all of its so many bytes; results as of `begin`. Part by part, so
         that a large file on a slow device is not taken for one that does not answer."""
         flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
@@ -213,7 +213,7 @@ class OpenFile:
         """Let the page cache give up a range, so that the next read asks the device."""
         self._advise(offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def begin_forget(self) -> Call:
+    def begin_forget(self) -> Call[None]:
         """Let the page cache give up all of it; a result as of `begin`."""
         return self.begin("fadvise", os.posix_fadvise, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -30,10 +30,10 @@ from offload.checkpoint.disk import (
     storage_errors,
     sync_folder,
 )
-from offload.checkpoint.hands import when_returned
 from offload.checkpoint.locks import OpenFolder, alone_in, lock_folder, unlock
 from offload.checkpoint.ownership import Leftover, check_replaceable, leftovers, marked, remove
 from offload.checkpoint.reader import CheckpointReader
+from offload.swap.hands import when_returned
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
 _NOT_THE_PATH = (

@@ -15,7 +15,6 @@ import xxhash
 from offload.checkpoint.bounded_json import MOST_NBYTES
 from offload.checkpoint.checked_files import REMEDY, TRIES, CheckedFiles
 from offload.checkpoint.disk import OpenFile, entries, storage_error, storage_errors
-from offload.checkpoint.hands import patiently
 from offload.checkpoint.locks import POLL_S, OpenFolder
 from offload.checkpoint.manifest import (
     MANIFEST,
@@ -33,6 +32,7 @@ from offload.checkpoint.safetensors_file import (
     parse_header,
 )
 from offload.display.progress import progress
+from offload.swap.hands import patiently
 from offload.tiers.errors import CheckpointError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 

@@ -17,7 +17,7 @@ import torch
 from offload.checkpoint.plain_values import unpacked
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.run_state import Carried, Stateful, with_extra_state
-from offload.checkpoint.user_state import tensors_in
+from offload.checkpoint.user_state import tensors_of
 from offload.tiers.errors import CheckpointError
 from offload.zero.random_state import Generator, named_generators, set_state
 
@@ -50,9 +50,9 @@ class Restoring:
                     f"it has no state of {', '.join(engine.carried)}; load it before that is "
                     "registered"
                 )
-            _log.warning("%s has no state of random numbers: they go on as they are", reader.path)
+            self._tell_no_random()
             return
-        self._tensor = tensors_in(reader, record)
+        self._read = tensors_of(record, reader)
         try:
             self._prepare(record.sections)
         except _MALFORMED as error:
@@ -84,9 +84,16 @@ class Restoring:
             raise TypeError("`state` is no dict")
 
     def _unpacked(self, value: Any) -> Any:
-        return unpacked(value, self._tensor)
+        return unpacked(value, self._read)
+
+    def _tell_no_random(self) -> None:
+        path = self._reader.path
+        _log.warning("%s has no state of random numbers: they go on as they are", path)
 
     def _prepare_random(self, saved: list[dict[str, Any]]) -> None:
+        if not saved:  # no engine has saved it
+            self._tell_no_random()
+            return
         if self._rank >= len(saved):
             _log.warning(
                 "%s was saved by %d ranks: the random numbers of rank %d go on as they are",

@@ -26,10 +26,10 @@ from offload.checkpoint.disk import (
     write_text,
 )
 from offload.checkpoint.folder import PendingFolder
-from offload.checkpoint.hands import patiently
 from offload.checkpoint.manifest import MANIFEST, OPTIMIZER, PARAMETERS, Manifest
 from offload.checkpoint.reader import CheckpointReader
 from offload.display.progress import progress
+from offload.swap.hands import patiently
 from offload.tiers.errors import CheckpointError, PathError, StorageError
 
 _BLOCK_NBYTES = 8 << 20

@@ -4,14 +4,14 @@ What an engine saves and loads itself is `run_state`'s."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from offload.checkpoint.manifest import BufferRecord, RunRecord
 from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.plain_values import UnpackTensor, packed, unpacked
+from offload.checkpoint.plain_values import packed, unpacked
 from offload.checkpoint.reader import CheckpointReader
 from offload.tiers.errors import CheckpointError
 
@@ -35,23 +35,10 @@ def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
     return RunRecord(sections=sections, tensors=records), tensors
 
 
-def state_in(reader: CheckpointReader) -> dict[str, Any]:
-    """What it was saved with; empty if with nothing. CheckpointError for what is malformed."""
-    run = reader.manifest.run
-    saved = None if run is None else run.sections.get("state")
-    if run is None or saved is None:
-        return {}
-    try:
-        found = unpacked(saved, tensors_in(reader, run))
-    except CheckpointError as error:
-        raise CheckpointError(f"{reader.path}: {error}; load another checkpoint") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{reader.path}: its state is no dict; load another checkpoint")
-    return found
-
-
-def tensors_in(reader: CheckpointReader, run: RunRecord) -> UnpackTensor:
-    """Reads those that lie beside the values of a checkpoint's run, for `unpacked`."""
+def tensors_of(
+    run: RunRecord, reader: CheckpointReader
+) -> Callable[[dict[str, Any]], torch.Tensor]:
+    """Reads a tensor that the sections of a run refer to."""
     records = {each.name: each for each in run.tensors}
 
     def read(value: dict[str, Any]) -> torch.Tensor:
@@ -63,3 +50,18 @@ def tensors_in(reader: CheckpointReader, run: RunRecord) -> UnpackTensor:
         return tensor
 
     return read
+
+
+def state_in(reader: CheckpointReader) -> dict[str, Any]:
+    """What it was saved with; empty if with nothing. CheckpointError for what is malformed."""
+    run = reader.manifest.run
+    saved = None if run is None else run.sections.get("state")
+    if run is None or saved is None:
+        return {}
+    try:
+        found = unpacked(saved, tensors_of(run, reader))
+    except CheckpointError as error:
+        raise CheckpointError(f"{reader.path}: {error}; load another checkpoint") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{reader.path}: its state is no dict; load another checkpoint")
+    return found

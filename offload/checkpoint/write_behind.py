@@ -27,7 +27,7 @@ from typing import Self
 import numpy as np
 
 from offload.checkpoint.disk import OpenFile, new_file, storage_errors
-from offload.checkpoint.hands import Call
+from offload.swap.hands import Call
 from offload.swap.swap_file import UNSUPPORTED, fallocate, file_system_of
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.extent import PAGE_NBYTES
@@ -135,7 +135,7 @@ class _Part:
     file: OpenFile
     data: memoryview
     offset: int
-    call: Call
+    call: Call[int]
 
 
 class _Write:
@@ -155,7 +155,7 @@ class _Sync:
     """A file that the device is asked to have."""
 
     file: BehindFile
-    calls: list[Call]
+    calls: list[Call[None]]
 
     @property
     def has_ended(self) -> bool:
@@ -260,13 +260,12 @@ class BehindFile:
 
     def _written(self, part: _Part) -> int:
         try:
-            count: int = part.file.result(part.call)
+            return part.file.result(part.call)
         except OSError as error:
             if part.file is self._file:
                 raise
             self._no_direct(error)  # some file systems take the flag and refuse the write
             return 0
-        return count
 
     def _cached(self, nbytes: int) -> None:
         self._uncached += nbytes
@@ -274,12 +273,12 @@ class BehindFile:
             self._file.start_writeback()
             self._uncached = 0
 
-    def begin_sync(self) -> list[Call]:
+    def begin_sync(self) -> list[Call[None]]:
         """Ask the device to have it."""
         # written once and not read soon: leave the page cache to the training data
         return [*self._file.begin_sync(self.nbytes), self._file.begin_forget()]
 
-    def end_sync(self, calls: list[Call]) -> None:
+    def end_sync(self, calls: list[Call[None]]) -> None:
         """Wait until the file is on the device, and close it."""
         with storage_errors("writing", self.path):
             for call in calls:

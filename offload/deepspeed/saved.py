@@ -21,12 +21,13 @@ from offload.checkpoint import bounded_json
 from offload.checkpoint.disk import entries, is_folder, is_there, storage_errors
 from offload.checkpoint.exporting import export
 from offload.checkpoint.folder import adopt, discard
-from offload.checkpoint.hands import patiently
 from offload.checkpoint.manifest import RunRecord
+from offload.checkpoint.on_all_ranks import on_all
 from offload.checkpoint.plain_values import check_plain, unpacked
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.user_state import run_of, state_in
 from offload.runs.metrics import write_whole
+from offload.swap.hands import patiently
 from offload.swap.maker_marks import marked
 from offload.tiers.errors import CheckpointError, PathError
 
@@ -268,16 +269,8 @@ def _read_tensor(
 @contextmanager
 def _agreed(engine: EngineModule, what: str) -> Iterator[None]:
     """An error inside on any rank is raised on every rank; no rank goes on before all have left."""
-    ranks = engine.offload.runtime.ranks
-    error: Exception | None = None
-    try:
-        yield
-    except OSError as failure:
-        error = PathError(f"{what}: {failure.strerror or failure}")
-    except Exception as failure:  # noqa: BLE001 - raised below
-        error = failure
-    told = None if ranks is None else ranks.all_succeeded(error)
-    if error is not None:
-        raise error
-    if told is not None:
-        raise CheckpointError(f"{what}; {told}")
+    with on_all(engine.offload.runtime.ranks, what):
+        try:
+            yield
+        except OSError as error:
+            raise PathError(f"{what}: {error.strerror or error}") from error

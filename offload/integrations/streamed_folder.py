@@ -39,11 +39,11 @@ from offload.checkpoint.disk import (
     sync_folder,
 )
 from offload.checkpoint.folder import discard
-from offload.checkpoint.hands import patiently
 from offload.checkpoint.model_files import own_file
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import StoredTensor
 from offload.leftovers import STATE
+from offload.swap.hands import patiently
 from offload.swap.maker_marks import marked
 from offload.tensor_file import DTYPES
 from offload.tiers.errors import (

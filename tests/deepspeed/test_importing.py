@@ -69,12 +69,15 @@ def plain_steps(net: nn.Module, optimizer: torch.optim.Optimizer, passes: range)
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
-def test_training_goes_on(stage: int, ranks: int, tmp_path: Path) -> None:
+def test_training_goes_on(
+    stage: int, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     net, optimizer = trained()
     zero_files.write(tmp_path / "theirs/step3", net, optimizer, stage, ranks, epoch=7)
     assert import_checkpoint(tmp_path / "theirs", tmp_path / "ours") == tmp_path / "ours/step3"
     with initialized(other := Net(2), CONFIG, model_parameters=groups_of(other)) as engine:
         _, client = engine.load_checkpoint(tmp_path / "ours")
+        assert "step3 has no state of random numbers: they go on as they are" in caplog.text
         assert client == {"epoch": 7}
         assert engine.global_steps == 3
         assert engine.lr_scheduler.last_epoch == 3

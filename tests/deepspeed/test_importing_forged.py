@@ -91,7 +91,7 @@ def test_values_at_random(folder: Path, name: str, long: bool) -> None:
     counts = {True: 0, False: 0}
 
     @settings(
-        max_examples=1000 if long else 100, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=1000 if long else 40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(changes())
     def check(made: Any) -> None:
@@ -108,7 +108,7 @@ def test_bytes_at_random(folder: Path, name: str, long: bool) -> None:
     change = st.tuples(st.integers(0, len(original) - 1), st.binary(max_size=9))
 
     @settings(
-        max_examples=1000 if long else 60, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=1000 if long else 30, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(st.lists(change, min_size=1, max_size=3))
     def check(made: list[tuple[int, bytes]]) -> None:

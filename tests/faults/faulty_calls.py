@@ -1,5 +1,5 @@
 """Calls of the system of which one goes wrong, for whatever makes them through
-`checkpoint.hands`; which one and how is said before."""
+`swap.hands`; which one and how is said before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offload.checkpoint import hands
+from offload.swap import hands
 
 _RELEASE_S = 60.0
 

@@ -176,7 +176,7 @@ def uploaded(out: Path) -> Found:
 
 
 def imported(out: Path) -> Found:
-    texts = {name: (out / name).read_bytes() for name in ("latest", f"{TAG}.json")}
+    texts = {"latest": (out / "latest").read_bytes()}
     return {**checkpoint_of(out / TAG), **texts}
 
 

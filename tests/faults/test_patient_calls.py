@@ -21,11 +21,11 @@ import offload
 import offload.deepspeed as deepspeed
 from offload import checkpoint
 from offload.checkpoint.exporting import export
-from offload.checkpoint.hands import patiently
 from offload.errors import CheckpointError, PathError
 from offload.integrations import streamed_folder
+from offload.swap.hands import patiently
+from tests.stuck_calls import HAND
 
-_HAND = "offload-checkpoint-call"
 _OF_OS = (
     "open", "stat", "lstat", "fstat", "access", "readlink", "scandir", "listdir", "statvfs",
     "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate",
@@ -50,7 +50,7 @@ def by_hands_alone(folder: Path) -> Iterator[list[str]]:
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keys: Any) -> Any:
-            if threading.current_thread().name != _HAND and not getattr(own, "looks", False):
+            if threading.current_thread().name != HAND and not getattr(own, "looks", False):
                 own.looks = True
                 try:
                     if any(is_below(each) for each in (*args[:2], *keys.values())):

@@ -19,10 +19,10 @@ import pytest
 
 import offload
 from offload.errors import OffloadError, StuckError
-from offload.swap import pinned_folder, swap_file
-from offload.swap.rare_calls import RareCall
+from offload.swap import hands, pinned_folder, swap_file
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
+from tests.stuck_calls import HAND, all_ended
 
 DATA = batches(2)
 CALLS = (
@@ -45,21 +45,17 @@ class FaultyOS:
         self.plan = ("", -1, 0)  # which call, its number, how
         self.hit = ""
         self._released = threading.Event()
-        self._stuck: RareCall[Any] | None = None
 
     def release(self) -> None:
         """What is stuck returns, and has been cleared up after when this does."""
         self._released.set()
-        if self._stuck is not None:
-            self._stuck.join(RELEASE_S)
-            assert not self._stuck.is_alive()
+        assert all_ended()
 
     def _hold(self) -> None:
         """As if it did not return for ever, and nobody waits for so long."""
-        call = threading.current_thread()
-        assert isinstance(call, RareCall), f"{self.hit} would be waited for without an end"
-        self._stuck = call
-        call.give_up()
+        is_patient = threading.current_thread().name == HAND
+        assert is_patient, f"{self.hit} would be waited for without an end"
+        hands.hand_call().give_up()
         assert self._released.wait(RELEASE_S)
 
     def __getattr__(self, name: str) -> Any:
@@ -130,7 +126,7 @@ def test_any_call_that_fails_is_an_error_that_leaves_nothing_or_changes_no_bit(
     errors: Counter[str] = Counter()
     cases = [(True, name, n, code) for name, n in calls_of(calls) for code in NUMBERS]
     cases += [(False, name, n, STUCK) for name, n in calls_of(named)]
-    for has_tmpfile, name, number, code in cases if long else draw.sample(cases, 25):
+    for has_tmpfile, name, number, code in cases if long else draw.sample(cases, 12):
         calls = FaultyOS(has_tmpfile=has_tmpfile)
         calls.plan = name, number, code
         losses, error = life(tmp_path, backend, calls)
@@ -156,13 +152,13 @@ def test_any_call_that_fails_is_an_error_that_leaves_nothing_or_changes_no_bit(
 def test_a_reservation_that_is_stuck_ends_with_a_warning_and_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    released, real, before = threading.Event(), swap_file._fallocate, held()
+    released, real, before = threading.Event(), swap_file.fallocate, held()
 
     def stuck(*args: Any) -> None:
         assert released.wait(RELEASE_S)
         real(*args)
 
-    monkeypatch.setattr(swap_file, "_fallocate", stuck)
+    monkeypatch.setattr(swap_file, "fallocate", stuck)
     keys = config(tmp_path, NVME)
     keys["nvme"]["timeout_s"] = 1.0
     try:

@@ -25,8 +25,9 @@ from torch import nn
 
 import offload
 from offload import checkpoint
-from offload.checkpoint import folder, hands
+from offload.checkpoint import folder
 from offload.checkpoint.manifest import RUN
+from offload.swap import hands
 from offload.swap.block_store import BlockStore
 from offload.swap.file_state import FileState
 from offload.zero.trials import Trials

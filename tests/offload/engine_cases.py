@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import offload
+import offload.tiered_model
+from offload.child import child_environment
 from offload.errors import BudgetError
 from offload.tiers.units import parse_bytes
 
@@ -172,6 +178,35 @@ def losses_of(
             engine.optimizer.step()
             engine.optimizer.zero_grad()
     return losses
+
+
+def plan_for_a_gpu(patch: pytest.MonkeyPatch, **more: Any) -> None:
+    """Engines plan as for a machine with a GPU of 1 GiB; host memory stands in for its memory."""
+    real = offload.tiered_model.this_machine
+    patch.setattr(
+        offload.tiered_model,
+        "this_machine",
+        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30, **more),
+    )
+
+
+def saved_step(folder: Path, keys: Mapping[str, Any]) -> Path:
+    """A checkpoint of the small model after one step."""
+    with offload.initialize(seeded(TinyLM), dict(keys)) as engine:
+        losses_of(engine, batches(1))
+        engine.save_checkpoint(folder / "saved")
+    return folder / "saved"
+
+
+def said_by(program: Path, *arguments: str) -> Any:
+    """The JSON that a program prints, in a process of its own with one thread of PyTorch's: several
+    would mostly wait for each other."""
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments], capture_output=True, text=True, timeout=300,
+        env={**child_environment(), "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def least_budget(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, str]:

@@ -19,7 +19,15 @@ import offload.swap.activations
 import offload.tiered_model
 import offload.zero.micro_batches
 from offload.errors import BudgetError
-from tests.offload.engine_cases import HOST, VOCABULARY, batches, config, losses_of, seeded
+from tests.offload.engine_cases import (
+    HOST,
+    VOCABULARY,
+    batches,
+    config,
+    losses_of,
+    plan_for_a_gpu,
+    seeded,
+)
 from tests.swap.checked_world import CheckedWorld
 
 KIB = 1 << 10
@@ -63,12 +71,7 @@ class Net(nn.Module):
 def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWorld:
     """Engines plan as for a GPU of 1 GiB whose kernels run, and get streams whose order is
     checked. Everything is worth moving; copies may hold little."""
-    real = offload.tiered_model.this_machine
-    patch.setattr(
-        offload.tiered_model,
-        "this_machine",
-        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30, kernels_missing=None),
-    )
+    plan_for_a_gpu(patch, kernels_missing=None)
     patch.setattr(offload.swap.activations, "LEAST_NBYTES", 1)
     patch.setattr(offload.swap.activation_returns, "DEVICE_NBYTES", 8 * KIB)
     patch.setattr(offload.planning.plan.activation_plan, "LEAST_WINDOW_NBYTES", 16 * KIB)

@@ -10,8 +10,6 @@ import logging
 import math
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ import offload
 import offload.planning.plan.activation_plan
 import offload.swap.activations
 import offload.tiered_model
-from offload.child import child_environment
 from offload.errors import BudgetError, UnsupportedError
 from offload.tiers.units import parse_bytes
 from tests.offload.engine_cases import (
@@ -37,6 +34,8 @@ from tests.offload.engine_cases import (
     config,
     gradients_of,
     on_the_cpu_alone,
+    plan_for_a_gpu,
+    said_by,
     seeded,
 )
 
@@ -121,12 +120,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as for a machine with a GPU: host memory stands in for its memory."""
-    real = offload.tiered_model.this_machine
-    monkeypatch.setattr(
-        offload.tiered_model,
-        "this_machine",
-        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
-    )
+    plan_for_a_gpu(monkeypatch)
 
 
 def keys(folder: Path, tier: str, check: Any = False, placement: Any = HOST, **more: Any) -> Any:
@@ -595,18 +589,8 @@ def test_the_plan_counts_a_window_in_host_memory(folder: Path) -> None:
 
 # ------------------------------------------------------------------------------ memory
 @functools.cache
-def measured(tier: str, check: Any, folder: Path) -> dict[str, Any]:
-    out = subprocess.run(
-        [sys.executable, str(PROGRAM), tier, json.dumps(check), str(folder)],
-        capture_output=True, text=True, timeout=240, cwd=PROGRAM.parents[2],
-        env={
-            "PYTHONPATH": child_environment()["PYTHONPATH"], "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",  # several would mostly wait for each other
-        },
-    )  # fmt: skip
-    assert out.returncode == 0, out.stderr
-    result: dict[str, Any] = json.loads(out.stdout)
-    return result
+def measured(tier: str, check: Any, folder: Path) -> Any:
+    return said_by(PROGRAM, tier, json.dumps(check), str(folder))
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ from tests.offload.engine_cases import (
     NVME,
     TinyLM,
     assert_same_bits,
-    batches,
     config,
-    losses_of,
+    saved_step,
     seeded,
     states_of,
 )
@@ -34,10 +33,7 @@ FILES = ["manifest.json", "buffers.safetensors", "parameters/002.safetensors",
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original")
-    with offload.initialize(seeded(TinyLM), config(folder, HOST, precision="bf16")) as engine:
-        losses_of(engine, batches(1))
-        engine.save_checkpoint(folder / "saved")
-    return folder / "saved"
+    return saved_step(folder, config(folder, HOST, precision="bf16"))
 
 
 @pytest.fixture

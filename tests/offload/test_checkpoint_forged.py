@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import offload
 from offload.checkpoint import copy, manifest
@@ -23,9 +25,8 @@ from tests.offload.engine_cases import (
     HOST,
     TinyLM,
     assert_same_bits,
-    batches,
     config,
-    losses_of,
+    saved_step,
     seeded,
     states_of,
 )
@@ -40,10 +41,7 @@ def keys_of(folder: Path, **keys: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original")
-    with offload.initialize(seeded(TinyLM), keys_of(folder)) as engine:
-        losses_of(engine, batches(1))
-        engine.save_checkpoint(folder / "saved")
-    return folder / "saved"
+    return saved_step(folder, keys_of(folder))
 
 
 @pytest.fixture
@@ -56,6 +54,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]
     keys = keys_of(tmp_path_factory.mktemp("swap"))
     with offload.initialize(seeded(TinyLM, 5), keys) as engine:
         yield engine
+    untouched.cache_clear()
 
 
 def numbers_of(engine: offload.Engine) -> list[dict[str, Any]]:
@@ -78,9 +77,15 @@ def in_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@functools.cache
+def untouched(engine: offload.Engine) -> dict[str, Tensor]:
+    """Its states as they were at first: nothing here trains it."""
+    return states_of(engine)
+
+
 def refusal(engine: offload.Engine, path: Path) -> str:
     """The message of the error, which left the engine as it was."""
-    before, numbers = states_of(engine), numbers_of(engine)
+    before, numbers = untouched(engine), numbers_of(engine)
     with in_time(), pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(path)
     assert_same_bits(states_of(engine), before)

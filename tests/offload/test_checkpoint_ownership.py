@@ -13,10 +13,10 @@ import pytest
 
 import offload
 from offload import checkpoint
-from offload.checkpoint import hands
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.ownership import marked, remove
 from offload.errors import PathError
+from offload.swap import hands
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded
 
 

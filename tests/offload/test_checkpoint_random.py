@@ -61,7 +61,7 @@ def test_manifests_at_random(
     counts, longest = {"loaded": 0, "refused": 0}, [0]
 
     @settings(
-        max_examples=600 if long else 150, deadline=None,
+        max_examples=600 if long else 50, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(changes())

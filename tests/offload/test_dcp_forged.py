@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.checkpoint import inert_pickle
@@ -422,26 +422,28 @@ def survives(folder: Path) -> None:
             shutil.rmtree(out)
 
 
-AT_RANDOM = settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+def at_random(long: bool) -> settings:
+    return settings(max_examples=120 if long else 40, deadline=None)
+
+
 CHANGES = st.lists(
     st.tuples(st.integers(0, 1 << 14), st.binary(max_size=9)), min_size=1, max_size=3
 )
 
 
 @pytest.mark.parametrize("name", [".metadata", DATA])
-@AT_RANDOM
-@given(changes=CHANGES)
-def test_bytes_at_random(
-    folder: Path, original: Path, name: str, changes: list[tuple[int, bytes]]
-) -> None:
-    raw = bytearray((original / name).read_bytes())
-    for place, content in changes:
-        at = place % len(raw)
-        raw[at : at + len(content)] = content
-    (folder / name).write_bytes(raw)
-    survives(folder)
+def test_bytes_at_random(folder: Path, original: Path, name: str, long: bool) -> None:
+    @at_random(long)
+    @given(changes=CHANGES)
+    def check(changes: list[tuple[int, bytes]]) -> None:
+        raw = bytearray((original / name).read_bytes())
+        for place, content in changes:
+            at = place % len(raw)
+            raw[at : at + len(content)] = content
+        (folder / name).write_bytes(raw)
+        survives(folder)
+
+    check()
 
 
 OPS = st.sampled_from([
@@ -451,12 +453,15 @@ OPS = st.sampled_from([
 ])  # fmt: skip
 
 
-@AT_RANDOM
-@given(ops=st.lists(OPS, max_size=30))
-def test_programs_at_random(folder: Path, ops: list[bytes]) -> None:
-    raw = b"\x80\x04" + b"".join(ops) + b"."
-    (folder / ".metadata").write_bytes(raw)
-    survives(folder)
-    edited_back = archive(raw)
-    (folder / DATA).write_bytes(edited_back)
-    survives(folder)
+def test_programs_at_random(folder: Path, long: bool) -> None:
+    @at_random(long)
+    @given(ops=st.lists(OPS, max_size=30))
+    def check(ops: list[bytes]) -> None:
+        raw = b"\x80\x04" + b"".join(ops) + b"."
+        (folder / ".metadata").write_bytes(raw)
+        survives(folder)
+        edited_back = archive(raw)
+        (folder / DATA).write_bytes(edited_back)
+        survives(folder)
+
+    check()

@@ -5,7 +5,6 @@ Host memory stands in for the device's, and is not pinned: nothing else waits fo
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,15 @@ import offload
 import offload.homes
 import offload.tiered_model
 from offload.tiers.memory import HostMemory
-from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
+from tests.offload.engine_cases import (
+    HOST,
+    TinyLM,
+    batches,
+    config,
+    losses_of,
+    plan_for_a_gpu,
+    seeded,
+)
 from tests.swap.stream_simulation import CUDA, Stream, World
 
 MEMORIES = 2  # of the device and of the host
@@ -33,15 +40,9 @@ def broken(*args: Any, **keys: Any) -> Any:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Plans are those of a machine with a GPU of 1 GiB, without Triton."""
-    world, real = World(monkeypatch, eager_model=True), offload.tiered_model.this_machine
+    world = World(monkeypatch, eager_model=True)
     monkeypatch.setattr(offload.homes, "DeviceHomes", world.device_homes)
-    monkeypatch.setattr(
-        offload.tiered_model,
-        "this_machine",
-        lambda *args: dataclasses.replace(
-            real(*args), device_nbytes=1 << 30, kernels_missing="the test says so"
-        ),
-    )
+    plan_for_a_gpu(monkeypatch, kernels_missing="the test says so")
     return world
 
 

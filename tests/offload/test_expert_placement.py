@@ -3,7 +3,6 @@ and a refusal where experts do not move one by one."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from tests.offload.engine_cases import (
     batches,
     config,
     losses_of,
+    plan_for_a_gpu,
     seeded,
     states_of,
 )
@@ -66,13 +66,9 @@ def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def _as_with_a_gpu(mirrored: bool, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Planned as for a GPU, with host memory in its place."""
-    real = offload.tiered_model.this_machine
     with patch.context() as patched:
         if mirrored:
-            patched.setattr(
-                offload.tiered_model, "this_machine",
-                lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
-            )  # fmt: skip
+            plan_for_a_gpu(patched)
         yield
 
 

@@ -3,10 +3,6 @@ neither gradients nor optimizer states nor masters."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import offload
 from offload.errors import UnsupportedError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up
-from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
+from tests.offload.engine_cases import NVME, assert_same_bits, config, said_by, seeded
 from tests.offload.lora_memory import RANK, WIDTH, Adapted
 
 PROGRAM = Path(__file__).with_name("lora_memory.py")
@@ -82,13 +78,7 @@ def test_each_step_writes_what_belongs_to_adapters_alone(
 
 def test_weights_of_three_times_the_budget_are_adapted_within_it(tmp_path: Path) -> None:
     """200 MiB of frozen weights on nvme, `budget: {host: 64MiB}`."""
-    root = str(PROGRAM.parents[2])
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path)], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = said_by(PROGRAM, str(tmp_path))
     adapters = found["layers"] * 2 * RANK * WIDTH * 4
     frozen = found["layers"] * WIDTH * WIDTH * 4
     assert found["rss"] <= found["host"] * 1.05 + (32 << 20) < frozen

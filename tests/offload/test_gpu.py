@@ -35,6 +35,7 @@ from tests.offload.engine_cases import (
     batches,
     config,
     losses_of,
+    plan_for_a_gpu,
     seeded,
     states_of,
 )
@@ -73,12 +74,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if ON_GPU:
         yield "cuda"
         return
-    real = offload.tiered_model.this_machine
-    monkeypatch.setattr(
-        offload.tiered_model,
-        "this_machine",
-        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30, kernels_missing=None),
-    )
+    plan_for_a_gpu(monkeypatch, kernels_missing=None)
     yield "cpu"
 
 

@@ -21,7 +21,7 @@ from tests.offload.loop_trial import ADAMW, configuration
 MIXED = {"parameters": "nvme", "gradients": "host", "optimizer": {"host": "50%", "nvme": "50%"}}
 pytestmark = MARKS
 PLACEMENTS = {"host": HOST, "nvme": NVME, "mixed": MIXED}
-SECONDS_WORTH, MANY = 25, 1500
+SECONDS_WORTH, MANY = 15, 1500
 
 
 class Net(nn.Module):

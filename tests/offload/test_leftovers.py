@@ -63,7 +63,7 @@ import os, sys
 from pathlib import Path
 from torch import nn
 import offload.deepspeed as deepspeed
-from offload.checkpoint import hands
+from offload.swap import hands
 from offload.integrations import streamed_folder
 
 made = hands.make_call

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from offload.child import child_environment
+from tests.offload.engine_cases import said_by
 
 PROGRAM = Path(__file__).with_name("memory_program.py")
 HOST_MIB = 128
@@ -18,18 +16,8 @@ MIB = 1 << 20
 
 
 @cache
-def measured(layers: int, folder: Path) -> dict[str, int]:
-    out = subprocess.run(
-        [sys.executable, str(PROGRAM), str(layers), str(HOST_MIB), str(folder)],
-        capture_output=True, text=True, timeout=240, cwd=PROGRAM.parents[2],
-        env={
-            "PYTHONPATH": child_environment()["PYTHONPATH"], "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",  # several would mostly wait for each other
-        },
-    )  # fmt: skip
-    assert out.returncode == 0, out.stderr
-    result: dict[str, int] = json.loads(out.stdout)
-    return result
+def measured(layers: int, folder: Path) -> Any:
+    return said_by(PROGRAM, str(layers), str(HOST_MIB), str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ memory behind the device tier and the streams are the CPU's.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.offload.engine_cases import (
     config,
     losses_of,
     on_the_cpu_alone,
+    plan_for_a_gpu,
     seeded,
 )
 
@@ -38,12 +38,7 @@ TIGHT, TIGHT_SPLIT = ("84KiB", "120KiB") if ON == "cpu" else ("136KiB", "172KiB"
 @pytest.fixture
 def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as for a machine with a GPU of 1 GiB."""
-    real = offload.tiered_model.this_machine
-    monkeypatch.setattr(
-        offload.tiered_model,
-        "this_machine",
-        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
-    )
+    plan_for_a_gpu(monkeypatch)
 
 
 def run(tmp_path: Path, parameters: Any, **keys: Any) -> tuple[list[float], dict[str, Any], Any]:

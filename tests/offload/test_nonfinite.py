@@ -74,7 +74,7 @@ def train(engine: offload.Engine, passes: int, left_out: int | None, bad: Bad | 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(300 if metafunc.config.getoption("--long") else 10))
+        metafunc.parametrize("seed", range(300 if metafunc.config.getoption("--long") else 5))
 
 
 def test_a_step_that_is_skipped_leaves_no_trace_wherever_it_went_wrong(

@@ -91,10 +91,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     reference.cache_clear()
 
 
-@settings(
-    derandomize=True, max_examples=25 if ON == "cpu" else 12, deadline=None, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
 @given(
     placement=st.sampled_from(sorted(PLACEMENTS)),
     precision=st.sampled_from(["fp32", "bf16", "fp16"]),
@@ -115,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @example("mixed", "bf16", 3, 0, 2048, False, AIO, False, True, ("device", False))
 @example("host", "bf16", 1, "auto", "auto", False, "threads", False, True, ("nvme", True))
 @example("nvme", "fp32", 1, 0, 2048, True, "threads", False, True, ("device", False))
-def test_no_placement_budget_chunk_prefetch_or_backend_changes_a_bit(
+def same_bits(
     folder: Path, placement: str, precision: str, accumulate: int, prefetch: Any, chunk: Any,
     tight: bool, backend: str, clip: bool, in_backward: bool, activations: tuple[str, Any],
 ) -> None:  # fmt: skip
@@ -142,6 +138,16 @@ def test_no_placement_budget_chunk_prefetch_or_backend_changes_a_bit(
     expected_losses, expected_states = reference(folder, precision, accumulate, clip)
     assert losses == expected_losses
     assert_same_bits(states, expected_states)
+
+
+def test_no_placement_budget_chunk_prefetch_or_backend_changes_a_bit(
+    folder: Path, long: bool
+) -> None:
+    drawn = settings(
+        derandomize=True, max_examples=25 if long else 10, deadline=None, database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
+    drawn(same_bits)(folder)
 
 
 def test_the_reference_of_the_parity_test_learns_and_clips(folder: Path) -> None:

@@ -8,18 +8,19 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import offload
-from offload.checkpoint import hands, write_behind
+from offload.checkpoint import write_behind
 from offload.checkpoint.pieces import PieceAccess
 from offload.checkpoint.write_behind import BLOCK_NBYTES, MOST_BLOCKS, MOST_SYNCS, WriteBehind
 from offload.errors import NoSpaceError, StorageError
+from offload.swap import hands
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
+from tests.stuck_calls import HAND, all_ended
 
 PAGE = 4096
 
@@ -111,7 +112,7 @@ def _write_blocks(path: Path, count: int) -> None:
 
 
 def _hands() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "offload-checkpoint-call"]
+    return [each for each in threading.enumerate() if each.name == HAND]
 
 
 def test_many_files_are_put_on_the_device_while_others_are_written(tmp_path: Path) -> None:
@@ -151,10 +152,7 @@ def test_a_ctrl_c_ends_the_wait_for_a_write_that_is_stuck(
         assert hands._left
     finally:
         released.set()
-    until = time.monotonic() + 10
-    while _hands() and time.monotonic() < until:
-        time.sleep(0.005)
-    assert not _hands()
+    assert all_ended()
 
 
 def test_where_o_direct_is_refused_it_is_said_once(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import signal
 import weakref
@@ -31,6 +30,7 @@ import offload.tiered_model
 from offload.errors import BudgetError, StateError, StorageError, TierFullError, UnsupportedError
 from offload.kv_cache import PagedLayer, PagedSlidingLayer
 from offload.swap.transfer import Transfer
+from tests.offload.engine_cases import plan_for_a_gpu
 
 MIXED = {"host": "40%", "nvme": "60%"}
 PLACEMENTS: list[Any] = ["host", "nvme", MIXED]
@@ -184,11 +184,7 @@ def test_a_cache_without_a_configuration_gets_its_layers_as_they_come(tmp_path: 
 
 def test_pages_cross_to_a_device_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with host memory in its place."""
-    real = offload.tiered_model.this_machine
-    monkeypatch.setattr(
-        offload.tiered_model, "this_machine",
-        lambda *args: dataclasses.replace(real(*args), device_nbytes=1 << 30),
-    )  # fmt: skip
+    plan_for_a_gpu(monkeypatch)
     expected = bits(generated(llama(), num_beams=2))
     budget = {"device": "2MiB", "host": "2MiB", "nvme": "64MiB"}
     for kv in ("device", {"device": "30%", "host": "30%", "nvme": "40%"}):

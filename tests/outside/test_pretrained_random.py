@@ -51,7 +51,7 @@ def test_json_at_random(name: str, folder: Path, long: bool) -> None:
     counts = {True: 0, False: 0}
 
     @settings(
-        max_examples=1000 if long else 60, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=1000 if long else 30, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(changes())
     def check(made: Any) -> None:
@@ -71,7 +71,7 @@ def test_headers_at_random(folder: Path, long: bool) -> None:
     counts = {True: 0, False: 0}
 
     @settings(
-        max_examples=1000 if long else 60, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=1000 if long else 30, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(changes())
     def check(made: Any) -> None:

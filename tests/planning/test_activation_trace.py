@@ -69,7 +69,7 @@ def test_saved_bytes_are_those_that_autograd_packs(shape: str, precision: str) -
     assert traced.saved_nbytes == packed_nbytes(model, WORKLOAD)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_blocks_that_are_not_run_count_as_if_they_were(data: st.DataObject) -> None:
     model = {

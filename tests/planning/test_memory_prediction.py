@@ -23,7 +23,7 @@ from offload.tiers.tier import Tier
 from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 
 LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
-FAST = {"tiny": 3}
+FAST = {"tiny": 2}
 FAST_RSS = {"small": 1}  # whose ledger is judged, too
 LONG = {"tiny": 10, "small": 12, "60M": 10, "151M": 6, "300M": 4}
 # The constants of `heap_holes` were fitted to the RAM of those above; these they have not seen.

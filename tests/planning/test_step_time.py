@@ -37,6 +37,7 @@ from offload.zero.chunks import GroupUpdate
 from offload.zero.discovery import discover
 from offload.zero.model_shape import ModelShape
 from offload.zero.update import UpdateQueue
+from tests.offload.engine_cases import plan_for_a_gpu
 
 BASE: Mapping[str, Any] = {
     "train": {
@@ -207,12 +208,7 @@ def test_a_step_sends_the_predicted_bytes_to_the_device(
     case: str, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host memory stands in for the device's, as in `tests/offload/test_mirror.py`."""
-    real = offload.tiered_model.this_machine
-    monkeypatch.setattr(
-        offload.tiered_model,
-        "this_machine",
-        lambda *args: replace(real(*args), device_nbytes=1 << 30),
-    )
+    plan_for_a_gpu(monkeypatch)
     config = OffloadConfig.load(BASE, GPU_CASES[case])
     shape = shape_of(config)
     with offload.initialize(build_meta_model(config), config) as engine:

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from offload.swap import rare_calls, swap_file
+from offload.swap import hands, swap_file
 from offload.swap.block_store import BlockStore
 from offload.swap.measure import measure_bandwidth
-from offload.swap.rare_calls import RareCall
 from offload.swap.swap_file import SwapFile, check_directory, file_system_of
 from offload.swap.threads_backend import ThreadsBackend
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StuckError
@@ -26,6 +25,7 @@ from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from tests.aio import IO_BACKENDS
+from tests.stuck_calls import all_ended
 
 REPOSITORY = Path(swap_file.__file__).parents[2]
 
@@ -246,27 +246,23 @@ class Held:
     def __init__(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, gives_up: bool = True
     ) -> None:  # fmt: skip
-        self._real, self._go_on = swap_file._fallocate, threading.Event()
+        self._real, self._go_on = swap_file.fallocate, threading.Event()
         self.entered = threading.Event()
         self.file = SwapFile(directory, timeout_s=60)
         self._gives_up = gives_up
-        monkeypatch.setattr(swap_file, "_fallocate", self._held)
+        monkeypatch.setattr(swap_file, "fallocate", self._held)
 
     def _held(self, *args: Any) -> None:
-        call = threading.current_thread()
-        assert isinstance(call, RareCall)
-        self.call = call
         self.entered.set()
         if self._gives_up:
-            call.give_up()
+            hands.hand_call().give_up()
         assert self._go_on.wait(60)
         self._real(*args)
 
     def release(self) -> None:
         """All is done that waited for it, too."""
         self._go_on.set()
-        self.call.join(60)
-        assert not self.call.is_alive()
+        assert all_ended()
 
 
 def test_a_stuck_reservation_is_not_waited_for_twice_and_the_file_grows_once_it_is_over(
@@ -277,7 +273,7 @@ def test_a_stuck_reservation_is_not_waited_for_twice_and_the_file_grows_once_it_
         with pytest.raises(StuckError, match="reserving 8") as caught:
             file.reserve(8192)
         assert caught.value.path == file.path
-        monkeypatch.setattr(RareCall, "result", None)  # nothing else is asked
+        monkeypatch.setattr(swap_file, "result_of", None)  # nothing else is asked
         with pytest.raises(StuckError, match="reserving 8"):
             file.reserve(4096)
         assert file.nbytes == 0
@@ -306,7 +302,7 @@ def test_a_file_is_closed_when_a_stuck_call_on_it_returns_and_not_before(
 def test_a_ctrl_c_amid_a_stuck_reservation_comes_through(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rare_calls, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(hands, "_PATIENCE_S", 0.1)
     held = Held(directory, monkeypatch, gives_up=False)
     main = threading.main_thread().ident
     assert main is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -382,40 +382,50 @@ _ENTRY = st.fixed_dictionaries(
         "data_offsets": st.lists(st.integers(-4, 200), min_size=2, max_size=2) | _JSON,
     },
 )
-_FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
-@_FUZZ
-@given(
-    entries=st.dictionaries(st.text(max_size=6), _ENTRY | _JSON, max_size=4),
-    data=st.integers(0, 256),
-)
-def test_any_header_is_read_or_refused(entries: Any, data: int, tmp_path: Path) -> None:
-    path = write_safetensors(tmp_path / "m.safetensors", entries, data)
-    try:
-        tensors = read_header(path)
-    except ConfigError:
-        return
-    kept = [t for name, t in tensors.items() if name != "__metadata__"]
-    assert sum(t.numel * BITS[t.dtype] // 8 for t in kept) == data
+def fuzz(long: bool) -> settings:
+    return settings(max_examples=150 if long else 40, deadline=None)
 
 
-@_FUZZ
-@given(content=st.binary(max_size=200), name=st.sampled_from(["m", "m.safetensors", "config.json"]))
-def test_any_bytes_are_read_or_refused(content: bytes, name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    read_or_refuse(path)
+def test_any_header_is_read_or_refused(tmp_path: Path, long: bool) -> None:
+    @fuzz(long)
+    @given(
+        entries=st.dictionaries(st.text(max_size=6), _ENTRY | _JSON, max_size=4),
+        data=st.integers(0, 256),
+    )
+    def check(entries: Any, data: int) -> None:
+        path = write_safetensors(tmp_path / "m.safetensors", entries, data)
+        try:
+            tensors = read_header(path)
+        except ConfigError:
+            return
+        kept = [t for name, t in tensors.items() if name != "__metadata__"]
+        assert sum(t.numel * BITS[t.dtype] // 8 for t in kept) == data
+
+    check()
 
 
-@_FUZZ
-@given(changes=st.dictionaries(st.sampled_from(sorted(TINY_LLAMA)), _JSON, min_size=1, max_size=3))
-def test_any_values_are_counted_or_refused(changes: dict[str, Any], tmp_path: Path) -> None:
-    if isinstance(changes.get("architectures"), list):
-        changes["architectures"] = ["LlamaForCausalLM"]  # others are the library's to judge
-    read_or_refuse(write_config(tmp_path, **changes))
+def test_any_bytes_are_read_or_refused(tmp_path: Path, long: bool) -> None:
+    @fuzz(long)
+    @given(st.binary(max_size=200), st.sampled_from(["m", "m.safetensors", "config.json"]))
+    def check(content: bytes, name: str) -> None:
+        path = tmp_path / name
+        path.write_bytes(content)
+        read_or_refuse(path)
+
+    check()
+
+
+def test_any_values_are_counted_or_refused(tmp_path: Path, long: bool) -> None:
+    @fuzz(long)
+    @given(st.dictionaries(st.sampled_from(sorted(TINY_LLAMA)), _JSON, min_size=1, max_size=3))
+    def check(changes: dict[str, Any]) -> None:
+        if isinstance(changes.get("architectures"), list):
+            changes["architectures"] = ["LlamaForCausalLM"]  # others are the library's to judge
+        read_or_refuse(write_config(tmp_path, **changes))
+
+    check()
 
 
 # functions

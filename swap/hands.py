@@ -1,4 +1,6 @@
-"""Calls of the system that may never return, made by threads that can be left behind.
+"""Calls of the system that may never return, made by threads that can be left behind: all that is
+asked of a checkpoint, and what is rarely asked of swap files, whose reads and writes `io_watch`
+watches.
 
 A disk or a server that does not answer keeps the thread that asks, and the kernel has no way to
 take a call back. So another thread asks, a *hand*, one call at a time:
@@ -8,14 +10,15 @@ take a call back. So another thread asks, a *hand*, one call at a time:
 
 A call that was left keeps its hand, its memory and its descriptor until it returns, if ever. It may
 change names yet: `when_returned` says so, and puts off what lets others in until then. Time is
-counted in looks, and none passes while this process is stopped or a computer sleeps.
+counted in looks, and none passes while this process is stopped or a computer sleeps. Where no
+thread can be had, the caller's own makes the call.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
+import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -23,8 +26,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+from offload.swap.io_watch import LOOKS, TIMEOUT_S, WARN_AT, warn_slow
 from offload.swap.latch import Latch
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import StuckError
@@ -32,26 +36,13 @@ from offload.tiers.units import format_bytes
 
 R = TypeVar("R")
 
-TIMEOUT_S = 30.0  # that of `nvme.timeout_s`; data goes in calls of few MiB (`disk`)
-_WARN = 1 / 3  # of it
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # at most: a Ctrl-C that comes just before one begins is raised at its end
 _PATIENCE_S = 5.0  # of a Ctrl-C, with the call that is under way
 
-_log = logging.getLogger("offload")
-_books = threading.Lock()
-_left: set[Call] = set()  # calls that nobody waits for any more, until they return
+_left: set[Call[Any]] = set()  # calls that nobody waits for any more, until they return
+os.register_at_fork(after_in_child=_left.clear)  # where none of them ever does
 _here = threading.local()  # of a hand: the call that it makes
 _timeout_s: ContextVar[float | None] = ContextVar("timeout_s", default=None)
-
-
-def _begin_anew() -> None:
-    """In a forked child, which has no hands: one of them may have held the lock."""
-    global _books
-    _books = threading.Lock()
-    _left.clear()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextmanager
@@ -65,110 +56,102 @@ def waiting(timeout_s: float) -> Iterator[None]:
 
 
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
-    """Every call of the system that a checkpoint needs, in the hand's thread. Tests put one in its
-    place that fails; `operation` and `path` say what it is."""
+    """Every call, in the hand's thread. Tests put one in its place that fails; `operation` and
+    `path` say what it is."""
     return function(*args)
 
 
-def hand_call() -> Call:
+def hand_call() -> Call[Any]:
     """The call that this thread, a hand, makes."""
-    found: Call = _here.call
+    found: Call[Any] = _here.call
     return found
 
 
-class Call:
-    """One call. `result` and `error` hold once it is done."""
+class Call(Generic[R]):
+    """One call. `result` or `error` holds once it has returned."""
+
+    stuck_message = (
+        "%s has not ended for %.3g s: the device or its server does not answer, see `dmesg`; what "
+        "was complete before is there; go on once the device answers, or with a folder on another "
+        "one; where it is only slow, raise nvme.timeout_s"
+    )
 
     def __init__(
-        self, operation: str, path: Path, function: Callable[..., Any], args: tuple[Any, ...],
-        offset_bytes: int, nbytes: int,
+        self, operation: str, path: str | os.PathLike[str], function: Callable[..., R], *args: Any,
+        offset_bytes: int = 0, nbytes: int = 0,
     ) -> None:  # fmt: skip
         self.operation = operation
-        self.path = path
+        self.path = Path(path)
         self.offset_bytes = offset_bytes
         self.nbytes = nbytes
-        self.result: Any = None
+        self.result: R
         self.error: BaseException | None = None
-        self.then: list[Callable[[], None]] = []
         self.is_asked = False
+        self.has_returned = self._has_begun = False
+        self.over = Latch()  # it has returned, or is not waited for any more
         self._make = function, args
         self._began_s = time.monotonic()
-        self._over = Latch()  # it has returned, or is not waited for any more
-        self._begun = self._returned = False
+        self._then: list[Callable[[], None]] = []
+        self._books = threading.Lock()
 
     def run(self) -> None:
         """In the hand's thread."""
-        with _books:
-            if self._returned:  # it was taken back
+        with self._books:
+            if self.has_returned:  # it was taken back
                 return
-            self._begun = True
+            self._has_begun = True
         _here.call = self
         function, args = self._make
         try:
             self.result = make_call(self.operation, self.path, function, *args)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self.error = error
-        with _books:
-            self._returned = True
-        self._over.open()
+        with self._books:
+            self.has_returned = True
+        self.over.open()
         _here.call = None  # memory that it has moved is not held until the next one
-        while then := self._then():
-            for function in then:
-                function()
+        for then in self._then:
+            then()
+        _left.discard(self)
 
-    def _then(self) -> list[Callable[[], None]]:
-        """What waits for it. If nothing does, it is over for everybody."""
-        with _books:
-            then, self.then = self.then, []
-            if not then:
-                _left.discard(self)
-        return then
+    def when_returned(self, function: Callable[[], None]) -> bool:
+        """Call `function` once it has returned, in its thread. False, and it is not called, if it
+        has already."""
+        with self._books:
+            if not self.has_returned:
+                self._then.append(function)
+            return not self.has_returned
 
     def take_back(self) -> bool:
         """Let it not be made; False if it has begun."""
-        with _books:
-            if self._begun:
+        with self._books:
+            if self._has_begun:
                 return False
-            self._returned = True
-        self._over.open()
+            self.has_returned = True
+        self.over.open()
         return True
 
     def give_up(self) -> None:
         """Let nobody wait for it any longer."""
-        with _books:
-            if not self._returned:
+        with self._books:
+            if not self.has_returned:
                 _left.add(self)
-        self._over.open()
+        self.over.open()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is over, at most so long. An error is to come after that: a warning says so."""
-        warn_at = timeout_s * _WARN
-        looked = 0.0
-        while not self._over.wait(_LOOK_S) and looked < timeout_s:
-            looked += _LOOK_S
-            if looked >= warn_at:
-                warn_at = timeout_s + 1
-                _log.warning(
-                    "%s: not ended for %.3g s; see `dmesg`; an error after %.3g s "
-                    "(nvme.timeout_s)", self, looked, timeout_s,
-                )  # fmt: skip
-
-    def wait_a_little(self) -> None:
-        """Until it is over, or a Ctrl-C has waited long enough."""
-        self._over.wait(_PATIENCE_S)
-
-    @property
-    def has_returned(self) -> bool:
-        with _books:
-            return self._returned
+        """Until it is over, at most so long."""
+        looks = max(LOOKS, math.ceil(timeout_s / _LOOK_S))
+        for look in range(1, looks + 1):
+            if self.over.wait(timeout_s / looks):
+                return
+            if look == looks * WARN_AT // LOOKS:
+                warn_slow(self, time.monotonic() - self._began_s, timeout_s)
 
     def stuck(self) -> StuckError:
         """The error of a call that was given up, and of those that come after it."""
         seconds = time.monotonic() - self._began_s
         return StuckError(
-            f"{self} has not ended for {seconds:.3g} s: the device or its server does not answer, "
-            "see `dmesg`; what was complete before is there; go on once the device answers, or "
-            "with a folder on another one; where it is only slow, raise nvme.timeout_s",
+            self.stuck_message % (self, seconds),
             path=str(self.path), offset_bytes=self.offset_bytes, nbytes=self.nbytes,
             seconds=seconds,
         )  # fmt: skip
@@ -182,18 +165,16 @@ class Hand:
     """A thread that makes calls for one caller at a time, in order. It ends with this object, once
     the calls that it was asked for have returned."""
 
-    _asked: SimpleQueue[Call | None] | None = None
+    _asked: SimpleQueue[Call[Any] | None] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float | None = None) -> None:
+        """`timeout_s`: for each call; by default that of `waiting`."""
         self._asked = SimpleQueue()
-        self._stuck: Call | None = None
-        self._last: Call | None = None  # that was asked for
-        self._timeout_s = _timeout_s.get()
+        self._stuck: Call[Any] | None = None
+        self._last: Call[Any] | None = None  # that was asked for
+        self._timeout_s = timeout_s or _timeout_s.get()
         self._pid = os.getpid()
-        self._thread = threading.Thread(
-            target=_work, args=(self._asked,), name="offload-checkpoint-call", daemon=True
-        )
-        start(self._thread)
+        self._thread = _started(self._asked)
 
     def end(self) -> None:
         """Let the thread end behind the calls that it was asked for, and wait for that, a little,
@@ -203,9 +184,9 @@ class Hand:
         self._asked.put(None)
         self._asked = None  # not before: what a Ctrl-C cuts short, __del__ repeats
         if self._last is not None and not _left:
-            self._last.wait_a_little()
+            self._last.over.wait(_PATIENCE_S)
             self._leave_unless_returned(self._last)
-        if self._stuck is None and not _left:
+        if self._stuck is None and not _left and self._thread and not sys.is_finalizing():
             self._thread.join(_PATIENCE_S)
 
     def __del__(self) -> None:
@@ -223,17 +204,20 @@ class Hand:
     ) -> R:  # fmt: skip
         """The result of `function(*args)`, or its error. StuckError if it does not return in time,
         or an earlier one has not. A Ctrl-C is raised when the call has returned, or soon."""
-        result: R = self.result(Call(operation, path, function, args, offset_bytes, nbytes))
-        return result
+        call = Call(operation, path, function, *args, offset_bytes=offset_bytes, nbytes=nbytes)
+        return self.result(call)
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: Call[Any]) -> None:
         """Have it made behind all others, and do not wait for it."""
         assert self._asked is not None, "it has not ended"
         self._last = call
-        self._asked.put(call)
         call.is_asked = True
+        if self._thread is None or sys.is_finalizing():  # when no other thread comes to run
+            call.run()
+        else:
+            self._asked.put(call)
 
-    def result(self, call: Call) -> Any:
+    def result(self, call: Call[R]) -> R:
         """Of a call that was asked for, in the order of asking, or is asked for now. Raises as
         `make`."""
         if self._stuck is not None:
@@ -241,7 +225,7 @@ class Hand:
         try:
             if not call.is_asked:
                 self.ask(call)
-            call.wait(TIMEOUT_S if self._timeout_s is None else self._timeout_s)
+            call.wait(self._timeout_s or TIMEOUT_S)
         except BaseException:
             self._hurry(call)
             raise
@@ -255,21 +239,35 @@ class Hand:
                 call.error = None  # its traceback leads to the call, and so to the caller's memory
         return call.result
 
-    def _hurry(self, call: Call) -> None:
+    def _hurry(self, call: Call[Any]) -> None:
         if call.take_back():
             return
         try:
-            call.wait_a_little()
+            call.over.wait(_PATIENCE_S)
         finally:  # another Ctrl-C may end that
             self._leave_unless_returned(call)
 
-    def _leave_unless_returned(self, call: Call) -> None:
+    def _leave_unless_returned(self, call: Call[Any]) -> None:
         call.give_up()
         if not call.has_returned:
             self._stuck = call
 
 
-def _work(asked: SimpleQueue[Call | None]) -> None:
+def _started(asked: SimpleQueue[Call[Any] | None]) -> threading.Thread | None:
+    """A hand's thread. None where none can be started, as where a limit is reached, or none comes
+    to run, as Python ends."""
+    if sys.is_finalizing():
+        return None
+    thread = threading.Thread(target=_work, args=(asked,), name="offload-call", daemon=True)
+    try:
+        with uninterrupted:
+            thread.start()
+    except RuntimeError:
+        return None
+    return thread
+
+
+def _work(asked: SimpleQueue[Call[Any] | None]) -> None:
     while True:
         call = asked.get()
         if call is None:
@@ -278,38 +276,33 @@ def _work(asked: SimpleQueue[Call | None]) -> None:
         del call  # with its memory
 
 
-def start(thread: threading.Thread) -> None:
-    """Whole, whenever a Ctrl-C comes. OSError where the system gives this process no more."""
+def result_of(call: Call[R], timeout_s: float | None = None) -> R:
+    """One call, by a hand of its own. Raises as `Hand.make`."""
+    hand = Hand(timeout_s)
     try:
-        with uninterrupted:
-            thread.start()
-    except RuntimeError:
-        raise OSError(
-            errno.ENOMEM, "no thread can be started; raise the limit of processes (`ulimit -u`), "
-            "of a container's tasks or of memory",
-        ) from None  # fmt: skip
+        return hand.result(call)
+    finally:
+        hand.end()
 
 
 def patiently(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
-    """One call, by a hand of its own. Raises as `Hand.make`."""
-    hand = Hand()
-    try:
-        return hand.make(operation, path, function, *args)
-    finally:
-        hand.end()
+    """The same, of a call that nobody asks about afterwards."""
+    return result_of(Call(operation, path, function, *args))
 
 
 def when_returned(
     function: Callable[[], None], below: Path, operations: Collection[str] | None = None
 ) -> bool:
-    """Call `function` when each of the calls (of some `operations`) that were left at or below a
-    path has returned. False, and it is not called, if there are none."""
-    with _books:
-        found = [
-            call for call in _left
-            if call.path.is_relative_to(below)
-            and (operations is None or call.operation in operations)
-        ]  # fmt: skip
-        for call in found:
-            call.then.append(function)
-    return bool(found)
+    """Call `function` when all of the calls (of some `operations`) that were left at or below a
+    path have returned. False, and it is not called, if there are none."""
+
+    def again() -> None:
+        if not when_returned(function, below, operations):
+            function()
+
+    return any(
+        call.when_returned(again)
+        for call in list(_left)
+        if call.path.is_relative_to(below)
+        and (operations is None or call.operation in operations)
+    )  # fmt: skip
