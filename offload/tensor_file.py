@@ -139,8 +139,12 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
 
 def checkpoint_at(path: Path) -> tuple[Path, Path] | None:
     """The checkpoint of ours that `path` is, or is the weights of, or one file of; and which part
-    of it. None where it is no such thing."""
-    for spelt in dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path)))):
+    of it. None where it is no such thing. CheckpointError where that can be no path."""
+    try:
+        spellings = dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path))))
+    except ValueError as error:  # a NUL
+        raise CheckpointError(f"no weights at {str(path)!r}: {error}") from None
+    for spelt in spellings:
         for folder in (spelt, *spelt.parents[:2]):
             part = spelt.relative_to(folder)
             if _is_ours(part) and _is_checkpoint(folder):

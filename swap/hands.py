@@ -29,6 +29,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from offload.swap.io_watch import LOOKS, TIMEOUT_S, WARN_AT, warn_slow
+from offload.swap.latch import Latch
+from offload.swap.shield import uninterrupted
 from offload.tiers.errors import StuckError
 from offload.tiers.units import format_bytes
 
@@ -85,8 +87,8 @@ class Call(Generic[R]):
         self.result: R
         self.error: BaseException | None = None
         self.is_asked = False
-        self.has_returned = False
-        self.over = threading.Event()  # it has returned, or is not waited for any more
+        self.has_returned = self._has_begun = False
+        self.over = Latch()  # it has returned, or is not waited for any more
         self._make = function, args
         self._began_s = time.monotonic()
         self._then: list[Callable[[], None]] = []
@@ -94,6 +96,10 @@ class Call(Generic[R]):
 
     def run(self) -> None:
         """In the hand's thread."""
+        with self._books:
+            if self.has_returned:  # it was taken back
+                return
+            self._has_begun = True
         _here.call = self
         function, args = self._make
         try:
@@ -102,7 +108,7 @@ class Call(Generic[R]):
             self.error = error
         with self._books:
             self.has_returned = True
-        self.over.set()
+        self.over.open()
         _here.call = None  # memory that it has moved is not held until the next one
         for then in self._then:
             then()
@@ -116,12 +122,21 @@ class Call(Generic[R]):
                 self._then.append(function)
             return not self.has_returned
 
+    def take_back(self) -> bool:
+        """Let it not be made; False if it has begun."""
+        with self._books:
+            if self._has_begun:
+                return False
+            self.has_returned = True
+        self.over.open()
+        return True
+
     def give_up(self) -> None:
         """Let nobody wait for it any longer."""
         with self._books:
             if not self.has_returned:
                 _left.add(self)
-        self.over.set()
+        self.over.open()
 
     def wait(self, timeout_s: float) -> None:
         """Until it is over, at most so long."""
@@ -164,10 +179,10 @@ class Hand:
     def end(self) -> None:
         """Let the thread end behind the calls that it was asked for, and wait for that, a little,
         unless something does not return."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+        if self._asked is None:
             return
-        asked.put(None)
+        self._asked.put(None)
+        self._asked = None  # not before: what a Ctrl-C cuts short, __del__ repeats
         if self._last is not None and not _left:
             self._last.over.wait(_PATIENCE_S)
             self._leave_unless_returned(self._last)
@@ -225,6 +240,8 @@ class Hand:
         return call.result
 
     def _hurry(self, call: Call[Any]) -> None:
+        if call.take_back():
+            return
         try:
             call.over.wait(_PATIENCE_S)
         finally:  # another Ctrl-C may end that
@@ -243,7 +260,8 @@ def _started(asked: SimpleQueue[Call[Any] | None]) -> threading.Thread | None:
         return None
     thread = threading.Thread(target=_work, args=(asked,), name="offload-call", daemon=True)
     try:
-        thread.start()
+        with uninterrupted:
+            thread.start()
     except RuntimeError:
         return None
     return thread

@@ -24,17 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.disk import device_of, free_nbytes
+from offload.checkpoint.disk import device_of, free_nbytes, storage_errors
 from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.run_state import RunState
 from offload.checkpoint.saving import Saver, check_savable
 from offload.checkpoint.write_behind import WriteBehind
 from offload.swap.block_store import GROWTH_NBYTES
 from offload.swap.lanes import be_worker
+from offload.swap.latch import Latch
 from offload.swap.shield import uninterrupted
 from offload.swap.snapshot import Snapshot
 from offload.swap.state import State
-from offload.tiers.errors import OffloadError
+from offload.tiers.errors import OffloadError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.save_gate import SaveGate
@@ -94,13 +95,20 @@ class BackgroundSave:
         self._pid = os.getpid()
         self._began_s = time.perf_counter()
         # not the thread's `join`: one that a Ctrl-C has ended takes the thread for dead (3.11)
-        self._ended = threading.Event()
+        self._ended = Latch()
         with ExitStack() as unless_begun:
             work = self._begin(engine, path, state, unless_begun.enter_context(ExitStack()))
             run = copy_context().run  # with the time that its calls are waited for
             thread = threading.Thread(target=run, args=(self._run, work), name="offload-checkpoint")
             with uninterrupted:
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise StorageError(
+                        f"{path} was not saved: no thread can be started; raise the limit of "
+                        "processes (`ulimit -u`), of a container's tasks or of memory",
+                        path=str(path),
+                    ) from error
                 saves.under_way = self
                 unless_begun.pop_all()
 
@@ -131,13 +139,13 @@ class BackgroundSave:
     @property
     def has_ended(self) -> bool:
         """Whether `wait` would not block."""
-        return not self._is_mine or self._ended.is_set()
+        return not self._is_mine or self._ended.is_open
 
     def wait(self) -> None:
         """Block until it has ended; raises its error, once."""
         if not self._is_mine:
             return
-        self._ended.wait()
+        self._ended.wait_for_ever()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -169,7 +177,7 @@ class BackgroundSave:
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._failure = error
         finally:
-            self._ended.set()
+            self._ended.open()
 
     def _write(self, work: _Work) -> None:
         left = dict.fromkeys(range(len(work.saver.saved)))
@@ -269,9 +277,10 @@ def _stored_nbytes(state: State) -> int:
 
 def _room_on_disk(engine: Engine, folder: Path, nbytes: int) -> int:
     """How much the swap files may grow, so that there is room for the checkpoint beside them."""
-    device = device_of(folder)
-    rooms = [
-        free_nbytes(path) - (nbytes if device_of(path) == device else 0) - GROWTH_NBYTES
-        for path in map(Path, engine.swap_folders)
-    ]
+    with storage_errors("looking at", folder):
+        device = device_of(folder)
+        rooms = [
+            free_nbytes(path) - (nbytes if device_of(path) == device else 0) - GROWTH_NBYTES
+            for path in map(Path, engine.swap_folders)
+        ]
     return max(0, min(rooms, default=0))

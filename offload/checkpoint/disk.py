@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from offload.swap.hands import Call, Hand, patiently
 from offload.swap.maker_marks import marked
+from offload.swap.shield import uninterrupted
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 
@@ -51,6 +52,12 @@ def storage_error(
     if error.errno in FULL:
         kind = NoSpaceError
         message += "; free space there, or save to another file system"
+    elif error.errno == errno.EMFILE:
+        message += "; raise the limit of open files (`ulimit -n`)"
+    elif error.errno == errno.EFBIG:
+        message += (
+            "; raise the limit of a file's size (`ulimit -f`), or save to another file system"
+        )
     return kind(
         message, path=str(path), offset_bytes=offset_bytes, nbytes=nbytes, errno=error.errno
     )
@@ -89,7 +96,8 @@ class OpenFile:
 
     def close(self) -> None:
         """Waits, unless a call is stuck. Says no error: what was to be durable was synced."""
-        hand = self._let_go()
+        with uninterrupted:
+            hand = self._let_go()
         if hand is not None and hand.is_here:
             hand.end()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,8 @@ def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
             rename(pending, out)
     except BaseException as error:
         if not isinstance(error, StuckError):  # else it would wait for the same disk
-            shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
+            with suppress(OSError):  # what led here is the error
+                shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
         raise
     with storage_errors("creating", out):
         sync_folder(out.parent)

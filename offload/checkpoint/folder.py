@@ -36,6 +36,9 @@ from offload.checkpoint.reader import CheckpointReader
 from offload.swap.hands import when_returned
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
+_NOT_THE_PATH = (
+    errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, *FULL,
+)  # fmt: skip
 _log = logging.getLogger("offload")
 
 
@@ -61,7 +64,7 @@ class PendingFolder:
             self._make()
         except OSError as error:
             self._give_up()
-            if error.errno in (errno.EIO, *FULL):
+            if error.errno in _NOT_THE_PATH:
                 raise storage_error(error, "making", self.path) from error
             raise PathError(
                 f"cannot write a checkpoint to {self.target}: {error.strerror}; name a folder that "

@@ -55,8 +55,7 @@ def merged(
     objects = {}
     for name in first["objects"]:
         each = [values["objects"].get(name) for values, _ in found]
-        alike = len({_text_of(one, own) for one, (_, own) in zip(each, found, strict=True)}) == 1
-        objects[name] = each[:1] if alike else each
+        objects[name] = each[:1] if len(each) > 1 and _are_alike(each, found) else each
     sections = {**first, "random": [values["random"] for values, _ in found], "objects": objects}
     used = _names_in([sections["random"], objects, first["extra"], first["state"]])
     tensors = {name: t for _, own in found for name, t in own.items() if name in used}
@@ -65,6 +64,12 @@ def merged(
         for name, tensor in tensors.items()
     ]
     return RunRecord(sections=sections, tensors=records), tensors
+
+
+def _are_alike(
+    each: list[Any], found: list[tuple[dict[str, Any], dict[str, torch.Tensor]]]
+) -> bool:
+    return len({_text_of(one, own) for one, (_, own) in zip(each, found, strict=True)}) == 1
 
 
 def _text_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:

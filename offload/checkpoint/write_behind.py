@@ -320,7 +320,9 @@ class Stream:
     def _begin_block(self) -> None:
         self._begin = self._at
         self._stop = min((self._at // BLOCK_NBYTES + 1) * BLOCK_NBYTES, self._end)
-        self._memory = self._behind.memory(self._stop - self._begin)
+        nbytes = self._stop - self._begin
+        with storage_errors("writing", self._file.path, self._begin, nbytes):
+            self._memory = self._behind.memory(nbytes)
 
     def _send(self) -> None:
         memory, self._memory = self._memory, None

@@ -27,7 +27,9 @@ def checkpoints_beyond(found: Forecast, config: OffloadConfig, folder: Path) -> 
     which are still to be made. NoSpaceError where there is none for a single one."""
     memory, plan = found.planned.memory, found.solution.best.plan
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free, one = free_nbytes(there), memory.checkpoint_nbytes
+    one, already = memory.checkpoint_nbytes, _there_already(folder)
+    goes = _that_go(config.train, already)
+    free = free_nbytes(there) + goes * one
     at_least = at_most = 0  # of swap files
     if plan.opens_files and _on_one_disk(there, nvme_paths(config.nvme)):
         at_least = ranks_here() * needed_nbytes(plan, Tier.NVME)
@@ -41,7 +43,7 @@ def checkpoints_beyond(found: Forecast, config: OffloadConfig, folder: Path) -> 
             "--run-dir",
             path=str(folder), nbytes=one, errno=errno.ENOSPC,
         )  # fmt: skip
-    count = _most_at_a_time(config.train) - _there_already(folder)
+    count = _most_at_a_time(config.train) - (already - goes)
     missing = at_most + count * one - free
     if count > 0 and missing > 0:
         yield (
@@ -61,6 +63,11 @@ def _most_at_a_time(train: TrainConfig) -> int:
     if train.keep_every is not None:
         kept = train.steps // math.lcm(every, train.keep_every)
     return min(math.ceil(train.steps / every), train.keep_last + 1 + kept)
+
+
+def _that_go(train: TrainConfig, already: int) -> int:
+    """Of those that a run resumes beside, where fewer are to stay than before: at once."""
+    return 0 if train.keep_every is not None else max(0, already - train.keep_last)
 
 
 def _there_already(folder: Path) -> int:

@@ -636,3 +636,22 @@ def _save(engine: offload.Engine, path: Path) -> None:
 
 def _fails(self: BehindFile) -> None:
     raise StorageError("it cannot be synced", errno=errno.EIO)
+
+
+def test_without_a_thread_it_is_refused_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def started(self: threading.Thread) -> None:
+        if self.name == "offload-checkpoint":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with offload.initialize(seeded(TinyLM), config(tmp_path / "swap", NVME)) as engine:
+        monkeypatch.setattr(threading.Thread, "start", started)
+        with pytest.raises(StorageError, match="no thread can be started; raise the limit"):
+            engine.save_checkpoint(tmp_path / "saved", wait=False)
+        assert not (tmp_path / "saved").exists()
+        losses_of(engine, batches(1))
+        engine.save_checkpoint(tmp_path / "saved")

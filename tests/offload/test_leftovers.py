@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from offload.checkpoint.ownership import marked as marked_folder
 from offload.checkpoint.reader import CheckpointReader
 from offload.cli.app import app
 from offload.doctor import check_path
+from offload.errors import StorageError
 from offload.integrations import streamed_folder
 from offload.leftovers import STATE, clean, leftovers
 from offload.swap.maker_marks import Life, Maker, marked
@@ -201,6 +203,17 @@ def test_what_living_processes_write_is_none(tmp_path: Path, make: MakeEngine) -
         assert checkpoint.path.exists()
     assert (tmp_path / "out").read_text() == "half"
     assert all(states[name].equal(value) for name, value in states_of(engine).items())
+
+
+def test_what_cannot_be_cleaned_up_does_not_hide_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(StorageError, match="the disk failed"), pending_output(tmp_path / "out"):
+        raise StorageError("the disk failed")
 
 
 def test_what_cannot_be_told_from_here_is_shown_and_stays(

@@ -325,6 +325,18 @@ def test_a_disk_that_cannot_hold_what_stays_is_warned_about_with_figures(
     assert not warnings(longer, tmp_path / "enough", int(1.1 * one), resume=True), "one is there"
 
 
+def test_a_run_that_is_to_keep_fewer_resumes_where_there_is_room_once_the_others_are_gone(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = checkpoint_nbytes(make(HOST, keep_last=2), tmp_path / "run")
+    free(monkeypatch, one // 2)
+    longer = make(HOST, keep_last=2, steps=8)
+    with pytest.raises(NoSpaceError, match="there is no room for a checkpoint"):
+        run_quietly(longer, tmp_path / "run", resume=True, initialize=offload.initialize)
+    fewer = make(HOST, keep_last=1, steps=8)
+    run_quietly(fewer, tmp_path / "run", resume=True, initialize=offload.initialize)
+
+
 def checkpoint_nbytes(config: OffloadConfig, path: Path) -> int:
     run_quietly(config, path, initialize=offload.initialize)
     files = (path / "checkpoints/step-000006").rglob("*")

@@ -168,6 +168,11 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         loaded(tmp_path, tmp_path)
 
 
+def test_what_can_be_no_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no weights at"):
+        loaded(tmp_path, Path("a\0b"))
+
+
 def test_buffers_that_the_files_lack_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from offload.errors import StuckError
 from offload.swap import hands
 from offload.swap.hands import Call, Hand, patiently, when_returned
+from tests.offload.interrupt_points import after_us, at_point, counted_points
 from tests.stuck_calls import HAND, SOON_S, Gate, ended, soon
 
 REPOSITORY = Path(hands.__file__).parents[2]
@@ -162,3 +164,39 @@ last = Last()
     done = subprocess.run(command, cwd=REPOSITORY, timeout=60, check=True, capture_output=True)
     assert not done.stderr
     assert (tmp_path / "made").is_dir()
+
+
+def test_a_call_that_has_not_begun_is_taken_back_by_a_ctrl_c(tmp_path: Path, fifo: Path) -> None:
+    hand = Hand()
+    first = Call("open", fifo, os.open, fifo, os.O_RDONLY)
+    second = Call("mkdir", tmp_path, os.mkdir, tmp_path / "made")
+    hand.ask(first)
+    hand.ask(second)
+    with after_us(1000), pytest.raises(KeyboardInterrupt):
+        hand.result(second)
+    release(fifo)
+    os.close(hand.result(first))
+    hand.end()
+    assert not (tmp_path / "made").exists()
+    assert not hands._left
+
+
+# Python drops what is raised in a finaliser
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_at_any_point_of_a_call_is_a_ctrl_c_and_leaves_nothing_to_wait_for(
+    tmp_path: Path,
+) -> None:
+    with counted_points() as count:
+        patiently("stat", tmp_path, os.stat, tmp_path)
+    interrupted = 0
+    for number in range(1, count()):
+        began = time.monotonic()
+        try:
+            with at_point(number):
+                patiently("stat", tmp_path, os.stat, tmp_path)
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert time.monotonic() - began < hands._PATIENCE_S, number
+    assert interrupted > count() // 2
+    assert not hands._left  # of which locks would wait
+    patiently("stat", tmp_path, os.stat, tmp_path)
