@@ -12,19 +12,17 @@ import torch
 
 from offload.tiers.errors import CheckpointError, UnsupportedError
 
-_MOST_NBYTES = 64 << 20  # of one tensor in JSON: text is no place for weights
 _KIND = "is"
 
 PackTensor = Callable[[torch.Tensor, str], dict[str, Any]]
 UnpackTensor = Callable[[dict[str, Any]], torch.Tensor]
 
 
-def packed(value: Any, name: str, tensor: PackTensor | None = None) -> Any:
-    """What JSON can hold, for `unpacked`. UnsupportedError, with the name, for other objects.
-
-    `tensor` says what stands for a tensor, by default its bytes as text."""
+def packed(value: Any, name: str, tensor: PackTensor) -> Any:
+    """What JSON can hold, for `unpacked`; `tensor` says what stands for a tensor. UnsupportedError,
+    with the name, for other objects."""
     try:
-        return _packed(value, name, tensor or _packed_tensor)
+        return _packed(value, name, tensor)
     except (TypeError, ValueError, RuntimeError) as error:  # deep, or in a circle
         raise UnsupportedError(f"{name} cannot be kept in a checkpoint: {error!s:.200}") from error
 
@@ -77,19 +75,6 @@ def _packed_dict(value: dict[Any, Any], name: str, tensor: PackTensor) -> dict[s
         for key, inner in value.items()
     ]
     return {_KIND: "counter" if counts else "dict", "of": pairs}
-
-
-def _packed_tensor(value: torch.Tensor, name: str) -> dict[str, Any]:
-    if value.nbytes > _MOST_NBYTES:
-        raise UnsupportedError(
-            f"{name} has {value.nbytes:,} bytes, more than the {_MOST_NBYTES:,} that a tensor of a "
-            "client state may have; save it in a safetensors file of its own"
-        )
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": list(value.shape), "of": base64.b64encode(raw).decode(),
-    }  # fmt: skip
 
 
 def unpacked(value: Any, tensor: UnpackTensor | None = None) -> Any:

@@ -92,6 +92,8 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every is {keep_every}; it is a number of steps")
+    if not is_folder(folder):
+        return []
     found = {path: _condition(path) for path in _steps(folder)}
     steps = [path for path, condition in found.items() if condition is not _Condition.RENAMED]
     whole = [path for path in steps if found[path] is _Condition.WHOLE]

@@ -29,6 +29,7 @@ from offload.checkpoint.user_state import run_of, state_in
 from offload.runs.metrics import write_whole
 from offload.swap.hands import patiently
 from offload.swap.maker_marks import marked
+from offload.tensor_file import DTYPES
 from offload.tiers.errors import CheckpointError, PathError
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ _FORMAT = 1
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _STATES = ("lr_scheduler", "client_state")
 _MOST_TAG = 4096
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def save_all(
@@ -242,7 +242,7 @@ def _load_weights(engine: EngineModule, path: Path, *, strict: bool) -> None:
                     f"{tuple(param.shape)}"
                 )
             for number, row in enumerate(engine.offload.runtime.store.rows_of(param)):
-                value = torch.empty(row.shape, dtype=_DTYPES[record.dtype])
+                value = torch.empty(row.shape, dtype=DTYPES[record.dtype])
                 _read_tensor(reader, reader.parameter(record), value, number)
                 with engine.offload.gathered(row):
                     row.copy_(value)

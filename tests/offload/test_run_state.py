@@ -636,7 +636,7 @@ def test_what_is_not_taken_over_is_said_by_name(tmp_path: Path, caplog: Any) -> 
 
 
 def test_plain_values_hold_every_kind() -> None:
-    assert unpacked(json.loads(json.dumps(packed(STATE, "it")))) == STATE
+    assert unpacked(json.loads(json.dumps(packed(STATE, "it", lambda *_: {})))) == STATE
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
