@@ -64,8 +64,10 @@ def test_the_entropy_of_known_symbols() -> None:
 
 
 def test_a_trained_model_and_a_step_of_its_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], long: bool
 ) -> None:
+    if not long:
+        pytest.skip("of a record that is not made again: --long")
     monkeypatch.setattr(contention, "FILE_NBYTES", 16 << 20)
     monkeypatch.setattr(contention, "SLICE_NBYTES", 16 << 20)
     found = lossless_states.trained(2, hidden=64)
