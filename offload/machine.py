@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -239,15 +240,20 @@ def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:
 
 def mounts(root: Path = _ROOT) -> list[Mount]:
     """Everything mounted in this process's view, in mount order."""
+    return list(_mounts_in(_read(root / "proc/self/mountinfo") or ""))
+
+
+@lru_cache(maxsize=1)
+def _mounts_in(text: str) -> tuple[Mount, ...]:
     found = []
-    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+    for line in text.splitlines():
         before, separator, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
         if separator and len(fields) >= 6 and kinds:
             options = {*fields[5].split(","), *(kinds[2].split(",") if len(kinds) > 2 else [])}
             point = Path(fields[4].encode().decode("unicode_escape"))
             found.append(Mount(point, fields[3], kinds[0], frozenset(options)))
-    return found
+    return tuple(found)
 
 
 def read_setting(path: str, root: Path = _ROOT) -> str | None:
