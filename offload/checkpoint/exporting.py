@@ -111,9 +111,11 @@ def export(
 
 def check_new(out: Path) -> None:
     """PathError unless `out` can be made."""
-    if not is_folder(out.parent):
-        raise PathError(f"{out.parent} is no folder; make it, or name another place for {out.name}")
     with storage_errors("looking at", out):
+        if not is_folder(out.parent):
+            raise PathError(
+                f"{out.parent} is no folder; make it, or name another place for {out.name}"
+            )
         if is_there(out):
             raise PathError(f"{out} exists; remove it, or name another file or folder")
 

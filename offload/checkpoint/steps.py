@@ -37,7 +37,7 @@ def latest(folder: Path, before: int | None = None) -> Path | None:
     warning, and so is one that was saved as another step, unless there are no others. StorageError
     where there are some, and the disk lets none be read.
     """
-    if not is_folder(folder):
+    if not _is_folder(folder):
         return None
     try:
         recover(folder)
@@ -67,7 +67,7 @@ def latest(folder: Path, before: int | None = None) -> Path | None:
 
 def has_steps(folder: Path) -> bool:
     """Whether there are checkpoints, or what is left of some."""
-    return is_folder(folder) and bool(_steps(folder))
+    return _is_folder(folder) and bool(_steps(folder))
 
 
 def other_step(path: Path, saved_as: str | None) -> str | None:
@@ -92,7 +92,7 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every is {keep_every}; it is a number of steps")
-    if not is_folder(folder):
+    if not _is_folder(folder):
         return []
     found = {path: _condition(path) for path in _steps(folder)}
     steps = [path for path, condition in found.items() if condition is not _Condition.RENAMED]
@@ -125,10 +125,17 @@ def _condition(path: Path) -> _Condition:
 
 def _discard(path: Path) -> bool:
     try:
-        return not is_link(path) and discard(path)
+        with storage_errors("looking at", path):
+            is_a_link = is_link(path)
+        return not is_a_link and discard(path)
     except PathError as error:
         _log.warning("not removed: %s", error)
         return False
+
+
+def _is_folder(path: Path) -> bool:
+    with storage_errors("looking at", path):
+        return is_folder(path)
 
 
 def _steps(folder: Path, before: int | None = None) -> list[Path]:

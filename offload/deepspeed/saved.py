@@ -165,7 +165,9 @@ def last_tag(folder: Path) -> str | None:
 def _saved_state(path: Path) -> dict[str, Any]:
     """Counters, and the states of scheduler and client."""
     adopt(path)
-    if not is_there(path):
+    with storage_errors("looking at", path):
+        is_saved = is_there(path)
+    if not is_saved:
         raise CheckpointError(f"{path}: there is no such checkpoint; load another tag")
     with CheckpointReader(path) as reader:
         found = state_in(reader)
@@ -210,7 +212,8 @@ def _checked(state: Any, where: Path) -> dict[str, Any]:
 
 
 def _refuse_theirs(path: Path) -> None:
-    names = [entry.name for entry in entries(path)] if is_folder(path) else []
+    with storage_errors("looking at", path):
+        names = [entry.name for entry in entries(path)] if is_folder(path) else []
     if any(name.endswith("model_states.pt") for name in names):
         raise CheckpointError(
             f"{path} was written by DeepSpeed, in pickles; `offload checkpoint import-deepspeed "

@@ -66,6 +66,14 @@ def test_a_save_that_cannot_be_completed_is_an_error_of_its_kind(
     assert not isinstance(error, PathError)
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_a_folder_that_cannot_be_looked_at_is_an_error_of_its_kind(
+    bench: Bench, number: int
+) -> None:
+    error = bench.meet(Case("latest and prune", "stat", number, "EIO", 1, always=True)).error
+    assert type(error) is StorageError
+
+
 @pytest.mark.parametrize("verb", ["save", BESIDE])
 @pytest.mark.parametrize("kind", ["short", "slow"])
 def test_a_save_whose_writes_are_short_or_slow_is_whole(bench: Bench, kind: str, verb: str) -> None:
