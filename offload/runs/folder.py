@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint import latest, prune, step_path
-from offload.checkpoint.disk import make_folder
+from offload.checkpoint.disk import make_folder, rename, storage_errors, sync_folder
 from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
 from offload.checkpoint.run_restoring import saved_run
 from offload.checkpoint.steps import has_steps
@@ -174,6 +174,14 @@ class RunFolder:
     def keep(self, keep_last: int, keep_every: int | None) -> None:
         """Remove checkpoints, see `prune`."""
         prune(self.checkpoints, keep_last, keep_every)
+
+    def set_aside(self, checkpoint: Path) -> None:
+        """One that is damaged: it keeps its bytes, and counts no more, by another name."""
+        other = checkpoint.with_name(f"{checkpoint.name}.damaged-{secrets.token_hex(4)}")
+        with storage_errors("renaming", checkpoint):
+            rename(checkpoint, other)
+            sync_folder(checkpoint.parent)
+        _log.warning("%s is now %s: remove it once nobody needs it", checkpoint, other.name)
 
     def has_checkpoints(self) -> bool:
         """Whether any was saved, whole or not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,6 +104,9 @@ class FollowersFolder(RunFolder):
     def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
         """The first rank has them."""
         return []
+
+    def set_aside(self, checkpoint: Path) -> None:
+        """The first rank does."""
 
     def keep(self, keep_last: int, keep_every: int | None) -> None:
         """The first rank does."""

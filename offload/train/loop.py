@@ -227,9 +227,11 @@ class Trainer:
             try:
                 older = self._folder.latest_checkpoint(before=saved.step)
                 _log.warning("%s; trying %s", error, older.path)
-                return self._loaded(older)
+                found = self._loaded(older)
             except CheckpointError:
                 raise error from None
+            self._folder.set_aside(saved.path)
+            return found
         return saved
 
     def train(self) -> RunResult:

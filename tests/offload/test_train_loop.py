@@ -506,6 +506,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(
             reader.check(contents=True)
 
 
+def test_a_damaged_checkpoint_does_not_count_as_one_that_stays(
+    make_config: Any, tmp_path: Path
+) -> None:
+    config, run = make_config({"checkpoint_every": 3, "keep_last": 2}), tmp_path / "run"
+    run_quietly(config, run, initialize=offload.initialize)
+    file = run / "checkpoints/step-000006/optimizer/000.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    fewer = make_config({"checkpoint_every": 3, "keep_last": 1, "steps": 3})
+    _, output = run_quietly(fewer, run, resume=True, initialize=offload.initialize)
+    assert "resumed after step 3" in output
+    whole, damaged = checkpoints_in(run)
+    assert whole == "step-000003"
+    assert damaged.startswith("step-000006.damaged-")
+
+
 def test_where_all_checkpoints_are_damaged_the_newest_ones_error_is_said(
     make_config: Any, tmp_path: Path
 ) -> None:
