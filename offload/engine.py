@@ -22,6 +22,7 @@ from offload.checkpoint.background import BackgroundSaves
 from offload.config import OffloadConfig
 from offload.first_values import FirstValues
 from offload.foreign_optimizers import refuse_foreign_optimizers
+from offload.given_back import GivenBack, Keep, close_weights
 from offload.homes import TieredHomes
 from offload.interrupts import noted_interrupts, why_not_noted
 from offload.lazy_tensors import LazyWeights
@@ -49,6 +50,7 @@ from offload.zero.model_shape import GroupShape
 from offload.zero.ranks import Ranks, data_ranks
 from offload.zero.runtime import Runtime, RuntimeOptions
 from offload.zero.stepper import StepRules
+from offload.zero.store import WeightStore
 from offload.zero.values import ParameterValues
 
 if TYPE_CHECKING:
@@ -185,7 +187,7 @@ class Engine(TieredModel):
         try:
             self._build(config, discovery, parameters, weights, lazy)
         except BaseException:
-            self.close()
+            self.close("drop")
             raise
         self.optimizer.engine = self  # the optimizer needs the engine, so it keeps it alive
         made = self._saves, self._runtime, self._run, self._homes
@@ -615,7 +617,7 @@ class Engine(TieredModel):
         watch, self.watching = self.watching, None
         return super()._to_be_called() + ([] if watch is None else [watch.close])
 
-    def close(self) -> None:
+    def close(self, keep: Keep | None = None) -> None:
         """As `TieredModel.close`, after a save in the background, which a Ctrl-C meanwhile ends."""
         try:
             self._saves.wait()
@@ -623,7 +625,31 @@ class Engine(TieredModel):
             self._saves.give_up()
             raise
         finally:
-            super().close()
+            super().close(keep)
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._open().settle()
+
+    def _given_back(self, store: WeightStore) -> GivenBack:
+        back = super()._given_back(store)
+        back.master_of = self._master_of
+        back.close_states = self._close_states
+        if self._ranks is None:  # else some may have none
+            back.gradient_of = self.values.gradient
+        return back
+
+    def _master_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        values = self.values
+        trained = values.is_trained(param) and "master" in values.fields(param)
+        return values.read(param, "master") if trained else None
+
+    def _close_states(self, group: ParamGroup) -> None:
+        close_weights(group)
+        state = self._open().optimizer_states[group.index]
+        for each in (state.gradients.state, *state.records):
+            if not each.has_views():
+                each.close()
 
     def _close(self) -> None:
         self._closed = True
@@ -635,7 +661,8 @@ class Engine(TieredModel):
 
     def _close_all(self) -> None:
         try:
-            _close_all(self._saves, self._runtime, self._run, getattr(self, "_homes", None))
+            made = self._saves, self._runtime, self._run, getattr(self, "_homes", None)
+            _close_all(*made, self._why_without)
         finally:
             if self._ranks is not None:
                 self._ranks.watch.close()
@@ -661,7 +688,7 @@ def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:
 
 def _close_all(
     saves: BackgroundSaves, runtime: Runtime | None, runner: ParallelRunner | None,
-    homes: TieredHomes | None,
+    homes: TieredHomes | None, why: str | None = "it was dropped",
 ) -> None:  # fmt: skip
     """A save under way, threads, files and memory, in this order."""
     try:
@@ -669,7 +696,7 @@ def _close_all(
             saves.wait()
         finally:
             if runtime is not None:
-                runtime.close()
+                runtime.close(why)
     finally:
         if runner is not None:
             runner.close()

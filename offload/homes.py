@@ -375,6 +375,19 @@ class TieredHomes:
         files = [] if self.store is None else [self.store.backend.lane]
         return [*files, *self._device.lanes()]
 
+    @property
+    def ram_nbytes(self) -> int:
+        """Of the budgets, those of memory that is RAM."""
+        in_ram = [Tier.HOST] if self.plan.gpu else [Tier.HOST, Tier.DEVICE]
+        return sum(self.plan.budgets[tier] for tier in in_ram)
+
+    def hold_within(self, limit_nbytes: int) -> None:
+        """While the tiers are emptied: give up copies in host memory down to so many bytes, and
+        the RAM of all that is free there."""
+        self.guard.close()  # which would set another limit
+        self.pool.keep_within(max(0, limit_nbytes))
+        self.guard.give_back()
+
     def close(self) -> None:
         """Close files (their bytes are gone with that) and unpin memory."""
         self.guard.close()

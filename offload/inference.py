@@ -126,7 +126,7 @@ class Dispatched(TieredModel):
         try:
             self._build(config, discovery, weights, lazy, only)
         except BaseException:
-            self.close()
+            self.close("drop")
             raise
         self._close_with(model, self._homes.close)  # which keeps no part of the model
 
@@ -235,7 +235,7 @@ class Dispatched(TieredModel):
             self._kv.close()
         try:
             if self._store is not None:
-                self._store.close()
+                self._store.close(self._why_without)
         finally:
             homes = getattr(self, "_homes", None)
             if homes is not None:

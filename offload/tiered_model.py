@@ -27,6 +27,7 @@ from offload.config import OffloadConfig
 from offload.display.progress import progress
 from offload.first_values import FirstValues
 from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
+from offload.given_back import GivenBack, Keep, Place, check_keep
 from offload.homes import TieredHomes, compute_device, nvme_paths, ranks_here, this_machine
 from offload.lazy_tensors import LazyWeights
 from offload.materialise import make_real
@@ -38,7 +39,8 @@ from offload.planning.plan.plan import Plan
 from offload.report import tier_reports
 from offload.spread_experts import SpreadExperts
 from offload.swap.shield import uninterrupted
-from offload.tiers.errors import OffloadError, StateError, UnsupportedError
+from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
+from offload.tiers.units import format_bytes
 from offload.zero.closed_engine import Refusal
 from offload.zero.discovery import Discovery, discover
 from offload.zero.expert_access import ExpertAccess
@@ -85,6 +87,9 @@ class TieredModel(abc.ABC):
         self._tensor_parallel: TensorParallel | None = None
         self._refusals: list[RemovableHandle] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._why_dropped = "close(keep='drop')"  # the parameters, where they were
+        self._back: GivenBack | None = None  # while the model gets its parameters back
+        self._given = {id(param): param.dtype for param in model.parameters()}
         _take_over(model, takes_values=takes_values)
         _check_model(model)
         self.spread = SpreadExperts(model)
@@ -279,22 +284,108 @@ class TieredModel(abc.ABC):
         self._before_close.append(call)
 
     @uninterrupted
-    def close(self) -> None:
-        """Stop threads, close swap files, give back memory. Parameters are not readable after; the
-        model can be given to `offload.initialize` or `offload.dispatch` again, with `weights=`.
+    def close(self, keep: Keep | None = None) -> None:
+        """Stop threads, close swap files, give back memory, and give the parameters back to the
+        model, which is an ordinary one then: the same objects, buffers, gradients and hooks of
+        others, all on the CPU.
 
-        Calling it again does nothing.
+        `keep`: "host", tensors in RAM; "file", tensors that are read from a private file in the
+        first folder of `nvme.paths`; "drop", no values: the model can be given to
+        `offload.initialize` or `offload.dispatch` again with `weights=`. By default "host" where
+        the parameters fit into the RAM that the configuration gave to the tiers and into what is
+        free, else "drop"; who uses the model then is told why.
+
+        BudgetError, PathError or NoSpaceError where "host" or "file" have no room, and what a
+        pending update raises: it is open then, as before. On several ranks all call it with the
+        same `keep`; gradients are not given back there. Calling it again does nothing.
         """
+        check_keep(keep)
         if self._closed:
             return
         if self._pid != os.getpid():  # a forked child: it is the parent's
             self._closed = True
             self._forget_finalizer()
             return
+        taking = self._prepared(keep)
         with ExitStack() as last_first:  # each one also where another fails
+            if taking is not None:
+                last_first.callback(self._install)
             last_first.callback(self._close)
+            if taking is not None:
+                last_first.callback(taking)
             for call in self._to_be_called():
                 last_first.callback(call)
+
+    def _prepared(self, keep: Keep | None) -> Callable[[], None] | None:
+        """What takes the parameters out of the tiers; None where they are dropped."""
+        if keep == "drop" or self._store is None:
+            return None
+        back = self._given_back(self._store)
+        try:
+            with self._store.one_thread:
+                self._store.check_usable()
+                self._settle()
+                place = self._place(back, keep)
+        except OffloadError as error:
+            if keep is not None:
+                raise
+            self._why_dropped = str(error)
+            return None
+        return partial(self._take, back, place, is_wanted=keep is not None)
+
+    def _place(self, back: GivenBack, keep: Keep | None) -> Place:
+        """Where the parameters go. BudgetError, PathError or NoSpaceError, on all ranks, where one
+        has no room."""
+        refusal: OffloadError | None = None
+        place: Place | None = None
+        if keep is None and back.nbytes > back.promised_nbytes:
+            refusal = BudgetError(
+                f"{format_bytes(back.nbytes)} of parameters are more than budget.host "
+                f"({format_bytes(back.promised_nbytes)}); close(keep='host') brings them into RAM "
+                "all the same, close(keep='file') leaves them on disk"
+            )
+        else:
+            try:
+                folder = nvme_paths(self.config.nvme)[0]
+                place = back.place(keep or "host", folder, self.config.nvme.timeout_s)
+            except OffloadError as error:
+                refusal = error
+        if self._ranks is not None:
+            rows = self._ranks.exchange([refusal is None], "whether there is room for parameters")
+            if refusal is None and not rows.all():
+                refusal = BudgetError("another rank has no room for the parameters")
+        if refusal is not None:
+            raise refusal
+        assert place is not None, "there is room"
+        return place
+
+    def _take(self, back: GivenBack, place: Place, *, is_wanted: bool) -> None:
+        try:
+            back.take(place)
+        except BaseException as error:
+            self._why_dropped = f"giving them back failed: {error}"
+            if is_wanted or not isinstance(error, OffloadError):
+                raise
+            _log.warning("the parameters went with the tiers: %s", self._why_dropped)
+        else:
+            self._back = back
+
+    def _install(self) -> None:
+        back, self._back = self._back, None
+        if back is not None:
+            back.install()
+
+    def _given_back(self, store: WeightStore) -> GivenBack:
+        return GivenBack(self.module, store, self._homes, self._given)
+
+    def _settle(self) -> None:
+        """Values are those of all writes and updates so far."""
+        self.values.adopt_changes()
+
+    @property
+    def _why_without(self) -> str | None:
+        """Why the model has no values from here on; None where it gets them back."""
+        return self._why_dropped if self._back is None else None
 
     def _to_be_called(self) -> list[Callable[[], None]]:
         """Before it is closed, the last one first."""

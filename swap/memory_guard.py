@@ -186,7 +186,7 @@ class MemoryGuard:
         now, tier = time.monotonic(), self._pool.tier
         before = tier.touched_nbytes
         self._pool.keep_within(limit)
-        self._give_back()
+        self.give_back()
         self._given_back += max(0, before - tier.touched_nbytes)
         self._times += 1
         if now - self._trimmed_at >= _MOST_S:
@@ -209,7 +209,7 @@ class MemoryGuard:
                 at, format_bytes(min(limit, budget)), format_bytes(budget),
             )  # fmt: skip
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """The RAM of all that is free in the tier. The lock is let go of between two parts."""
         tier, lock = self._pool.tier, self._pool.lock
         with lock:

@@ -174,6 +174,10 @@ class State(abc.ABC):
         """The buffer of `host_tensor` or `host_blank` was changed: start taking it home."""
         self.wrote()
 
+    def has_views(self) -> bool:
+        """Whether somebody may have a view of a copy in memory."""
+        return True
+
     # update side --------------------------------------------------------------------------
     def bring_host(self, *, next_use: float) -> bool:
         """Like `bring`, as far as host memory: where `host_piece` will find the pieces."""

@@ -34,7 +34,7 @@ from offload.tiers.units import format_bytes, round_up
 
 _log = logging.getLogger(__name__)
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # O_TMPFILE: EISDIR on kernels that do not know it, the others from file systems
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
@@ -248,7 +248,7 @@ class SwapFile:
         try:
             found = _probe_direct(self.fd)
         except OSError as error:
-            if error.errno in _NO_SPACE:
+            if error.errno in NO_SPACE:
                 raise self._growth_error(PAGE_NBYTES, error) from error
             if error.errno not in UNSUPPORTED:
                 raise StorageError(
@@ -285,7 +285,7 @@ class SwapFile:
 
     def _growth_error(self, nbytes: int, error: OSError) -> StorageError:
         needed_nbytes = nbytes - self.nbytes
-        if error.errno in _NO_SPACE or error.errno == errno.EFBIG:
+        if error.errno in NO_SPACE or error.errno == errno.EFBIG:
             free = "?"
             with suppress(OSError):
                 free = format_bytes(_free_space(self.fd))

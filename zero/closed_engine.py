@@ -23,9 +23,11 @@ class Refusal:
 
     def __init__(
         self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]],
-        also: Sequence[Callable[[], None]],
+        also: Sequence[Callable[[], None]], why: str,
     ) -> None:  # fmt: skip
-        """`params` with their own classes; `also` is called when the model is given away."""
+        """`params` with their own classes; `also` is called when the model is given away. `why`
+        they have no values."""
+        self._why = why
         self._params = params
         self._also = also
         self._handles = {
@@ -35,9 +37,9 @@ class Refusal:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         raise StateError(
-            "the engine is closed and this model's parameters went with it; build the model anew, "
-            "or give it to offload.initialize or offload.dispatch with weights= "
-            "(engine.save_checkpoint or state_dict before close keep them)"
+            f"the engine is closed and this model's parameters went with it ({self._why}); build "
+            "the model anew, or give it to offload.initialize or offload.dispatch with weights= "
+            "(engine.save_checkpoint, or engine.close(keep=...), keep them)"
         )
 
     @staticmethod

@@ -490,8 +490,9 @@ class Runtime:
             for each in (state.group.state, state.gradients.state, *state.records):
                 each.settle()
 
-    def close(self) -> None:
-        """Stop the update thread, replace the hooks by refusals, let go of all parameters."""
+    def close(self, why: str | None) -> None:
+        """Stop the update thread, remove the hooks, let go of all parameters (see
+        `WeightStore.close`)."""
         self.store.refuse_use()
         try:
             self.rank_work.finish()  # gathering may wait for updates
@@ -499,7 +500,7 @@ class Runtime:
             self.updates.close()
         if self._micro_batching is not None:
             self._micro_batching.remove()
-        self.store.close()
+        self.store.close(why)
         if self._gradient_hooks is not None:
             self._gradient_hooks.remove()
         self.gradients.clear("the engine is closed")

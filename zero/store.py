@@ -340,9 +340,10 @@ class WeightStore:
         """Nothing can be read or computed any more: the engine is being closed."""
         self.unusable = "the engine is closed; make a new one with offload.initialize"
 
-    def close(self) -> None:
-        """Replace the hooks by refusals and let go of all parameters. Their memory is the homes'
-        to give back."""
+    def close(self, why: str | None) -> None:
+        """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.
+        `why` the model has no values then, which hooks of their own say; None where it gets
+        them."""
         self.refuse_use()
         try:
             self.ranks.finish()
@@ -352,7 +353,11 @@ class WeightStore:
             self.hooks.remove()
         own = [pair for group in self.groups for pair in group.own_classes()]
         own += [(packed.param, packed.own_class) for packed in self.packed]
-        Refusal(self.units, own, self.on_reuse)
+        if why is not None:
+            Refusal(self.units, own, self.on_reuse, why)
+        else:
+            for each in self.on_reuse:
+                each()
         for each in self.on_close:
             each()
         self._released.close()

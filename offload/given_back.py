@@ -1,0 +1,265 @@
+"""What closing makes of a model: its parameters leave the tiers and are ordinary tensors again.
+
+    host    tensors of their own in RAM
+    file    tensors in a private file without a name, in the first folder of `nvme.paths`. Pages are
+            read as they are used; what is written stays in RAM (the mapping is private, as that of
+            torch.load(mmap=True)). The file is gone with the last of its tensors
+
+A parameter comes back in the format in which it was given, or in the one that it computed in where
+that has more bits. Where that is wider than the weight in its tier, it has the value of the master.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+
+from offload import machine
+from offload.homes import TieredHomes
+from offload.swap.hands import result_of
+from offload.swap.swap_file import NO_SPACE, FileCall, SwapFile
+from offload.tiers.errors import BudgetError, ConfigError, NoSpaceError, StorageError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import format_bytes, round_up
+from offload.zero.group import ParamGroup
+from offload.zero.local_tensors import hold
+from offload.zero.paged import PagedTensor
+from offload.zero.placeholders import exchanging
+from offload.zero.store import WeightStore
+
+Keep = Literal["host", "file", "drop"]
+_KINDS = "host", "file", "drop"
+_GIVE_BACK_NBYTES = 16 << 20  # copied before the RAM of what is free in the tier is given back
+
+
+def check_keep(keep: Keep | None) -> None:
+    """ConfigError for another word."""
+    if keep is not None and keep not in _KINDS:
+        raise ConfigError(f"close(keep={keep!r}): expected one of {', '.join(_KINDS)}")
+
+
+@dataclass(eq=False, slots=True)
+class _Given:
+    """One parameter of the model, and what it will have."""
+
+    param: nn.Parameter
+    kind: type
+    shape: tuple[int, ...]  # of this rank's part
+    dtype: torch.dtype
+    start: int  # in a file
+    values: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Place(Protocol):
+    """Where the values go."""
+
+    def put(self, given: _Given, first: int, values: torch.Tensor) -> None:
+        """`values` (1D) are those of a parameter from element `first` on."""
+        ...
+
+    def finish(self, given: list[_Given]) -> None:
+        """All values were put: let each parameter have its own."""
+        ...
+
+
+class GivenBack:
+    """The parameters of one model, on their way out of the tiers."""
+
+    def __init__(
+        self, model: nn.Module, store: WeightStore, homes: TieredHomes,
+        dtypes: Mapping[int, torch.dtype],
+    ) -> None:  # fmt: skip
+        """`dtypes`: the format in which each parameter was given, by its id."""
+        self._model = model
+        self._store = store
+        self._homes = homes
+        # Set by what trains: a parameter's master and gradient, and the end of a group's states.
+        self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None
+        self.gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None
+        self.close_states: Callable[[ParamGroup], None] = close_weights
+        self._given: dict[int, _Given] = {}
+        self.nbytes = 0  # of all of them
+        for group in store.groups:
+            for (param, kind), spec in zip(group.own_classes(), group.layout.params, strict=True):
+                if id(param) not in store.whole:  # no row
+                    self._add(param, kind, spec.shape, dtypes)
+        for packed in store.packed:
+            self._add(packed.param, packed.own_class, packed.spec.shape, dtypes)
+
+    def _add(
+        self, param: nn.Parameter, kind: type, shape: tuple[int, ...],
+        dtypes: Mapping[int, torch.dtype],
+    ) -> None:  # fmt: skip
+        own = self._store.dtype
+        dtype = torch.promote_types(dtypes.get(id(param), own), own)
+        self._given[id(param)] = found = _Given(param, kind, tuple(shape), dtype, self.nbytes)
+        self.nbytes += round_up(found.nbytes, 64)
+
+    # ---------------------------------------------------------------- is there room?
+    @property
+    def promised_nbytes(self) -> int:
+        """RAM that the configuration has given to the tiers."""
+        return self._homes.ram_nbytes
+
+    def missing_in_ram(self) -> int:
+        """Bytes that RAM lacks: what the tiers hold there goes as the values come."""
+        held = self._homes.pool.tier
+        freed = held.touched_nbytes if held.gives_back else 0
+        return max(0, self.nbytes - machine.available_memory_nbytes() - freed)
+
+    def place(self, keep: Keep, folder: str, timeout_s: float) -> Place:
+        """BudgetError where RAM has no room, NoSpaceError or PathError where the folder has none.
+        Nothing is changed."""
+        if keep == "file":
+            return _File(folder, self.nbytes, timeout_s)
+        missing = self.missing_in_ram()
+        if missing:
+            raise BudgetError(
+                f"close(keep='host'): {format_bytes(self.nbytes)} of parameters would come into "
+                f"RAM, and {format_bytes(missing)} are missing; close other programs, or use "
+                "close(keep='file'), which leaves them on disk, or close(keep='drop') after "
+                "engine.save_checkpoint"
+            )
+        return _Ram()
+
+    # ---------------------------------------------------------------- out of the tiers
+    def take(self, place: Place) -> None:
+        """Move every value to `place`, group by group; the tiers have none of them then.
+
+        RAM holds no more than the tiers were given: what is still in them gives up its copies.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._take_gradients()
+            copied = since = 0
+            for group in self._store.groups:
+                nbytes = self._take_group(group, place)
+                self.close_states(group)
+                copied, since = copied + nbytes, since + nbytes
+                if since >= _GIVE_BACK_NBYTES:
+                    since = 0
+                    self._homes.hold_within(self._homes.pool.tier.arena.nbytes - copied)
+            place.finish(list(self._given.values()))
+
+    def _take_gradients(self) -> None:
+        for given in self._given.values():
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient = given.param.grad
+            if isinstance(gradient, PagedTensor):
+                found = self.gradient_of(given.param)
+                if found is not None:
+                    given.gradient = found.to(device="cpu", dtype=given.dtype)
+
+    def _take_group(self, group: ParamGroup, place: Place) -> int:
+        store, copied = self._store, 0
+        with store.ranks.exactly():
+            for param, spec in zip(group.params, group.layout.params, strict=True):
+                given = self._given[store.whole.get(id(param), id(param))]
+                values = self.master_of(param) if given.dtype is not group.dtype else None
+                if values is None:
+                    values = group.flat()[spec.offset : spec.stop]
+                place.put(given, store.whole_of(param)[1], values.reshape(-1))
+                copied += values.numel() * given.dtype.itemsize
+        return copied
+
+    # ---------------------------------------------------------------- into the model
+    def install(self) -> None:
+        """The model has its parameters again; nothing of the tiers is on its modules any more."""
+        with (
+            torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), exchanging(),
+        ):  # fmt: skip
+            for given in self._given.values():
+                param = given.param
+                assert given.values is not None, "all were put"
+                kept = param.grad if given.gradient is None else given.gradient
+                param.grad = None
+                param.__class__ = given.kind
+                hold(param, given.values)
+                if kept is not None:
+                    param.grad = kept.to(device="cpu", dtype=given.dtype)
+            others = (p for p in self._model.parameters() if id(p) not in self._given)
+            for tensor in (*self._model.buffers(), *others):
+                if tensor.device.type != "cpu":
+                    tensor.data = tensor.data.to("cpu")
+
+
+def close_weights(group: ParamGroup) -> None:
+    """Of a group whose values were copied, unless somebody has a view of them."""
+    group.close()
+    if not group.state.has_views():
+        group.state.close()
+
+
+class _Ram:
+    """Tensors of their own."""
+
+    def put(self, given: _Given, first: int, values: torch.Tensor) -> None:
+        if given.values is None:
+            given.values = torch.empty(given.shape, dtype=given.dtype)
+        given.values.view(-1)[first : first + values.numel()].copy_(values)
+
+    def finish(self, given: list[_Given]) -> None:
+        for each in given:
+            if each.values is None:  # it has no elements
+                each.values = torch.empty(each.shape, dtype=each.dtype)
+
+
+class _File:
+    """A private file, mapped when it is complete."""
+
+    def __init__(self, folder: str, nbytes: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
+        self._file = SwapFile(folder, direct=False, timeout_s=timeout_s)
+        try:
+            self._file.reserve(self._nbytes)
+        except NoSpaceError as error:
+            self._file.close()
+            raise NoSpaceError(
+                f"close(keep='file'): {error}", path=error.path, nbytes=nbytes, errno=error.errno
+            ) from error
+
+    def put(self, given: _Given, first: int, values: torch.Tensor) -> None:
+        stored = values.to(device="cpu", dtype=given.dtype).contiguous()
+        pages = memoryview(stored.view(torch.uint8).numpy())
+        start = given.start + first * given.dtype.itemsize
+        file = self._file
+        call = FileCall("writing", file.path, _write, file.fd, pages, start)
+        try:
+            result_of(call, self._timeout_s)
+        except OSError as error:
+            kind = NoSpaceError if error.errno in NO_SPACE else StorageError
+            raise kind(
+                f"close(keep='file'): writing {file.path} failed: {error.strerror}",
+                path=file.path, offset_bytes=start, nbytes=len(pages), errno=error.errno,
+            ) from error  # fmt: skip
+
+    def finish(self, given: list[_Given]) -> None:
+        mapped = mmap.mmap(
+            self._file.fd, self._nbytes, flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )  # fmt: skip
+        self._file.close()  # the mapping keeps the bytes
+        for each in given:
+            count = torch.Size(each.shape).numel()
+            each.values = torch.empty(each.shape, dtype=each.dtype)
+            if count:
+                each.values = torch.frombuffer(
+                    mapped, dtype=each.dtype, count=count, offset=each.start
+                ).view(each.shape)
+
+
+def _write(fd: int, pages: memoryview, offset_bytes: int) -> None:
+    done = 0
+    while done < len(pages):
+        done += os.pwrite(fd, pages[done:], offset_bytes + done)
