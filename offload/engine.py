@@ -190,8 +190,10 @@ class Engine(TieredModel):
             self.close("drop")
             raise
         self.optimizer.engine = self  # the optimizer needs the engine, so it keeps it alive
-        made = self._saves, self._runtime, self._run, self._homes
-        self._close_with(self, partial(_close_all, *made))
+        runtime = self._open()
+        made = self._saves, self._run, self._homes
+        # this keeps no model, which keeps its engine
+        self._close_with(self, partial(_close_all, runtime.ending(), *made))
 
     # ---------------------------------------------------------------- building
     def _build(
@@ -215,7 +217,7 @@ class Engine(TieredModel):
         if self._ranks is not None:
             self._share_loads(self._ranks)
         self._keep_activations(config, discovery, self._runtime)
-        self._runtime.start(self.module, self.values, weakref.ref(self))
+        self._runtime.start(self.module, self.values, lambda: self)  # the model keeps this
         self._refuse(refuse_foreign_optimizers)
         self._refuse_wrappers()
 
@@ -282,7 +284,8 @@ class Engine(TieredModel):
             self._ranks,
             self._tensor_parallel,
         )
-        self._homes.let_wait(runtime.await_progress, lambda: runtime.trace.uses_left)
+        trace = runtime.trace
+        self._homes.let_wait(_while_there(runtime.await_progress), lambda: trace.uses_left)
         return runtime
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
@@ -661,8 +664,9 @@ class Engine(TieredModel):
 
     def _close_all(self) -> None:
         try:
-            made = self._saves, self._runtime, self._run, getattr(self, "_homes", None)
-            _close_all(*made, self._why_without)
+            runtime, homes = self._runtime, getattr(self, "_homes", None)
+            end = None if runtime is None else partial(runtime.close, self._why_without)
+            _close_all(end, self._saves, self._run, homes)
         finally:
             if self._ranks is not None:
                 self._ranks.watch.close()
@@ -687,21 +691,32 @@ def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:
 
 
 def _close_all(
-    saves: BackgroundSaves, runtime: Runtime | None, runner: ParallelRunner | None,
-    homes: TieredHomes | None, why: str | None = "it was dropped",
+    end: Callable[[], None] | None, saves: BackgroundSaves, runner: ParallelRunner | None,
+    homes: TieredHomes | None,
 ) -> None:  # fmt: skip
-    """A save under way, threads, files and memory, in this order."""
+    """A save under way, threads by `end`, files and memory, in this order."""
     try:
         try:
             saves.wait()
         finally:
-            if runtime is not None:
-                runtime.close(why)
+            if end is not None:
+                end()
     finally:
         if runner is not None:
             runner.close()
         if homes is not None:
             homes.close()
+
+
+def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:
+    """A method that is called while its object is there: homes keep no model."""
+    method = weakref.WeakMethod(wait)
+
+    def call() -> bool:
+        found = method()
+        return found is not None and found()
+
+    return call
 
 
 def _plain(loss: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -25,16 +26,17 @@ class GradientHooks:
     def __init__(self, store: WeightStore, take: Take) -> None:
         self._store = store
         self._take = take
+        hook = _Hook(self)
         self._removable: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(self._came)
+            param.register_post_accumulate_grad_hook(hook)
             for group in store.groups
             for param, spec in zip(group.params, group.layout.params, strict=True)
             if spec.trainable
         ]
 
-    @uncompiled
     @uninterrupted
-    def _came(self, param: torch.Tensor) -> None:
+    def came(self, param: torch.Tensor) -> None:
+        """Autograd has given a gradient of `param`."""
         with self._store.one_thread:
             found = self._store.group_of(param)
             assert found is not None, "hooked as one of a group"
@@ -44,6 +46,19 @@ class GradientHooks:
         """Take the hooks off."""
         for hook in self._removable:
             hook.remove()
+
+
+class _Hook:
+    """The garbage collector does not see what a tensor's hook keeps: this one keeps nothing."""
+
+    def __init__(self, hooks: GradientHooks) -> None:
+        self._hooks = weakref.ref(hooks)
+
+    @uncompiled
+    def __call__(self, param: torch.Tensor) -> None:
+        hooks = self._hooks()
+        if hooks is not None:  # its engine is there
+            hooks.came(param)
 
 
 def refuse_graph(name: str) -> NoReturn:
@@ -60,5 +75,4 @@ def is_trained_here(param: nn.Parameter) -> bool:
     if is_released(param):
         return True
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    owners = (getattr(hook, "__self__", None) for hook in hooks.values())
-    return any(isinstance(owner, GradientHooks) for owner in owners)
+    return any(isinstance(hook, _Hook) for hook in hooks.values())

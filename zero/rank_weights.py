@@ -16,12 +16,13 @@ import torch
 
 from offload.swap.fences import Fences
 from offload.swap.lanes import Lane
+from offload.swap.ordered import OrderedWork
 from offload.swap.slot_pool import SlotPool
 from offload.swap.state import State
 from offload.swap.trace import Trace
 from offload.swap.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.collectives import Wire, Workspace
+from offload.zero.collectives import Collectives, Wire, Workspace
 from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.group import ParamGroup, RankCopies
 from offload.zero.layout import Layout
@@ -87,6 +88,10 @@ class OneRankWeights:
 
     def lanes(self) -> list[Lane]:
         return []
+
+    def ending(self) -> Callable[[], None]:
+        """There are no threads."""
+        return lambda: None
 
     def finish(self) -> None:
         """No other rank waits."""
@@ -218,6 +223,14 @@ class RankWeights:
         """What the model's thread waits for."""
         return [self._gatherer.order.lane, self.ranks.watch.lane]
 
+    def orders(self) -> list[OrderedWork]:
+        """The threads that issue collectives."""
+        return [self._gatherer.order]
+
+    def ending(self) -> Callable[[], None]:
+        """What `finish` and `close` do, of an engine that is gone: it keeps no model."""
+        return partial(_end, self.orders(), self.ranks, self.collectives)
+
     def finish(self) -> None:
         """Before closing: wait until collectives that all ranks have issued end. Another rank may
         be in one already and wait for this rank. Not after an error."""
@@ -232,6 +245,16 @@ class RankWeights:
         self._gatherer.close()
         self.ranks.watch.close()
         self.ranks.give_up(self.collectives)
+
+
+def _end(orders: Sequence[OrderedWork], ranks: Ranks, collectives: Collectives) -> None:
+    if not ranks.watch.is_leaving:
+        for order in orders:
+            order.drain(ranks.watch.timeout_s)
+    for order in orders:
+        order.close()
+    ranks.watch.close()
+    ranks.give_up(collectives)
 
 
 AnyRankWeights = OneRankWeights | RankWeights

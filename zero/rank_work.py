@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.swap.lanes import Lane
+from offload.swap.ordered import OrderedWork
 from offload.swap.trace import Trace
 from offload.zero.collectives import Wire
 from offload.zero.gradients import GradientAccumulator
@@ -158,6 +159,10 @@ class RankWork(RankWeights):
         return {name: nbytes + theirs.get(name, 0) for name, nbytes in found.items()}
 
     # ---------------------------------------------------------------- ending
+    def orders(self) -> list[OrderedWork]:
+        theirs = [] if self.experts is None else self.experts.orders()
+        return [*self.reductions.orders(), *theirs, *super().orders()]
+
     def _drain(self, timeout_s: float) -> None:
         self.reductions.drain(timeout_s)
         if self.experts is not None:

@@ -251,6 +251,10 @@ class NoReductions:
     def await_progress(self, *, in_backward: bool) -> bool:
         return False
 
+    def orders(self) -> list[OrderedWork]:
+        """There is no thread."""
+        return []
+
     def drain(self, timeout_s: float) -> None:
         """Nothing is under way."""
 
@@ -640,6 +644,10 @@ class Reductions:
             return False
         self._issue_head()
         return True
+
+    def orders(self) -> list[OrderedWork]:
+        """Its thread."""
+        return [self._thread]
 
     def drain(self, timeout_s: float) -> None:
         """Wait for the reductions under way, for `timeout_s` at most."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +25,7 @@ from offload.swap.lanes import Lane
 from offload.swap.recorder import Recorder
 from offload.swap.shield import interrupted_in_waits, uninterrupted
 from offload.swap.state import State
+from offload.swap.trace import Trace
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.collectives import Wire
@@ -113,6 +116,10 @@ class RuntimeOptions:
     wire: Wire = field(default_factory=Wire)  # in which format things go to other ranks
 
 
+def _next_update(trace: Trace, index: int) -> float:
+    return trace.next_cycle_use(index) + 0.5
+
+
 class Runtime:
     """Owns the groups of `discovery`. Its public methods are for the thread of the model."""
 
@@ -182,11 +189,14 @@ class Runtime:
     def _optimizer_state(self, group: ParamGroup) -> OptimizerState:
         index, layout, part = group.index, group.layout, self.store.part_of(group)
 
+        # homes live as long as files, and keep no model
+        this, trace = weakref.proxy(self), self.trace
+
         def next_update() -> float:
-            return self._next_update(index)
+            return _next_update(trace, index)
 
         def next_read() -> float:
-            done = index in self.stepper.trials and not self.updates.is_pending(index)
+            done = index in this.stepper.trials and not this.updates.is_pending(index)
             return math.inf if done else next_update()
 
         gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
@@ -282,13 +292,12 @@ class Runtime:
         self.gradients.note_set()
         self.store.begin_forward()
 
-    def _next_update(self, index: int) -> float:
-        return self.trace.next_cycle_use(index) + 0.5
-
     def _expected_uses(self) -> ExpectedUses:
+        # the update thread keeps no model
+        fetcher, trace = weakref.proxy(self.store.fetcher), self.trace
         return ExpectedUses(
-            of_parameters=lambda group: self.store.fetcher.next_use(group.index),
-            of_records=lambda group: self._next_update(group.index),
+            of_parameters=lambda group: fetcher.next_use(group.index),
+            of_records=lambda group: _next_update(trace, group.index),
             keep_records=self.options.keep_records,
         )
 
@@ -490,6 +499,11 @@ class Runtime:
             for each in (state.group.state, state.gradients.state, *state.records):
                 each.settle()
 
+    def ending(self) -> Callable[[], None]:
+        """Ends all threads. It keeps no model, unless an update is pending: for an engine that is
+        dropped together with its model."""
+        return partial(_end, self.updates, self.rank_work.ending())
+
     def close(self, why: str | None) -> None:
         """Stop the update thread, remove the hooks, let go of all parameters (see
         `WeightStore.close`)."""
@@ -504,3 +518,10 @@ class Runtime:
         if self._gradient_hooks is not None:
             self._gradient_hooks.remove()
         self.gradients.clear("the engine is closed")
+
+
+def _end(updates: UpdateQueue, ranks: Callable[[], None]) -> None:
+    try:
+        updates.close()
+    finally:
+        ranks()

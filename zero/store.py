@@ -142,7 +142,8 @@ class WeightStore:
         return self.ranks.sharding.of_experts(group.ep_size)
 
     def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> tuple[State, RankCopies]:
-        fetcher = weakref.proxy(self.fetcher)  # homes live as long as files, and keep no model
+        # homes live as long as files, and keep no model
+        this, fetcher = weakref.proxy(self), weakref.proxy(self.fetcher)
 
         def make(numel: int, edge: int, stride: int | None) -> State:
             return self._homes.parameters(
@@ -155,8 +156,8 @@ class WeightStore:
         return ranks.parameters(
             make,
             layout,
-            lambda: self.groups[index].is_entered,
-            lambda: self.groups[index].decided_update(),
+            lambda: this.groups[index].is_entered,
+            lambda: this.groups[index].decided_update(),
         )
 
     def part_of(self, group: ParamGroup) -> Part:
