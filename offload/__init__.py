@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from offload.integrations.compress import compress
     from offload.integrations.perplexity import Perplexity, perplexity
     from offload.integrations.pretrained import from_pretrained, open_pretrained
+    from offload.taking_over import engine_of
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ _HOME = {
     "UnsupportedError": "offload.errors",
     "dispatch": "offload.inference",
     "dispatched": "offload.inference",
+    "engine_of": "offload.taking_over",
     "from_pretrained": "offload.integrations.pretrained",
     "open_pretrained": "offload.integrations.pretrained",
 }
@@ -101,6 +103,7 @@ __all__ = [
     "compress",
     "dispatch",
     "dispatched",
+    "engine_of",
     "from_pretrained",
     "initialize",
     "open_pretrained",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from offload.config.optimizer_kinds import KINDS
 from offload.tiers.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
 
 CLASSES: dict[type, str] = {
     torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.Adagrad: "adagrad",
@@ -67,17 +71,38 @@ class ClientOptimizer:
                 )
         return {**named, **self.section}
 
-    def lend(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any] = ()) -> None:
-        """`optimizer`, the engine's, goes on where the given one was. A program that kept the given
-        one changes the engine's param groups, and so do `schedulers`, made with the given one."""
-        if self.given.state:
-            optimizer.load_state_dict(self.given.state_dict())
-            self.given.state.clear()
-        self.given.param_groups = optimizer.param_groups
+    def lend(self, engine: Engine, schedulers: Sequence[Any] = ()) -> None:
+        """The engine's optimizer goes on where the given one was. A program that kept the given one
+        changes the engine's param groups, and so do `schedulers`, made with the given one; until
+        the engine is closed, or begins anew."""
+        given, optimizer = self.given, engine.optimizer
+        if given.state:
+            optimizer.load_state_dict(given.state_dict())
+            given.state.clear()
+        given.param_groups = optimizer.param_groups
         if schedulers:
             _Attached(optimizer)
         for scheduler in schedulers:
             _attach(scheduler, optimizer)
+        _lent[given] = weakref.ref(optimizer)
+
+        def take_back() -> None:
+            given.param_groups = [{**given.defaults, **group} for group in given.param_groups]
+            for scheduler in schedulers:
+                _attach(scheduler, given)
+
+        engine.before_close(take_back)
+
+    def is_lent_to(self, engine: Engine | None) -> bool:
+        """Whether the given optimizer's states are those of this engine's optimizer."""
+        lent = _lent.get(self.given)
+        return engine is not None and lent is not None and lent() is engine.optimizer
+
+
+# optimizers that were lent, and the engine's optimizer in their place
+_lent: weakref.WeakKeyDictionary[
+    torch.optim.Optimizer, weakref.ref[torch.optim.Optimizer]
+] = weakref.WeakKeyDictionary()  # fmt: skip
 
 
 class _Attached(LRScheduler):

@@ -28,7 +28,7 @@ from offload.interrupts import noted_interrupts, why_not_noted
 from offload.lazy_tensors import LazyWeights
 from offload.model_structure import ModelStructure
 from offload.moe.gate import Gate
-from offload.optimizer import OffloadOptimizer
+from offload.optimizer import OffloadOptimizer, optimizer_class
 from offload.planning.plan.plan import spare_host_nbytes
 from offload.recording import Recording
 from offload.report import Report
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from offload.checkpoint.run_state import Carried
+    from offload.config.optimizer import OptimizerConfig
     from offload.loggers import AnyLogger
     from offload.runs.own_run import OwnRun
     from offload.runs.watch import Watch
@@ -159,6 +160,7 @@ class Engine(TieredModel):
         parameters: ParamGroups | None = None, weights: str | Path | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
+        self._asked = config
         config = config.settled()
         self.made_at = time.perf_counter()
         self.watching: Watch | None = None
@@ -189,7 +191,6 @@ class Engine(TieredModel):
         except BaseException:
             self.close("drop")
             raise
-        self.optimizer.engine = self  # the optimizer needs the engine, so it keeps it alive
         runtime = self._open()
         made = self._saves, self._run, self._homes
         # this keeps no model, which keeps its engine
@@ -211,11 +212,9 @@ class Engine(TieredModel):
         self._load(first)
         self.values = ParameterValues(self._runtime)
         self.optimizer = self._make_optimizer(trained)
-        self._watch_structure(self._runtime)
         self._give_out_values()
         self._attach_experts()
-        if self._ranks is not None:
-            self._share_loads(self._ranks)
+        self._prepare_optimizer(self._runtime)
         self._keep_activations(config, discovery, self._runtime)
         self._runtime.start(self.module, self.values, lambda: self)  # the model keeps this
         self._refuse(refuse_foreign_optimizers)
@@ -316,7 +315,64 @@ class Engine(TieredModel):
             params: Any = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
         else:
             params = given
-        return OffloadOptimizer(self._runtime, self.values, params, self.config.optimizer)
+        config = self.config.optimizer
+        return optimizer_class(config.type)(self._runtime, self.values, params, config)
+
+    # ---------------------------------------------------------------- beginning anew
+    def serves(self, config: OffloadConfig) -> bool:
+        """Whether it could have been made of its model, as that is now, with `config`, but for the
+        numbers of the optimizer."""
+        ours, theirs = self._asked.optimizer, config.optimizer
+        if self.is_closed or self._open().store.unusable is not None:
+            return False
+        if ours.type != theirs.type or ours.state_names != theirs.state_names:
+            return False
+        numbers = {"optimizer": set(ours.numbers)}
+        if self._asked.model_dump(exclude=numbers) != config.model_dump(exclude=numbers):
+            return False
+        store, here = self.store, [p for p in self.module.parameters() if managed(p)]
+        specs = [store.spec_of(param) for param in here]
+        as_planned = all(
+            spec is not None and spec.trainable == param.requires_grad
+            for param, spec in zip(here, specs, strict=True)
+        )
+        return as_planned and len({id(p) for p in here}) == len(self._given_back(store))
+
+    def begin_anew(
+        self, parameters: ParamGroups | None, config: OptimizerConfig, *, keeps_states: bool = False
+    ) -> None:
+        """Train as a new engine of the same model: without gradients, optimizer states, step
+        counts, or what was registered. `optimizer` is another object, with the numbers of `config`;
+        the one before can step no more. `keeps_states`: of the optimizer's states."""
+        runtime, trained = self._open(), _listed(parameters)
+        self._saves.wait()
+        for call in reversed(self._to_be_called()):
+            call()
+        self.values.adopt_changes()
+        self._drop_gradients(runtime)
+        runtime.begin_anew(_loss_scale(self.config))
+        if not keeps_states:
+            for param in self.module.parameters():
+                if runtime.store.spec_of(param) is not None:
+                    self.values.write_state(param, {})
+        numbers = self.config.optimizer.model_copy(update=config.numbers)
+        self.config = self.config.model_copy(update={"optimizer": numbers})
+        self.carried, self.last_checkpoint = {}, None
+        self._told_of_scheduler = False
+        self.optimizer = self._make_optimizer(trained)
+        self._prepare_optimizer(runtime)
+
+    def _drop_gradients(self, runtime: Runtime) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.module.parameters():
+                param.grad = None
+        runtime.drop_cleared_gradients()
+
+    def _prepare_optimizer(self, runtime: Runtime) -> None:
+        self._watch_structure(runtime)
+        if self._ranks is not None:
+            self._share_loads(self._ranks)
+        self.optimizer.engine = self  # the optimizer needs the engine, so it keeps it alive
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor) -> None:

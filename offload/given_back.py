@@ -107,6 +107,9 @@ class GivenBack:
         self.nbytes += round_up(found.nbytes, 64)
 
     # ---------------------------------------------------------------- is there room?
+    def __len__(self) -> int:
+        return len(self._given)
+
     @property
     def promised_nbytes(self) -> int:
         """RAM that the configuration has given to the tiers."""
@@ -117,6 +120,11 @@ class GivenBack:
         held = self._homes.pool.tier
         freed = held.touched_nbytes if held.gives_back else 0
         return max(0, self.nbytes - machine.available_memory_nbytes() - freed)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the values take no more RAM than was promised to the tiers, and than is free."""
+        return self.nbytes <= self.promised_nbytes and not self.missing_in_ram()
 
     def place(self, keep: Keep, folder: str, timeout_s: float) -> Place:
         """BudgetError where RAM has no room, NoSpaceError or PathError where the folder has none.

@@ -102,7 +102,7 @@ class Dispatched(TieredModel):
     )
     _TAKEN = (
         "%s is of a model that is dispatched: one parameter cannot be in two places. Close that "
-        "one first (offload.dispatched(model).close()), and say with weights= where values are"
+        "one first, which gives the parameters back (offload.dispatched(model).close(keep='host'))"
     )
 
     def __init__(

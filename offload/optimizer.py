@@ -8,6 +8,7 @@ waits for that parameter's group.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -53,7 +54,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._states = config.state_names
         self._entries = OptimizerEntries(self._start_over, self._managed, values.state_names)
         self.last_step: StepOutcome | None = None
-        self.engine: object = None  # kept alive with this optimizer
+        self.engine: Any = None  # kept alive with this optimizer
         super().__init__(params, config.numbers)
         this = weakref.ref(self)  # the runtime must not keep the engine alive
         runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
@@ -161,6 +162,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @uninterrupted
     @torch.no_grad()
     def _step(self) -> None:
+        if self.engine is not None and self.engine.optimizer is not self:
+            raise StateError(
+                "this optimizer's model was given to another trainer since, and trains with the "
+                "optimizer of that (offload.engine_of(model).optimizer)"
+            )
         self.last_step = self._runtime.step(self.hyper_of())
         self._runtime.stepper.nonfinite.check()
 
@@ -245,6 +251,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "an optimizer of offload cannot be copied or pickled: its states live in the tiers of "
             "its engine; keep optimizer.state_dict(), or engine.save_checkpoint(path)"
         )
+
+
+@functools.cache
+def optimizer_class(kind: str) -> type[OffloadOptimizer]:
+    """The class of an `optimizer.type`: it has the name of torch's class with that rule (AdamW,
+    SGD), by which loggers name what they log."""
+    named = {name.lower(): name for name in dir(torch.optim)}
+    body = {"__doc__": OffloadOptimizer.__doc__, "__module__": OffloadOptimizer.__module__}
+    return type(named.get(kind, kind.capitalize()), (OffloadOptimizer,), body)
 
 
 def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:

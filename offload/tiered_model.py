@@ -269,9 +269,9 @@ class TieredModel(abc.ABC):
     # ... and of a parameter that is given to another one meanwhile
     _TAKEN = (
         "%s trains through another engine that is open: one parameter cannot have two. Close that "
-        "one first (engine.close()), or give offload.initialize one module around all that trains "
-        "together (and if it was taken out of a closed engine's model: its values are gone, make a "
-        "new parameter)"
+        "one first, which gives the parameters back (offload.engine_of(model).close(keep='host')), "
+        "or give offload.initialize one module around all that trains together (and if it was "
+        "taken out of a model that has no values any more: make a new parameter)"
     )
 
     @property
@@ -316,6 +316,14 @@ class TieredModel(abc.ABC):
             for call in self._to_be_called():
                 last_first.callback(call)
 
+    def hand_over(self) -> None:
+        """As `close`, where the parameters are wanted: "host" where the default is that, else
+        "file"."""
+        fits = self._given_back(self.store).fits
+        if self._ranks is not None:
+            fits = bool(self._ranks.exchange([fits], "whether parameters fit into RAM").all())
+        self.close("host" if fits else "file")
+
     def _prepared(self, keep: Keep | None) -> Callable[[], None] | None:
         """What takes the parameters out of the tiers; None where they are dropped."""
         if keep == "drop" or self._store is None:
@@ -338,7 +346,7 @@ class TieredModel(abc.ABC):
         has no room."""
         refusal: OffloadError | None = None
         place: Place | None = None
-        if keep is None and back.nbytes > back.promised_nbytes:
+        if keep is None and not back.fits and not back.missing_in_ram():
             refusal = BudgetError(
                 f"{format_bytes(back.nbytes)} of parameters are more than budget.host "
                 f"({format_bytes(back.promised_nbytes)}); close(keep='host') brings them into RAM "

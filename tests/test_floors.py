@@ -35,6 +35,7 @@ FLOORS: list[set[str]] = [
     {"runs"},
     {"tiered_model"},
     {"inference", "engine"},
+    {"taking_over"},
     {"deepspeed"},
     {"doctor", "train"},
     {"bench"},

@@ -476,6 +476,14 @@ class Runtime:
                             "gradient now; set requires_grad before offload.initialize"
                         )
 
+    def begin_anew(self, loss_scale: LossScale | None) -> None:
+        """Count steps from the beginning, with that scale."""
+        self.settle()
+        self.stepper.begin_anew()
+        if self.loss_scale is not None and loss_scale is not None:
+            self.loss_scale.scale = loss_scale.scale
+            self.loss_scale.good_steps = loss_scale.good_steps
+
     # ---------------------------------------------------------------- the whole
     def lanes(self) -> list[Lane]:
         """What the model's thread waits for, beside its states."""

@@ -330,7 +330,13 @@ class Stepper:
         if state.gradients.holds_any:
             state.gradients.clear()
 
-    def forget(self) -> None:
+    def begin_anew(self) -> None:
+        """No step was made, and there are no gradients. For settled states."""
+        self.forget("training began anew since")
+        self.taken = self.skipped = 0
+        self.nonfinite = NonfiniteSteps(self._rules.max_skipped_steps)
+
+    def forget(self, why: str = "a checkpoint was loaded since") -> None:
         """Forget all gradients and the updates begun ahead of a step: a load is about to replace
         the weights that they changed. For settled states."""
         self.trials.take_back_all()
@@ -340,7 +346,7 @@ class Stepper:
         self.norms.invalidate()
         having = [state for state in self._states if state.gradients.holds_any]
         self._end_ahead()
-        self.on_used_up(range(len(self._states)), "a checkpoint was loaded since")
+        self.on_used_up(range(len(self._states)), why)
         for state in having:
             if state.gradients.holds_any:
                 state.gradients.clear()

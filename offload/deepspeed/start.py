@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from offload.deepspeed.leaf_modules import classes_of_leaves, follow_section
 from offload.deepspeed.settings import Settings
 from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
-from offload.engine import initialize as initialize_engine
+from offload.taking_over import engine_for, tiers_of
+from offload.tiered_model import TieredModel
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
@@ -74,7 +77,7 @@ def initialize(
         ours = engine.optimizer if settings.has_optimizer else None
         made = EngineModule(model, settings, engine, ranks, ours)
         if settings.client is not None:
-            settings.client.lend(engine.optimizer)
+            settings.client.lend(engine)
         if ours is not None:
             made.lr_scheduler = _scheduler(settings, ours, lr_scheduler)
         if training_data is not None:
@@ -116,6 +119,8 @@ def _plain_list(given: Any) -> list[Any]:
 
 
 def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> Engine:
+    for before in tiers_of(model):
+        _thaw(_frozen.pop(before, []))
     if settings.has_optimizer:
         frozen = _left_out(model, groups)
     else:  # nothing trains: no gradients or states are kept
@@ -123,17 +128,27 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
     for param in frozen:
         param.requires_grad_(False)
     try:
-        engine = initialize_engine(model, settings.config, parameters=groups)
+        engine = engine_for(model, settings.config, parameters=groups)
     except BaseException:
-        for param in frozen:
-            param.requires_grad_(True)
+        _thaw(frozen)
         raise
+    _frozen[engine] = frozen
+    engine.before_close(partial(_thaw, frozen))
     if frozen and settings.has_optimizer:
         _log.warning(
             "%d trainable parameters are in no param group, so no step changes them: they are "
             "frozen", len(frozen),
         )  # fmt: skip
     return engine
+
+
+# by engine, what was frozen for it
+_frozen: weakref.WeakKeyDictionary[TieredModel, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+
+
+def _thaw(frozen: list[nn.Parameter]) -> None:
+    for param in frozen:
+        param.requires_grad_(True)
 
 
 def _left_out(model: nn.Module, groups: list[Any] | None) -> list[nn.Parameter]:

@@ -104,8 +104,9 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     # ---------------------------------------------------------------- states
     @property
     def engines(self) -> list[Engine]:
-        """Those of the optimizers that were prepared, in their order."""
-        return [each.engine for each in self._optimizers_of_engines()]  # type: ignore[misc]
+        """Those of the optimizers that were prepared and are open, in their order."""
+        found = [each.engine for each in self._optimizers_of_engines()]
+        return [engine for engine in dict.fromkeys(found) if not engine.is_closed]
 
     def _optimizers_of_engines(self) -> list[OffloadOptimizer]:
         prepared = [getattr(each, "optimizer", each) for each in self._optimizers]

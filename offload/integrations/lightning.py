@@ -39,9 +39,10 @@ from offload.checkpoint.exporting import pending_output
 from offload.client_optimizers import ClientOptimizer
 from offload.config import OffloadConfig
 from offload.config.source import load_source
-from offload.engine import Engine, initialize
+from offload.engine import Engine
 from offload.integrations import streamed_folder
 from offload.leftovers import STATE
+from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 
 _LEAST = (2, 5)
@@ -176,42 +177,27 @@ class _EngineMaker:
         return ours or theirs or "fp32"
 
     def make(self, module: nn.Module, client: ClientOptimizer | None, config: Any) -> Engine:
-        """The engine of `module`; the one that there is begins anew with the client's numbers."""
+        """The engine of `module`, with the client's numbers; without a client, to evaluate, the
+        one that the model has."""
         if client is not None:
             named = dict(self.named.get("optimizer") or {})
             config = {**config, "optimizer": client.merged(named)}
-        if self.engine is not None and not self.engine.is_closed:
-            self._begin_anew(self.engine, module, client)
-            return self.engine
-        groups = None if client is None else client.groups
-        on_meta = any(param.is_meta for param in module.parameters())
-        self.engine = initialize(
-            module, config, parameters=groups, weights=self._weights if on_meta else None
-        )
+        loaded = OffloadConfig.load(config)
+        current = next((e for e in tiers_of(module) if isinstance(e, Engine)), None)
+        mine = current is not None and current.module is module
+        if current is not None and mine and client is None and _computes_alike(current, loaded):
+            self.engine = current  # to evaluate, whoever trains
+            return current
+        self.engine = engine_for(
+            module, loaded, parameters=None if client is None else client.groups,
+            weights=self._weights, continues=client is not None and client.is_lent_to(current),
+        )  # fmt: skip
         return self.engine
 
-    @staticmethod
-    def _begin_anew(engine: Engine, module: nn.Module, client: ClientOptimizer | None) -> None:
-        if engine.module is not module:
-            raise StateError(
-                "this strategy's engine has another model, which would be lost; call "
-                "strategy.engine.close() before, or make a strategy for each model"
-            )
-        if client is None:
-            return
-        type_ = engine.config.optimizer.type
-        if client.section["type"] != type_:
-            raise ConfigError(
-                f"the engine was made with optimizer.type: {type_}, and the program's optimizer is "
-                f"{type(client.given).__name__}; if it was made to evaluate, name optimizer.type: "
-                f"{client.section['type']} in the offload configuration"
-            )
-        optimizer = engine.optimizer
-        optimizer.zero_grad()
-        optimizer.state.clear()
-        optimizer.param_groups.clear()
-        for group in client.groups:
-            optimizer.add_param_group(group)
+
+def _computes_alike(engine: Engine, config: OffloadConfig) -> bool:
+    kind = config.device if config.device != "auto" else engine.device.type
+    return engine.config.precision == config.precision and engine.device.type == kind
 
 
 class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
@@ -266,7 +252,7 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
             )
         client = ClientOptimizer.of(self.optimizers[0])
         engine = self._make(trainer, client)
-        client.lend(engine.optimizer, [each.scheduler for each in self.lr_scheduler_configs])
+        client.lend(engine, [each.scheduler for each in self.lr_scheduler_configs])
         self.optimizers = [engine.optimizer]
 
     def _make(self, trainer: Any, client: ClientOptimizer | None) -> Engine:
@@ -433,7 +419,7 @@ class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore
         own = _plugin_of(engine, _FabricHalf)
         if own is not None:
             self._precision = own
-        client.lend(engine.optimizer, [] if scheduler is None else [scheduler])
+        client.lend(engine, [] if scheduler is None else [scheduler])
         return module, [engine.optimizer], scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:

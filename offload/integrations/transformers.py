@@ -12,6 +12,7 @@ checkpoint. It stays open after training, for `evaluate`, `save_model` and `mode
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -28,12 +29,14 @@ from offload.checkpoint.model import restore_numbers
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.weights import stream_weights
 from offload.config import OffloadConfig
-from offload.engine import Engine, initialize
+from offload.engine import Engine
 from offload.integrations.adapters import AdapterSave, is_adapted
 from offload.integrations.training_arguments import Source, named_keys, settle
 from offload.optimizer import OffloadOptimizer
+from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
+_log = logging.getLogger("offload")
 _LEAST = (5, 17)
 if tuple(map(int, transformers.__version__.split(".")[:2])) < _LEAST:
     raise UnsupportedError(
@@ -79,6 +82,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, offload: Source | Engine | None = None, **kwargs: Any) -> None:
         self._offload = offload
         self._engine: Engine | None = None
+        self._own: OffloadOptimizer | None = None  # the optimizer that this trainer trains with
         self._max_norm = math.inf
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, OffloadOptimizer):
@@ -88,28 +92,64 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The engine that the model trains through; made here if nothing needed it before, and so
-        raises what `offload.initialize` raises. It stays open until `engine.close()`."""
-        model = self.model
-        if self._engine is not None and self._engine.module is model:
-            return self._engine
+        """The engine that the model is in: the one that it trains through, be it another trainer's,
+        else one that is made here, which raises what `offload.initialize` raises. It stays open
+        until `engine.close()`, which gives the model its parameters back."""
+        model, engine = self.model, self._engine
+        if engine is not None and engine.module is model and not engine.is_closed:
+            return engine
         if model is None:
             raise StateError(
                 "the trainer has no model: hyperparameter_search has released the last one, and "
                 "train() makes the next"
             )
         if isinstance(self._offload, Engine):
-            if self._offload.module is not model:
-                raise StateError(
-                    "offload= is the engine of another model than the trainer's; put adapters and "
-                    "wrappers into the model before offload.initialize, or give the trainer a "
-                    "configuration: it makes the engine itself"
-                )
-            self._engine = self._offload
-        else:
-            self._engine = self._make_engine(model)
-        self._prepare(self._engine)
-        return self._engine
+            return self._adopted(self._given_engine(self._offload, model))
+        here = [each for each in tiers_of(model) if isinstance(each, Engine)]
+        if len(here) == 1 and here[0].module is model:
+            return self._adopted(here[0])
+        return self._made(model)
+
+    def _training_engine(self) -> Engine:
+        """The engine with this trainer's optimizer: the one that it has trained with, where no
+        other trainer has taken the model since."""
+        if isinstance(self._offload, Engine) or self.model is None:
+            return self.engine
+        before, engine = self._own, self._engine
+        if before is not None and engine is not None and not engine.is_closed:
+            if engine.module is self.model and engine.optimizer is before:
+                return engine
+        if before is not None and before.engine.module is self.model:
+            _log.warning(
+                "the optimizer begins anew, with the model's weights: its states went when the "
+                "engine was closed, or another trainer took the model"
+            )
+        return self._made(self.model)
+
+    def _made(self, model: nn.Module) -> Engine:
+        engine = self._make_engine(model)
+        self._own = engine.optimizer
+        return self._adopted(engine)
+
+    def _adopted(self, engine: Engine) -> Engine:
+        self._engine = engine
+        self._prepare(engine)
+        return engine
+
+    @staticmethod
+    def _given_engine(engine: Engine, model: nn.Module) -> Engine:
+        if engine.module is not model:
+            raise StateError(
+                "offload= is the engine of another model than the trainer's; put adapters and "
+                "wrappers into the model before offload.initialize, or give the trainer a "
+                "configuration: it makes the engine itself"
+            )
+        if engine.is_closed:
+            raise StateError(
+                "offload= is an engine that is closed; make a new one with offload.initialize, or "
+                "give the trainer a configuration: it makes the engine itself"
+            )
+        return engine
 
     # ---------------------------------------------------------------- making the engine
     @staticmethod
@@ -139,7 +179,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
             "clip_grad_norm": None,  # by Trainer, which logs the norm
             "gradient_accumulation_steps": self._passes(config),
         }
-        return initialize(model, config.model_copy(update=update), parameters=groups)
+        return engine_for(model, config.model_copy(update=update), parameters=groups)
 
     def _passes(self, config: OffloadConfig) -> int:
         """Backward passes of a step: fewer than are named where the data are too few for them."""
@@ -152,8 +192,10 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def _prepare(self, engine: Engine) -> None:
         """Accelerate neither moves nor wraps the model, and copies no states."""
-        for prepared in engine.module, engine.optimizer:
+        model = engine.module
+        for prepared in model, engine.optimizer:
             prepared._is_accelerate_prepared = True  # type: ignore[union-attr]
+        engine.before_close(lambda: vars(model).pop("_is_accelerate_prepared", None))
         if engine.runtime.loss_scale is not None:
             self.accelerator.scaler = _LossScaler(engine)
         if self.args.torch_compile:
@@ -231,12 +273,12 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         if self._engine is not None:
-            self._engine.close()  # before the next model needs its memory
+            self._engine.close("drop")  # before the next model needs its memory
         model: nn.Module = super().call_model_init(trial)
         return model
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.engine  # before what a subclass may do with the model
+        engine = self._training_engine()  # before what a subclass may do with the model
         clip = self._settled(engine.module).clip_grad_norm
         by_engine = engine.config.clip_grad_norm is not None
         self._max_norm = math.inf if by_engine or clip is None else clip
@@ -260,7 +302,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.optimizer = self.engine.optimizer
+        self.optimizer = self._training_engine().optimizer
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

@@ -39,7 +39,7 @@ BEFORE_WEIGHTS_LEAVE = {
 }
 AFTER = {
     "the first values": (offload.engine, "load_group"),
-    "the optimizer": (offload.engine, "OffloadOptimizer"),
+    "the optimizer": (offload.engine, "optimizer_class"),
     "saved activations": (offload.engine, "Activations"),
     "the hooks": (offload.zero.runtime.Runtime, "start"),
     "the refusal of wrappers": (offload.tiered_model, "refuse_foreign_wrappers"),

@@ -1,0 +1,62 @@
+"""A model that is in tiers already, and is to train again: who has it, and how it changes hands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.engine import Engine, ParamGroups, initialize
+from offload.tiered_model import TieredModel
+from offload.tiers.errors import StateError
+from offload.zero.hooks import UnitHooks
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The open engine that trains `model`, a part of it, or a model that it is a part of. None if
+    there is none; StateError where parts of it train through several."""
+    engines = [each for each in tiers_of(model) if isinstance(each, Engine)]
+    if len(engines) > 1:
+        raise StateError(
+            f"parts of this {type(model).__name__} train through {len(engines)} engines; ask "
+            "offload.engine_of for each part"
+        )
+    return engines[0] if engines else None
+
+
+def tiers_of(model: nn.Module) -> list[TieredModel]:
+    """What has `model` or parts of it in tiers, to train or to compute, and is open."""
+    return list(dict.fromkeys(_owners(model)))
+
+
+def _owners(model: nn.Module) -> Iterator[TieredModel]:
+    for module in model.modules():
+        owner = UnitHooks.owner_of(module)
+        if isinstance(owner, TieredModel) and not owner.is_closed:
+            yield owner
+
+
+def engine_for(
+    model: nn.Module, config: OffloadConfig, *, parameters: ParamGroups | None = None,
+    weights: str | Path | None = None, continues: bool = False,
+) -> Engine:  # fmt: skip
+    """As `offload.initialize`, of a model that may be in tiers already: its weights stay, and the
+    optimizer begins anew. An engine of the same configuration goes on, but for the numbers of its
+    optimizer; any other gives the parameters back, to RAM or to a file.
+
+    `continues`: an engine that goes on keeps the optimizer's states. `weights` are for a model on
+    the meta device.
+
+    Raises what `initialize` and `close` raise; of the latter nothing is changed.
+    """
+    open_ones = tiers_of(model)
+    for engine in open_ones:
+        if isinstance(engine, Engine) and engine.module is model and engine.serves(config):
+            engine.begin_anew(parameters, config.optimizer, keeps_states=continues)
+            return engine
+    for each in open_ones:
+        each.hand_over()
+    on_meta = any(param.is_meta for param in model.parameters())
+    return initialize(model, config, parameters=parameters, weights=weights if on_meta else None)
