@@ -152,7 +152,7 @@ class Dispatched(TieredModel):
         self._split_batches()
         # the model keeps this
         hooks = self._store.start(self.module, self.values, lambda: self, self._begin_forward)
-        hooks.follow_recomputation()
+        hooks.install_inner()
         self._store.expect_model_order()
         self._refuse_gradients()
         self._refuse_wrappers()

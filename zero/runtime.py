@@ -249,7 +249,7 @@ class Runtime:
         """Install the hooks: from here on `model` trains through this runtime, while its `owner`
         is there."""
         hooks = self.store.start(model, values, owner, self._begin_forward)
-        hooks.follow_recomputation()
+        hooks.install_inner()
         if self.options.micro_batches > 1:
             self._micro_batching = MicroBatching(
                 self.options.micro_batches, self.store.units, self._block_backward
