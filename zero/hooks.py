@@ -81,6 +81,7 @@ class UnitHooks:
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
+        called.update(id(inner) for _, inner in _inner_modules(units))
         for name, module in model.named_modules():
             if name and id(module) not in called and self._read_ahead_by(module):
                 self._install(Unit(name, module))
@@ -119,10 +120,10 @@ class UnitHooks:
         if not isinstance(module, ASK_FOR_CLASSES):
             return []
         asked = module.layers[:1] if isinstance(module, nn.TransformerEncoder) else module
-        inside = {id(each) for each in asked.modules()}
-        units = (unit for unit in self._units if id(unit.module) in inside)
-        found = [index for unit in units for index in unit.groups]
-        return [self._groups[index] for index in dict.fromkeys(found)]
+        inside = {id(param) for param in asked.parameters()}
+        return [
+            group for group in self._groups if not inside.isdisjoint(id(p) for p in group.params)
+        ]
 
     def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
         """Hooks on a module within a unit, which have nothing to do while the unit is called."""
