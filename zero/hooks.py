@@ -76,21 +76,18 @@ class UnitHooks:
             id(each) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)
             for each in layer.modules()
         }  # fmt: skip
-        called = {id(unit.module) for unit in units}
-        if id(model) not in called:
+        self._where = {id(param): group for group in groups for param in group.params}
+        hooked = {id(unit.module) for unit in units}
+        if id(model) not in hooked:
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
-        called.update(id(inner) for _, inner in _inner_modules(units))
-        for name, module in model.named_modules():
-            if name and id(module) not in called and self._read_ahead_by(module):
-                self._install(Unit(name, module))
-
-    def install_inner(self) -> None:
-        """Gather also for modules within units that are called while their unit is not: by a
-        method of the unit, by the user, or in a backward pass, to be computed again."""
-        for unit, inner in _inner_modules(self._units):
+        for unit, inner in _inner_modules(units):
+            hooked.add(id(inner))
             self._install_inner(unit, inner)
+        for name, module in model.named_modules():
+            if name and id(module) not in hooked and self._read_ahead_by(module):
+                self._install(Unit(name, module))
 
     @staticmethod
     def has_an_engine(module: nn.Module) -> bool:
@@ -120,22 +117,34 @@ class UnitHooks:
         if not isinstance(module, ASK_FOR_CLASSES):
             return []
         asked = module.layers[:1] if isinstance(module, nn.TransformerEncoder) else module
-        inside = {id(param) for param in asked.parameters()}
-        return [
-            group for group in self._groups if not inside.isdisjoint(id(p) for p in group.params)
-        ]
+        return self._groups_in(asked)
+
+    def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
+        """Those with a parameter of a module."""
+        found = [self._where.get(id(param)) for param in module.parameters()]
+        return list(dict.fromkeys(group for group in found if group is not None))
 
     def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
-        """Hooks on a module within a unit, which have nothing to do while the unit is called."""
-        groups = [self._groups[index] for index in unit.groups]
+        """Hooks on a module within a unit, which have nothing to do while the unit is called. It
+        may be called by a method of the unit, by the user, or in a backward pass, to be computed
+        again."""
+        units = {id(self._groups[index]) for index in unit.groups}
+        groups = [group for group in self._groups_in(inner) if id(group) in units]
+        ahead = self._read_ahead_by(inner)
+        if not groups and not ahead:
+            return  # the units in it have hooks of their own
         is_expert = bool(unit.table)
+
+        def needed() -> list[ParamGroup]:
+            more = ahead if ahead and _may_take_the_fast_path(inner) else []
+            return [*dict.fromkeys([*groups, *more])] if more else groups
 
         def before(module: nn.Module, args: Any) -> None:
             if not needs_no_hooks():
-                self._begin(module, groups, is_expert=is_expert)
+                self._begin(module, needed(), is_expert=is_expert)
 
         def needs_no_hooks() -> bool:
-            return all(group.is_entered for group in groups)
+            return all(group.is_entered for group in needed())
 
         self._register(inner, before, needs_no_hooks)
 
