@@ -27,7 +27,7 @@ from offload.swap.lanes import waits_s
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.units import format_bytes
-from offload.zero.discovery import Discovery, managed
+from offload.zero.discovery import Discovery, managed, refuse_uninitialised
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
 from offload.zero.kv_sizes import CachedLayer
@@ -70,6 +70,7 @@ def dispatch(
     """
     loaded = OffloadConfig.load({} if config is None else config)
     refuse_shared(model)
+    refuse_uninitialised(model)
     chosen, only = _precision(loaded, model)
     with torch.inference_mode(False), LazyWeights(model, only) as lazy:
         Dispatched(model, chosen, lazy, weights=weights, only=only)
@@ -151,8 +152,7 @@ class Dispatched(TieredModel):
         self._attach_experts()
         self._split_batches()
         # the model keeps this
-        hooks = self._store.start(self.module, self.values, lambda: self, self._begin_forward)
-        hooks.follow_recomputation()
+        self._store.start(self.module, self.values, lambda: self, self._begin_forward)
         self._store.expect_model_order()
         self._refuse_gradients()
         self._refuse_wrappers()

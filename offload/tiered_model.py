@@ -42,7 +42,7 @@ from offload.swap.shield import uninterrupted
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
 from offload.tiers.units import format_bytes
 from offload.zero.closed_engine import Refusal
-from offload.zero.discovery import Discovery, discover
+from offload.zero.discovery import Discovery, discover, refuse_uninitialised
 from offload.zero.expert_access import ExpertAccess
 from offload.zero.gradient_hooks import is_trained_here
 from offload.zero.group import ParamGroup
@@ -510,6 +510,7 @@ def _take_over(model: nn.Module, *, takes_values: bool) -> None:
 
 def _check_model(model: nn.Module) -> None:
     refuse_wrapped(model)
+    refuse_uninitialised(model)
     for name, param in model.named_parameters():
         if param.is_floating_point() and param.dtype.itemsize == 1:  # as managed, it would be cast
             raise UnsupportedError(
@@ -521,10 +522,6 @@ def _check_model(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{name} was made in inference mode, and counts no changes; build the model "
                 "outside of torch.inference_mode()"
-            )
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise UnsupportedError(
-                f"{name} has no shape yet (a lazy module); run one forward before initialize"
             )
     refuse_shared_views(model)
 

@@ -40,6 +40,7 @@ __all__ = [
     "discover",
     "ep_size_of",
     "managed",
+    "refuse_uninitialised",
     "shapes_of",
     "tree_of",
 ]
@@ -158,12 +159,23 @@ def managed(param: nn.Parameter, only: torch.dtype | None = None) -> bool:
     return moves and (only is None or param.dtype is only)
 
 
+def refuse_uninitialised(model: nn.Module) -> None:
+    """UnsupportedError if a lazy module of torch has not been called yet."""
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UnsupportedError(
+                f"{name} has no shape yet, as its lazy module was never called; call the model "
+                "once with an example of its inputs before it is given to offload"
+            )
+
+
 def discover(
     model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True,
     frozen: bool = False, only: torch.dtype | None = None,
 ) -> Discovery:  # fmt: skip
     """The groups and units of a model (see `find_groups`). `frozen`: nothing will be updated.
     `only`: parameters in other formats stay in the model."""
+    refuse_uninitialised(model)
     trees = _Trees(frozen=frozen, only=only)
     groups, units = find_groups(trees.of(model), block_classes, experts=experts)
     packed = _pack(groups, trees)
@@ -207,6 +219,7 @@ def _pack(groups: Sequence[TreeGroup], trees: _Trees) -> dict[int, PackedParam]:
 
 def tree_of(model: nn.Module) -> ModuleTree:
     """The model's modules and parameters without their code and values."""
+    refuse_uninitialised(model)
     return _Trees().of(model)
 
 

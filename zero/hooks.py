@@ -12,6 +12,7 @@ only, so a guard around the call handles KeyboardInterrupt.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,10 @@ _GLOBAL_HOOKS = (
     _of_all._global_forward_pre_hooks, _of_all._global_forward_hooks,
     _of_all._global_backward_pre_hooks, _of_all._global_backward_hooks,
 )  # fmt: skip
+
+
+# Modules that compute in another way where one of their parameters is no plain tensor.
+ASK_FOR_CLASSES = nn.TransformerEncoder | nn.TransformerEncoderLayer | nn.MultiheadAttention
 
 
 class UnitHooks:
@@ -71,20 +76,18 @@ class UnitHooks:
             id(each) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)
             for each in layer.modules()
         }  # fmt: skip
-        called = {id(unit.module) for unit in units}
-        if id(model) not in called:
+        self._where = {id(param): group for group in groups for param in group.params}
+        hooked = {id(unit.module) for unit in units}
+        if id(model) not in hooked:
             self._install(Unit("", model))  # the whole model's forward is one session
         for unit in units:
             self._install(unit)
-        for name, module in model.named_modules():
-            if name and id(module) not in called and self._read_ahead_by(module):
-                self._install(Unit(name, module))
-
-    def follow_recomputation(self) -> None:
-        """Gather also for modules within units that are called in a backward pass, to be computed
-        again: for a model that is trained."""
-        for unit, inner in _inner_modules(self._units):
+        for unit, inner in _inner_modules(units):
+            hooked.add(id(inner))
             self._install_inner(unit, inner)
+        for name, module in model.named_modules():
+            if name and id(module) not in hooked and self._read_ahead_by(module):
+                self._install(Unit(name, module))
 
     @staticmethod
     def has_an_engine(module: nn.Module) -> bool:
@@ -111,27 +114,37 @@ class UnitHooks:
         """The groups of an encoder's first layer, or of a layer or an attention: before these call
         a module they ask of what class its parameters are, and where they are released compute in
         another way (what is padded is not zero, or not NaN then)."""
-        asked: nn.Module = module
-        if isinstance(module, nn.TransformerEncoder):
-            asked = module.layers[:1]
-        elif not isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+        if not isinstance(module, ASK_FOR_CLASSES):
             return []
-        inside = {id(each) for each in asked.modules()}
-        units = (unit for unit in self._units if id(unit.module) in inside)
-        found = [index for unit in units for index in unit.groups]
-        return [self._groups[index] for index in dict.fromkeys(found)]
+        asked = module.layers[:1] if isinstance(module, nn.TransformerEncoder) else module
+        return self._groups_in(asked)
+
+    def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
+        """Those with a parameter of a module."""
+        found = [self._where.get(id(param)) for param in module.parameters()]
+        return list(dict.fromkeys(group for group in found if group is not None))
 
     def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
-        """Hooks on a module within a unit: a checkpoint around a part of the unit calls that part
-        in backward, when the unit itself has been released."""
-        groups = [self._groups[index] for index in unit.groups]
+        """Hooks on a module within a unit, which have nothing to do while the unit is called. It
+        may be called by a method of the unit, by the user, or in a backward pass, to be computed
+        again."""
+        units = {id(self._groups[index]) for index in unit.groups}
+        groups = [group for group in self._groups_in(inner) if id(group) in units]
+        ahead = self._read_ahead_by(inner)
+        if not groups and not ahead:
+            return  # the units in it have hooks of their own
+        is_expert = bool(unit.table)
+
+        def needed() -> list[ParamGroup]:
+            more = ahead if ahead and _may_take_the_fast_path(inner) else []
+            return [*dict.fromkeys([*groups, *more])] if more else groups
 
         def before(module: nn.Module, args: Any) -> None:
             if not needs_no_hooks():
-                self._begin(module, groups)
+                self._begin(module, needed(), is_expert=is_expert)
 
         def needs_no_hooks() -> bool:
-            return not in_backward() or all(group.is_entered for group in groups)
+            return all(group.is_entered for group in needed())
 
         self._register(inner, before, needs_no_hooks)
 
@@ -375,18 +388,28 @@ class _Guard:
         self._installed = module._compiled_call_impl
         self._call: Callable[..., Any] = self._installed or module._call_impl
         module._compiled_call_impl = self
+        self._forward = _Forward(module, self, calls) if isinstance(module, ASK_FOR_CLASSES) else None
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_bare():
+            return self.run_forward(self._module.forward, args, kwargs)
+        if self._registered:
+            return self._ending_calls(self._call, args, kwargs)
+        return self._ending_calls(self._between_hooks, (self._call, args, kwargs), {})
+
+    @break_graph
+    def run_forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`forward` is the module's, called without the hooks of others."""
+        if self._needs_no_hooks is not None and self._needs_no_hooks():
+            return self._ending_calls(forward, args, kwargs)
+        return self._ending_calls(self._between_hooks, (forward, args, kwargs), {})
+
+    @break_graph
+    def _ending_calls(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer = len(self._calls)
         try:
-            if not self._is_bare():
-                if self._registered:
-                    return self._call(*args, **kwargs)
-                return self._between_hooks(self._call, args, kwargs)
-            if self._needs_no_hooks is not None and self._needs_no_hooks():
-                return self._module.forward(*args, **kwargs)
-            return self._between_hooks(self._module.forward, args, kwargs)
+            return run(*args, **kwargs)
         except BaseException as error:
             leave_checkpoints(error)
             if isinstance(error, (RuntimeError, ValueError)):
@@ -433,6 +456,39 @@ class _Guard:
             del self._module._compiled_call_impl  # an entry of the module's own, for the class has one
             if self._installed is not None:
                 self._module._compiled_call_impl = self._installed
+        if self._forward is not None:
+            self._forward.remove()
+
+
+class _Forward:
+    """The forward of a module that asks of what class its parameters are: called by itself
+    (`layer.forward(x)`), it is called between our hooks all the same."""
+
+    def __init__(self, module: nn.Module, guard: _Guard, calls: Sequence[_Call]) -> None:
+        self._module = module
+        self._guard: _Guard | None = guard
+        self._calls = calls
+        self._overrides = "forward" in module.__dict__
+        self._own: Callable[..., Any] = module.forward
+        functools.update_wrapper(self, self._own)
+        module.forward = self
+
+    @break_graph
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_called = any(call.module is self._module for call in self._calls)
+        if is_called or self._guard is None:
+            return self._own(*args, **kwargs)
+        return self._guard.run_forward(self._own, args, kwargs)
+
+    def remove(self) -> None:
+        self._guard = None  # another wrapper may have this one
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
+            if self._overrides:
+                self._module.forward = self._own
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(f"the model cannot be copied or pickled: {NO_COPIES}")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -32,10 +32,8 @@ Operation = Any  # torch._ops.OpOverload
 # These need a tensor's shape and format alone.
 MAKE_ANOTHER = frozenset(
     {
-        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
-        aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
-        aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default,
-        aten.new_full.default, aten.new_empty_strided.default,
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+        "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     }
 )  # fmt: skip
 # What `tensor.data = other` asks, above __torch_dispatch__. Without an answer of ours the tensor
@@ -44,6 +42,11 @@ MAKE_ANOTHER = frozenset(
 SHARE_DATA = aten._has_compatible_shallow_copy_type.default
 _KEY = "TESTING_ONLY_GenericWrapper"
 _KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+
+
+def name_of(operation: Operation) -> str:
+    """Without its overload."""
+    return str(operation.__name__.partition(".")[0])
 
 
 class Source(Protocol):
@@ -92,13 +95,19 @@ class PagedTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls, source: Source, like: torch.Tensor, device: torch.device,
-        views: tuple[_View, ...] = (),
+        views: tuple[_View, ...] = (), *, requires_grad: bool = False,
     ) -> PagedTensor:  # fmt: skip
-        """`like` (it may be on the meta device) has the shape, strides and dtype."""
+        """`like` (it may be on the meta device) has the shape, strides and dtype.
+
+        Operations that PyTorch takes apart look at `requires_grad`, also without a graph: a product
+        of more than two dimensions is then computed in another way."""
+        if torch.is_inference_mode_enabled():  # it stands for a tensor that is none of inference
+            with torch.inference_mode(False):
+                return cls(source, like, device, views, requires_grad=requires_grad)
         _guard_data()
         made: PagedTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device,
-            _extra_dispatch_keys=_KEYS,
+            requires_grad=requires_grad, _extra_dispatch_keys=_KEYS,
         )  # fmt: skip
         # else what takes the address below Python (`to_dlpack`) would read at address 0
         torch._C._set_throw_on_mutable_data_ptr(made)
@@ -124,11 +133,13 @@ class PagedTensor(torch.Tensor):
                     return first if answer is first.source else answer
             if operation is aten.detach_.default:
                 return first
-            if operation in MAKE_ANOTHER:
+            if name_of(operation) in MAKE_ANOTHER:
                 kwargs = {"device": first.device, **kwargs}
                 return operation(_shape_of(first), *args[1:], **kwargs)
-            if _gives_views(operation):
-                return _view(first, operation, tuple(args[1:]), kwargs)
+        if operation._can_decompose():
+            return _in_parts(operation, args, kwargs)
+        if isinstance(first, PagedTensor) and _gives_views(operation):
+            return _view(first, operation, tuple(args[1:]), kwargs)
         return _on_values(operation, args, kwargs)
 
     # ------------------------------------------------- what does not come to __torch_dispatch__
@@ -147,6 +158,16 @@ class PagedTensor(torch.Tensor):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._like().new(*args, **kwargs)
+
+    def new_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._like().new_tensor(*args, **kwargs)
+
+    def _like(self) -> torch.Tensor:
+        """PyTorch makes no tensor of the kind of one that has a dispatch key of its own."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def values(self) -> torch.Tensor:
         """A copy, as a plain tensor without a graph."""
@@ -196,6 +217,9 @@ class PagedTensor(torch.Tensor):
     def data_ptr(self) -> int:
         self._refuse("data_ptr()")
 
+    def const_data_ptr(self) -> int:
+        self._refuse("const_data_ptr()")
+
     def untyped_storage(self) -> torch.UntypedStorage:
         self._refuse("untyped_storage()")
 
@@ -237,6 +261,17 @@ def _gives_views(operation: Operation) -> bool:
     schema = operation._schema
     aliases = [arg.alias_info for arg in schema.arguments if arg.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _in_parts(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """One that PyTorch takes apart before it comes here, but not in inference mode."""
+    found = operation.decompose(*args, **kwargs)
+    first = args[0] if args else None
+    if isinstance(first, PagedTensor) and first.requires_grad and _gives_views(operation):
+        for each in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(each, PagedTensor):
+                each.requires_grad_()
+    return found
 
 
 def _view(

@@ -11,7 +11,8 @@ PyTorch's dispatcher, where a placeholder has one key more than a tensor with va
     `.data`     setting it copies the keys, so a gathered parameter has none of this; only
                 `exchanging` may set one to a placeholder
 
-An address is asked for without the dispatcher: PyTorch refuses a placeholder's.
+It has the sizes and strides of the values, and no memory. An address is asked for without the
+dispatcher: PyTorch refuses a placeholder's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.paged import MAKE_ANOTHER, SHARE_DATA, Operation
+from offload.zero.paged import MAKE_ANOTHER, SHARE_DATA, Operation, name_of
 
 _KEY = torch._C._dispatch_key_parse("DeferredInit")
 _KEYS = torch._C.DispatchKeySet(_KEY)
@@ -40,17 +41,15 @@ class _WithKey(torch.Tensor):
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One element of memory: NaN, or 0 where there is none."""
+    """Sizes and strides of a contiguous tensor, over a storage without memory."""
     _listen()
-    nan = float("nan") if dtype.is_floating_point else 0
-    element = torch.full((), nan, dtype=dtype, device=device).expand(shape)
+    shapes = torch.empty(shape, dtype=dtype, device=torch.device("meta"))
     wrapper = torch.Tensor._make_wrapper_subclass(
-        _WithKey, element.shape, element.stride(), dtype=dtype, device=device,
+        _WithKey, shapes.shape, shapes.stride(), dtype=dtype, device=device, storage_size=0,
         _extra_dispatch_keys=_KEYS,
     )  # fmt: skip
     made = torch.empty(0, dtype=dtype, device=device)
     with torch._C._ExcludeDispatchKeyGuard(_KEYS_OF_WRAPPERS):
-        wrapper.set_(element.untyped_storage(), 0, element.shape, element.stride())
         made.data = wrapper
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
@@ -78,7 +77,7 @@ def _use(operation: Operation, *args: Any, **kwargs: Any) -> Any:
         use = getattr(type(tensor), "use_below_python", None)
         if use is not None:
             return use(operation, args, kwargs)
-    if operation in MAKE_ANOTHER or operation is SHARE_DATA:
+    if name_of(operation) in MAKE_ANOTHER or operation is SHARE_DATA:
         with exchanging():
             return operation(*args, **kwargs)
     raise UnsupportedError(

@@ -39,24 +39,27 @@ from offload.zero.group import Classes, ParamGroup
 from offload.zero.handles import HandleTable
 from offload.zero.local_tensors import is_dtensor
 from offload.zero.packed import PackedParam
-from offload.zero.paged import SHARE_DATA, Operation, PagedTensor
+from offload.zero.paged import MAKE_ANOTHER, SHARE_DATA, Operation, PagedTensor, name_of
 from offload.zero.placeholders import exchanging, placeholder
 from offload.zero.session import Session
 from offload.zero.transforms import refuse_in_transforms, refuse_transforms
 from offload.zero.weight_codes import WeightCodes
 
 # Of a parameter's methods, those that need no values.
-# Strides are the placeholder's: who would read by address sees that it is not contiguous.
-_METADATA = frozenset(
+_METADATA = MAKE_ANOTHER | {
+    "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex",
+    "is_signed", "element_size", "ndimension", "nelement", "requires_grad_", "__len__",
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    "storage_offset", "is_same_size", "__hash__", "get_device", "is_inference", "is_pinned",
+    "is_shared", "_has_compatible_shallow_copy_type", "__dir__", "__format__",
+}  # fmt: skip
+# ... and what asks for their memory, which outlives no operation
+_NEVER_IN_A_GRAPH = frozenset(
     {
-        "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex",
-        "is_signed", "element_size", "ndimension", "nelement", "requires_grad_", "__len__",
-        "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
-        "storage_offset", "is_same_size", "__hash__", "get_device", "is_inference", "is_pinned",
-        "is_shared", "_has_compatible_shallow_copy_type", "__dir__", "__format__",
+        "detach", "numpy", "tolist", "__repr__", "new", "new_tensor", "data_ptr", "const_data_ptr",
+        "untyped_storage", "storage", "_typed_storage", "storage_type", "share_memory_",
     }
 )  # fmt: skip
-_NEVER_IN_A_GRAPH = frozenset({"detach", "numpy", "tolist", "__repr__", "data_ptr"})
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 Function = Callable[..., Any]
@@ -196,7 +199,7 @@ class ReleasedParameters:
         """Of something that read them below Python, or of a function that needs no values."""
         if operation is SHARE_DATA and args[0] is not args[1] and type(args[1]) in self._released:
             self._refuse_sharing(args[1])
-        name = operation.__name__.partition(".")[0]  # without its overload
+        name = name_of(operation)
         if _needs_no_values(operation, name, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass(), exchanging():
                 return operation(*args, **kwargs)
@@ -373,7 +376,8 @@ class ReleasedParameters:
                     self._handles.note(self._group_of(param))
                 found = function(*args, **kwargs)
                 return _mapped(found, lambda value: self._apart(value, params))
-        paged = {id(param): self._as_paged(param) for param in params}
+        is_data = _property(function) == "data"
+        paged = {id(param): self._as_paged(param, detached=is_data) for param in params}
         owners = {id(paged[id(param)]): param for param in params}
 
         def outward(value: Any) -> Any:
@@ -385,11 +389,12 @@ class ReleasedParameters:
         found = function(*_mapped(args, outward), **_mapped(kwargs, outward))
         return owners.get(id(found), found)
 
-    def _as_paged(self, param: nn.Parameter) -> PagedTensor:
+    def _as_paged(self, param: nn.Parameter, *, detached: bool = True) -> PagedTensor:
         source = ParameterSource(self._values, param, self._name_of(param))
         self._sources.add(source)
         shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
-        return PagedTensor(source, shape, param.device)
+        requires_grad = not (detached or torch.is_grad_enabled()) and param.requires_grad
+        return PagedTensor(source, shape, param.device, requires_grad=requires_grad)
 
     def _differentiate(
         self, function: Function, params: Sequence[nn.Parameter], args: Any, kwargs: Any

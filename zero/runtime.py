@@ -258,8 +258,7 @@ class Runtime:
     def start(self, model: nn.Module, values: Values, owner: Callable[[], object | None]) -> None:
         """Install the hooks: from here on `model` trains through this runtime, while its `owner`
         is there."""
-        hooks = self.store.start(model, values, owner, self._begin_forward)
-        hooks.follow_recomputation()
+        self.store.start(model, values, owner, self._begin_forward)
         if self.options.micro_batches > 1:
             self._micro_batching = MicroBatching(
                 self.options.micro_batches, self.store.units, self._block_backward

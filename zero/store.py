@@ -28,7 +28,7 @@ from offload.zero.fetching import Fetchable, Fetcher
 from offload.zero.graph_capture import refuse_capture
 from offload.zero.group import ParamGroup, RankCopies
 from offload.zero.handles import HandleTable, Keeper
-from offload.zero.hooks import UnitHooks
+from offload.zero.hooks import ASK_FOR_CLASSES, UnitHooks
 from offload.zero.layout import Layout, ParamSpec, lay_out
 from offload.zero.loading import ValuesOf, load_weights
 from offload.zero.one_thread import OneThread
@@ -38,8 +38,6 @@ from offload.zero.released import ReleasedParameters, Values
 from offload.zero.session import in_backward
 from offload.zero.sharding import ALONE, Part, Sharding
 
-# Modules that compute in another way where one of their parameters is no plain tensor.
-_ASK_FOR_CLASSES = nn.MultiheadAttention | nn.TransformerEncoderLayer
 _REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
 
@@ -191,7 +189,7 @@ class WeightStore:
         `owner` is there. `begin_forward` is called in place of the store's own."""
         self._values = values
         for module in model.modules():
-            if isinstance(module, _ASK_FOR_CLASSES):
+            if isinstance(module, ASK_FOR_CLASSES):
                 for param in module.parameters():
                     found = self.group_of(param)
                     if found is not None:

@@ -263,7 +263,6 @@ def test_our_hooks_on_an_inner_module_are_left_out_of_a_forward_unless_others_ha
     hooked: Hooked,
 ) -> None:
     """torch's calls of hooks take longer than a small layer; others' are called by torch alone."""
-    hooked.hooks.follow_recomputation()
     inner = hooked.model.blocks[0].inner
     called: list[str] = []
 
