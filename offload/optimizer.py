@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     the tiers of its engine.
 
     Schedulers of torch.optim, `param_groups` and hooks work on it as on any optimizer; `state`
-    holds what users put there, and `state_dict()` has copies of the states. `last_step` is None
+    reads states when they are asked for, and `state_dict()` has copies of all. `last_step` is None
     before the first step, then has its `gradient_norm` (unscaled, before clipping) and whether it
     was `skipped`. It cannot be copied or pickled.
     """
@@ -52,30 +53,33 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._type = config.type
         self._kind = KINDS[config.type]
         self._states = config.state_names
-        self._entries = OptimizerEntries(self._start_over, self._managed, values.state_names)
+        self._entries = self._new_entries()
         self.last_step: StepOutcome | None = None
         self.engine: Any = None  # kept alive with this optimizer
         super().__init__(params, config.numbers)
         this = weakref.ref(self)  # the runtime must not keep the engine alive
         runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
 
+    def _new_entries(self) -> OptimizerEntries:
+        return OptimizerEntries(self._values, self._managed, self._kept_or_none)
+
     @property
     def state(self) -> Any:
-        """Entries of the user's own: see `optimizer_entries`."""
+        """The states of each parameter, read when asked for: see `optimizer_entries`."""
         return self._entries
 
     @state.setter
     def state(self, entries: Mapping[Any, Any]) -> None:
-        if entries is self._entries:
+        before = self._entries
+        if entries is before or not hasattr(self, "param_groups"):  # torch.optim is making it
             return
-        if entries:
-            raise UnsupportedError(
-                "optimizer.state was set, and the optimizer's states live in the engine's tiers; "
-                "optimizer.load_state_dict takes states over, and optimizer.state.clear() starts "
-                "them anew"
-            )
-        if hasattr(self, "param_groups"):  # else torch.optim.Optimizer is being made
-            self._entries.clear()
+        self._entries = self._new_entries()
+        if sys.getrefcount(before) > 2:  # the program has it, too, and it keeps the values of now
+            before.part()
+        else:
+            before.clear()
+        self._entries.clear()
+        self._entries.update(entries)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -87,10 +91,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Whether a scheduler of torch's (transformers' are) was made for it: that marks `step`.
         ReduceLROnPlateau does not."""
         return hasattr(self.step, "_wrapped_by_lr_sched")
-
-    def _start_over(self, param: Any) -> None:
-        if self._runtime.store.spec_of(param) is not None:
-            self._values.write_state(param, {})
 
     def _managed(self) -> list[Any]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -221,6 +221,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 states.append((param, check_state(self._kept(param), param, state)))
         try:
             for param, state in states:
+                self._entries.forget(param)
                 self._values.write_state(param, state)
         except BaseException:
             self._runtime.store.unusable = (
@@ -241,8 +242,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise ValueError(f"no update can be made with it: {error}") from None
 
     def _kept(self, param: nn.Parameter) -> Kept:
+        found = self._kept_or_none(param)
+        assert found is not None, "checked when the param group was added"
+        return found
+
+    def _kept_or_none(self, param: Any) -> Kept | None:
         spec = self._runtime.store.spec_of(param)
-        assert spec is not None, "checked when the param group was added"
+        if spec is None:
+            return None
         return Kept(spec.name, tuple(spec.shape), self._states, self._kind.scalars.counts_steps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,67 +1,351 @@
-"""`engine.optimizer.state`: entries of users, and starting over by emptying it.
+"""`engine.optimizer.state`: the states in the tiers as the mapping that torch's optimizers have.
 
-The states themselves are in the tiers, where `state_dict` and `load_state_dict` read and write
-them. Starting over, as loops do by `optimizer.state = defaultdict(dict)`, `.clear()` or
-`del optimizer.state[p]`, is done there too; looking for a state here is an error that says so.
+    for param, state in optimizer.state.items():    parameters that have states, as in torch
+        state["exp_avg"]                            a PagedTensor: read when used, written through
+        state["exp_avg"] = tensor                   written to the tiers, after a check
+        state["mine"] = anything                    an entry of the user's own, kept here
+    optimizer.state.clear()                         all states as before the first update
+
+No values are read before an operation needs them, and those of one state at a time. What the user
+still holds when states start over keeps their values, as in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+
+from offload.optimizer_state_dict import Kept, check_state, check_tensor, count_of_steps
 from offload.tiers.errors import UnsupportedError
+from offload.zero.local_tensors import is_dtensor
+from offload.zero.paged import Operation, PagedTensor
+from offload.zero.values import ParameterValues
 
 
-class _Entry(dict[str, Any]):
-    """Of one parameter. Names of states that are in the tiers are among its keys."""
+class _StateSource:
+    """One state of one parameter, for a PagedTensor. After `part` it has a copy of its own."""
 
-    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
-        super().__init__()
-        self._names = names
+    def __init__(self, values: ParameterValues, kept: Kept, param: Any, field: str) -> None:
+        self._values = values
+        self._kept = kept
+        self._param = param
+        self._field = field
+        self._parted: torch.Tensor | None = None
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self._names(), *super().__iter__())))
+    @property
+    def name(self) -> str:
+        return f"{self._field} of {self._kept.name}"
 
-    def __missing__(self, key: str) -> NoReturn:
-        raise UnsupportedError(
-            f"optimizer.state[parameter][{key!r}]: the optimizer's states live in the engine's "
-            "tiers; optimizer.state_dict()['state'] has copies, and optimizer.load_state_dict "
-            "takes them back"
-        )
+    def part(self) -> None:
+        """Keep the values of now."""
+        if self._parted is None:
+            self._parted = self.read()
+
+    def read(self) -> torch.Tensor:
+        """A copy of what is in the tiers."""
+        if self._field == "step":
+            return torch.tensor(float(self._values.read_steps(self._param)))
+        return self._values.read(self._param, self._field).to(self._param.device)
+
+    def write(self, value: Any) -> None:
+        """ValueError for what is no such state."""
+        if self._field == "step":
+            self._values.write_steps(self._param, count_of_steps(self._kept.name, value))
+        else:
+            check_tensor(self.name, self._kept, self._param, value)
+            self._values.write(self._param, self._field, value)
+
+    @contextmanager
+    def reading(self) -> Iterator[torch.Tensor]:
+        yield self.read() if self._parted is None else self._parted
+
+    @contextmanager
+    def writing(self) -> Iterator[torch.Tensor]:
+        if self._parted is not None:
+            yield self._parted
+            return
+        value = self.read()
+        yield value
+        self.write(value)
+
+    def answer(self, operation: Operation, args: Any, kwargs: Any) -> Any:
+        return NotImplemented
 
 
-class OptimizerEntries(dict[Any, Any]):
-    """Empty until users put something in. `start_over(param)` makes its states those of before
-    the first update, `params()` are all, `names(param)` those of the states that `state_dict` has
-    of it."""
+class _Mapping(MutableMapping[Any, Any], dict[Any, Any]):  # type: ignore[misc]
+    """A dict for those that ask for one (also below Python: `dict(x)`, `{**x}`), whose contents
+    come from `__iter__` and `__getitem__`."""
 
-    def __init__(
-        self, start_over: Callable[[Any], None], params: Callable[[], list[Any]],
-        names: Callable[[Any], tuple[str, ...]],
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._start_over = start_over
-        self._params = params
-        self._names = names
+    __hash__ = None  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        """As of torch's optimizers: whether there are states. Where there are none,
-        torch.distributed.checkpoint takes a step with zeros as gradients to make them."""
-        return any(map(len, self.values())) or any(map(self._names, self._params()))
+        return any(True for _ in self)
 
-    def __missing__(self, param: Any) -> dict[str, Any]:
-        self[param] = _Entry(lambda: self._names(param))
-        return self[param]  # type: ignore[no-any-return]
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(list(self))
 
-    def __delitem__(self, param: Any) -> None:
-        self.pop(param)
+    def copy(self) -> Any:
+        return dict(self)
 
-    def pop(self, param: Any, *default: Any) -> Any:
-        self._start_over(param)
-        return super().pop(param, *default or ({},))
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return {**self, **other}
+
+    def __ror__(self, other: Any) -> Any:
+        return {**other, **self}
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied and pickled, it is an ordinary dict with all values."""
+        return dict, (), None, None, iter(self.items())
+
+
+class StateOfParameter(_Mapping):
+    """`optimizer.state[param]`. Made of a mapping, as libraries do that map a function over all
+    tensors, or parted, it is an ordinary dict."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        dict.__init__(self, *args, **kwargs)
+        self._tiers: _States | None = None
+
+    @classmethod
+    def lazy(cls, states: _States) -> StateOfParameter:
+        made = cls()
+        made._tiers = states
+        return made
+
+    def part(self) -> None:
+        """Keep the values of now: those in the tiers are about to become others."""
+        if self._tiers is not None:
+            tiers, self._tiers = self._tiers, None
+            tiers.part()
+            dict.update(self, tiers.values())
+
+    def __iter__(self) -> Iterator[str]:
+        names = () if self._tiers is None else self._tiers.names()
+        return iter(dict.fromkeys((*names, *dict.keys(self))))
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or (
+            self._tiers is not None and key in self._tiers.names()
+        )
+
+    def __getitem__(self, key: str) -> Any:
+        if self._tiers is not None and key in self._tiers.names():
+            return self._tiers.tensor(key)
+        return dict.__getitem__(self, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self._tiers is None or key not in self._tiers.fields:
+            dict.__setitem__(self, key, value)
+        else:
+            self._tiers.set(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        if self._tiers is not None and key in self._tiers.names():
+            raise UnsupportedError(
+                f"del optimizer.state[parameter][{key!r}]: {self._tiers.kept.name} has all of its "
+                "optimizer's states or none; set it to zeros, or start all of them over with "
+                "del optimizer.state[parameter]"
+            )
+        dict.__delitem__(self, key)
 
     def clear(self) -> None:
-        for param in self._params():
-            self._start_over(param)
-        super().clear()
+        if self._tiers is not None:
+            self._tiers.start_over()
+        dict.clear(self)
+
+    def __repr__(self) -> str:
+        """Without reading values."""
+        return f"{{{', '.join(f'{key!r}: ...' for key in self)}}}"
+
+
+class _States:
+    """The states of one parameter in the tiers."""
+
+    def __init__(self, values: ParameterValues, kept: Kept, param: Any) -> None:
+        self._values = values
+        self.kept = kept
+        self._param = param
+        trained = values.is_trained(param)
+        self.fields = ("step", *values.fields(param)) if trained else ()
+        self._set: dict[str, None] = {}  # before the first update
+        self._sources: weakref.WeakValueDictionary[str, _StateSource] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def names(self) -> tuple[str, ...]:
+        """Those that there are, as `state_dict` has them, or that were set."""
+        found = self._values.state_names(self._param)
+        return tuple(dict.fromkeys((*found, *self._set))) if self._set else found
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Copies of all."""
+        return {name: self.source(name).read() for name in self.names()}
+
+    def source(self, name: str) -> _StateSource:
+        found = self._sources.get(name)
+        if found is None:
+            found = _StateSource(self._values, self.kept, self._param, name)
+            self._sources[name] = found
+        return found
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if is_dtensor(self._param) and name != "step":
+            raise UnsupportedError(
+                f"optimizer.state[parameter][{name!r}] of {self.kept.name}, a DTensor: "
+                "optimizer.state_dict()['state'] has copies, and optimizer.load_state_dict takes "
+                "them back"
+            )
+        if name == "step":
+            like, device = torch.empty((), device="meta"), torch.device("cpu")
+        else:
+            like, device = torch.empty(self.kept.shape, device="meta"), self._param.device
+        return PagedTensor(self.source(name), like, device)
+
+    def set(self, name: str, value: Any) -> None:
+        source = self.source(name)
+        if getattr(value, "source", None) is source:
+            return  # what `state[name]` gave
+        source.write(value)
+        self._set[name] = None
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """All of them. ValueError, and nothing is changed, unless they can be taken over."""
+        given = [getattr(value, "source", None) for value in state.values()]
+        if given and all(each is not None and each is self._sources.get(name)
+                         for name, each in zip(state, given, strict=True)):  # fmt: skip
+            return
+        checked = check_state(self.kept, self._param, state)
+        self.part()
+        self._values.write_state(self._param, checked)
+
+    def part(self) -> None:
+        """Let what was given out keep the values of now."""
+        for source in list(self._sources.values()):
+            source.part()
+        self._sources.clear()
+
+    def start_over(self) -> None:
+        self.part()
+        self._set.clear()
+        self._values.write_state(self._param, {})
+
+
+class OptimizerEntries(_Mapping):
+    """`optimizer.state`, a `defaultdict(dict)` in torch. `params()` are all parameters, `kept_of`
+    says which states one has."""
+
+    def __init__(
+        self, values: ParameterValues, params: Callable[[], list[Any]],
+        kept_of: Callable[[Any], Kept | None],
+    ) -> None:  # fmt: skip
+        dict.__init__(self)
+        self._values = values
+        self._params = params
+        self._kept_of = kept_of
+
+    def __iter__(self) -> Iterator[Any]:
+        there = [param for param in self._params() if self._values.state_names(param)]
+        known = {id(param) for param in there}
+        return iter([*there, *(key for key in dict.keys(self) if id(key) not in known)])
+
+    def __contains__(self, param: object) -> bool:
+        return dict.__contains__(self, param) or (
+            self._kept_of(param) is not None and bool(self._values.state_names(param))  # type: ignore[arg-type]
+        )
+
+    def __getitem__(self, param: Any) -> Any:
+        """Of what has no states an empty one, which is kept, as in torch."""
+        if not dict.__contains__(self, param):
+            dict.__setitem__(self, param, self._made(param))
+        return dict.__getitem__(self, param)
+
+    def _made(self, param: Any) -> StateOfParameter:
+        kept = self._kept_of(param)
+        if kept is None:
+            return StateOfParameter()
+        return StateOfParameter.lazy(_States(self._values, kept, param))
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        if param not in self:  # looking it up would make an entry
+            return default
+        return self[param]
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        """States of a parameter go to its tiers, other entries stay here. ValueError, and nothing
+        is changed, for states that are not its own kind's, or not all of them."""
+        kept = self._kept_of(param)
+        if kept is None or not isinstance(state, Mapping):
+            dict.__setitem__(self, param, state)
+            return
+        made = self[param]
+        if state is made:
+            return
+        tiers = made._tiers
+        own = {key: value for key, value in state.items() if key not in tiers.fields}
+        states = {key: value for key, value in state.items() if key in tiers.fields}
+        if states:
+            tiers.write(states)
+        else:
+            tiers.start_over()
+        dict.clear(made)
+        dict.update(made, own)
+
+    def __delitem__(self, param: Any) -> None:
+        if param not in self:
+            raise KeyError(param)
+        self.forget(param)
+        if self._kept_of(param) is not None:
+            self._values.write_state(param, {})
+
+    def forget(self, param: Any) -> None:
+        """Its states are about to become others: what was given out keeps those of now."""
+        entry = dict.pop(self, param, None)
+        tiers = getattr(entry, "_tiers", None)
+        if tiers is not None:
+            tiers.part()
+            if sys.getrefcount(entry) > 2:  # this variable and the argument
+                entry.part()  # type: ignore[union-attr]
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        """The entry, with its values."""
+        if param not in self:
+            return super().pop(param, *default)
+        found = self[param]
+        del self[param]
+        return found
+
+    def clear(self) -> None:
+        for param in [*self._params(), *dict.keys(self)]:
+            if dict.__contains__(self, param) or self._values.state_names(param):
+                del self[param]
+
+    def part(self) -> None:
+        """Become an ordinary mapping that keeps the values of now."""
+        for param in list(self):
+            entry = self[param]
+            if isinstance(entry, StateOfParameter):
+                entry.part()
+        self._params = list
+        self._kept_of = lambda param: None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __repr__(self) -> str:
+        """Without reading values."""
+        return f"<optimizer states of {len(self)} parameters, in the engine's tiers>"

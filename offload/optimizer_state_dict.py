@@ -118,11 +118,12 @@ def check_state(kept: Kept, param: torch.Tensor, state: Any) -> dict[str, Any]:
         )
     for key, value in given.items():
         if key != "step":
-            _check_tensor(f"{key} of {kept.name}", kept, param, value)
-    return {**given, "step": _steps(kept.name, given.get("step", 1))}
+            check_tensor(f"{key} of {kept.name}", kept, param, value)
+    return {**given, "step": count_of_steps(kept.name, given.get("step", 1))}
 
 
-def _steps(name: str, value: Any) -> int:
+def count_of_steps(name: str, value: Any) -> int:
+    """ValueError for what is none."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     steps = float(value) if isinstance(value, Real) else math.nan
@@ -131,7 +132,8 @@ def _steps(name: str, value: Any) -> int:
     return int(steps)
 
 
-def _check_tensor(what: str, kept: Kept, param: torch.Tensor, value: Any) -> None:
+def check_tensor(what: str, kept: Kept, param: torch.Tensor, value: Any) -> None:
+    """ValueError unless it can be one of the states."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(f"{what} is {kind}, and no tensor of floating point numbers")
