@@ -14,10 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from offload.checkpoint.module_state import refusal_of
 from offload.lazy_tensors import LazyWeights
 from offload.materialise import MetaInitialiser
 from offload.quantised.reading import transposed_weights
@@ -163,20 +165,46 @@ def _load_unmanaged(named: Mapping[str, nn.Parameter], files: SafetensorsWeights
 
 def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
     """Persistent buffers, from the files that have them. CheckpointError where one does not fit."""
-    absent = []
+    absent, otherwise = [], {}
     for prefix, module in model.named_modules():
-        for own, buffer in module.named_buffers(recurse=False):
+        for own, buffer in module._buffers.items():
             name = f"{prefix}.{own}" if prefix else own
             if own in module._non_persistent_buffers_set:
+                continue
+            if buffer is None or files.has_other_shape(name, buffer):
+                if files.has(name):
+                    otherwise[name] = files.value(name)
                 continue
             saved = files.get_as(name, buffer)
             if saved is None:
                 absent.append(name)
             else:
                 buffer.copy_(saved)
+    if otherwise:
+        _ask_modules(model, otherwise)
     if absent:
         more = ", ..." if len(absent) > 3 else ""
         _log.warning(
             "weights: %d buffers are not in the files and stay as the model has them (%s%s)",
             len(absent), ", ".join(absent[:3]), more,
         )  # fmt: skip
+
+
+def _ask_modules(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Modules may take over buffers of other shapes, or that they do not have yet, in ways of their
+    own: they are asked as by `load_state_dict`, with all else as it is. CheckpointError if one
+    refuses."""
+    state: Any = nn.Module.state_dict(model, keep_vars=True)
+    for key in [key for key in state if key.rpartition(".")[2] == "_extra_state"]:
+        del state[key]
+    state.update(buffers)
+    try:
+        found = nn.Module.load_state_dict(model, state, strict=False)
+    except Exception as error:
+        raise CheckpointError(f"weights: {refusal_of(error)}") from error
+    unused = [name for name in found.unexpected_keys if name in buffers]
+    if unused:
+        raise CheckpointError(
+            f"weights: {unused[0]} is None in the model, and {type(model).__name__} does not load "
+            "it; register it as a buffer, or leave it out of the files"
+        )

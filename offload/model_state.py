@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.group import NO_COPIES
+from offload.zero.group import NO_COPIES, GroupState
 from offload.zero.store import WeightStore
 from offload.zero.weight_values import WeightValues
 
@@ -24,8 +26,10 @@ class StateDictHooks:
     """Installed on creation, gone after `remove`."""
 
     def __init__(self, model: nn.Module, store: WeightStore, values: WeightValues) -> None:
+        self._model = weakref.ref(model)
         self._store = store
         self._values = values
+        self._leaves_parameters = False
         self._contexts: dict[int, Any] = {}
         # of tied parameters, by id: what the last state dict has, and of which version
         self._copied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -61,7 +65,8 @@ class StateDictHooks:
     ) -> None:
         for name, param in self._own(module).items():
             if state_dict.get(prefix + name, param) is not param:  # with keep_vars=True it is
-                state_dict[prefix + name] = self._copy(param, state_dict)
+                left = self._leaves_parameters
+                state_dict[prefix + name] = param if left else self._copy(param, state_dict)
 
     def _copy(self, param: nn.Parameter, state_dict: dict[str, Any]) -> torch.Tensor:
         """For all names of a tied parameter over one memory, by which what writes files knows
@@ -78,8 +83,11 @@ class StateDictHooks:
         return copied
 
     def _begin_load(
-        self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+        self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
+        if self._leaves_parameters:
+            return
+        _refuse_assigning(model, metadata)
         for name, module in model.named_modules():
             if "0" not in module._modules:
                 own = [
@@ -88,7 +96,31 @@ class StateDictHooks:
                 _refuse_single_experts(own, f"{prefix}{name}.0.", state_dict)
         self._values.adopt_changes(loading=True)
 
-    def _before_load(self, module: nn.Module, *_: Any) -> None:
+    @contextmanager
+    def parameters_left(self, *, loading: bool = False) -> Iterator[None]:
+        """Inside, state dicts have the parameters themselves, and `loading` such a state dict
+        changes what modules keep beside them: parameters are neither read nor written, but by a
+        module's own code."""
+        model = self._model()
+        assert model is not None, "whoever calls this has it"
+        here = [p for p in model.parameters() if loading and self._is_here(p)]
+        self._leaves_parameters = True
+        try:
+            with self._values.gathered(here):  # copied onto itself, one would count as written
+                yield
+        finally:
+            self._leaves_parameters = False
+
+    def _is_here(self, param: nn.Parameter) -> bool:
+        found = self._store.group_of(param)
+        return found is not None and found[0].residing is GroupState.GATHERED
+
+    def _before_load(
+        self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        if self._leaves_parameters:
+            return
+        _refuse_assigning(module, metadata)
         self._after_load(module, None)  # left open if an earlier load raised half-way
         context = self._values.gathered(list(self._own(module).values()))
         context.__enter__()
@@ -102,6 +134,19 @@ class StateDictHooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _refuse_assigning(module: nn.Module, metadata: Any) -> None:
+    """UnsupportedError, before anything is changed, for what replaces parameters."""
+    by_swapping = torch.__future__.get_swap_module_params_on_conversion()
+    if not by_swapping and not metadata.get("assign_to_params_buffers", False):
+        return
+    how = "torch.__future__.set_swap_module_params_on_conversion(True)"
+    raise UnsupportedError(
+        f"{type(module).__name__}.load_state_dict({'' if by_swapping else 'assign=True'}) "
+        f"{f'after {how} ' if by_swapping else ''}puts other tensors in the place of parameters "
+        "that are in tiers; load without, and the values are written into the parameters"
+    )
 
 
 def _refuse_single_experts(tables: list[str], first: str, state_dict: dict[str, Any]) -> None:

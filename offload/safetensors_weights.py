@@ -63,6 +63,14 @@ class SafetensorsWeights:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
+    def value(self, name: str) -> torch.Tensor:
+        """A tensor as it is in the files."""
+        return self._tensors[name].value()
+
+    def has_other_shape(self, name: str, like: torch.Tensor) -> bool:
+        """Whether the files have a tensor of this name, not of the shape of `like`."""
+        return self.has(name) and self._tensors[name].shape != like.shape
+
     def check_names(self, model: nn.Module, others: Collection[str] = ()) -> None:
         """CheckpointError, naming them, if parameters of the model are in no file. A warning names
         tensors that are neither the model's nor, by the prefixes of their names, of `others`."""
@@ -70,7 +78,10 @@ class SafetensorsWeights:
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
         known = {name for tied in names.values() for name in tied}
-        known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        for prefix, module in model.named_modules(
+            remove_duplicate=False
+        ):  # also those that are None
+            known |= {f"{prefix}.{name}" if prefix else name for name in module._buffers}
         unknown = [
             name for name in self._tensors
             if name not in known and not name.startswith(tuple(others))

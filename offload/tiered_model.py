@@ -164,6 +164,8 @@ class TieredModel(abc.ABC):
                 came(group.state.nbytes)
         others = [p for p in self.module.parameters() if store.spec_of(p) is None]
         first.fill_the_rest(others, self.device)
+        for group in store.groups:  # modules may have been given their own parameters
+            group.note_versions()
         if self._ranks is not None:
             for tensor in (*self.module.buffers(), *others):
                 own = local_of(tensor).detach()
@@ -183,8 +185,8 @@ class TieredModel(abc.ABC):
 
     def _give_out_values(self) -> None:
         """`state_dict` has values, until the model is given away again."""
-        hooks = StateDictHooks(self.module, self.store, self.values)
-        self.store.on_reuse.append(hooks.remove)
+        self.state_dicts = StateDictHooks(self.module, self.store, self.values)
+        self.store.on_reuse.append(self.state_dicts.remove)
 
     def _attach_experts(self) -> None:
         """Packed experts compute with the rows that groups have; layers of ours say which of their

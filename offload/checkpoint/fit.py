@@ -27,7 +27,6 @@ def match(engine: Engine, manifest: Manifest, path: Path) -> dict[str, Parameter
     """
     _check_numbers_format(engine, manifest, path)
     parameters = _match_parameters(model.parameter_records(engine), manifest.parameters, path)
-    _check_buffers(engine, manifest, path)
     aliases = {record.names[0]: name for name, record in parameters.items()}
     _check_param_groups(model.optimizer_record(engine), manifest.optimizer, aliases, path)
     _check_numbers(engine, manifest, path)
@@ -115,23 +114,6 @@ def _dtypes(mine: ParameterRecord, saved: ParameterRecord) -> str:
 
 def _ties(mine: ParameterRecord, saved: ParameterRecord) -> str:
     return f"{' = '.join(saved.names)}, here {' = '.join(mine.names)}"
-
-
-def _check_buffers(engine: Engine, manifest: Manifest, path: Path) -> None:
-    mine = {r.name: r for r in model.buffer_records(model.other_tensors(engine))}
-    saved = {r.name: r for r in manifest.buffers}
-    changed = [
-        f"{name} {saved[name].dtype} {tuple(saved[name].shape)}, here {mine[name].dtype} "
-        f"{tuple(mine[name].shape)}"
-        for name in mine.keys() & saved.keys()
-        if mine[name] != saved[name]
-    ]
-    _refuse(
-        path,
-        _difference("buffers missing in the checkpoint", sorted(mine.keys() - saved.keys())),
-        _difference("buffers not in the model", sorted(saved.keys() - mine.keys())),
-        _difference("buffers of another kind", sorted(changed)),
-    )
 
 
 def _check_param_groups(

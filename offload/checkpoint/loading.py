@@ -100,7 +100,6 @@ class _Loader:
             for name, record in self._records.items() if record.trainable
             for field in self._manifest.optimizer.fields if 0 not in record.shape
         }  # fmt: skip
-        self._others = {record.name: reader.buffer(record) for record in self._manifest.buffers}
         states = [group.state for group in self._runtime.groups]
         updated = [r for state in self._runtime.optimizer_states for r in state.records]
         self._access = PieceAccess([*states, *updated])
@@ -140,7 +139,6 @@ class _Loader:
             for record in state.records:
                 record.settle()
             came(state.nbytes)
-        self._read_others()
         self._read_numbers()
         self._tell_of_rounding()
 
@@ -223,14 +221,6 @@ class _Loader:
             if spec.trainable:
                 record = self._records[self._wholes[spec.name].spec.name]
                 self._runtime.optimizer_states[group.index].steps[index] = record.steps
-
-    def _read_others(self) -> None:
-        for name, tensor in model.other_tensors(self._engine).items():
-            value = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if value.numel():
-                view = value.reshape(-1).view(torch.uint8).numpy().data
-                self._reader.read_into(self._others[name], 0, view)
-            tensor.copy_(value)
 
     def _read_numbers(self) -> None:
         manifest, runtime = self._manifest, self._runtime

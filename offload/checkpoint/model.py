@@ -175,19 +175,24 @@ def steps_everywhere(engine: Engine) -> StepsOf:
 def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """Persistent buffers, and parameters that the engine leaves in the model (integers)."""
     model = engine.module
-    found = {
-        name: param.detach()
+    found: dict[str, torch.Tensor] = {
+        name: param
         for name, param in model.named_parameters()
         if engine.runtime.store.spec_of(param) is None
     }
     found.update(_persistent_buffers(model))
+    check_tensors(found)
+    return found
+
+
+def check_tensors(found: dict[str, torch.Tensor]) -> None:
+    """UnsupportedError for one that no safetensors file can have."""
     for name, tensor in found.items():
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
             raise UnsupportedError(
                 f"buffer {name} ({tensor.dtype}, {tensor.layout}) cannot be in a safetensors file; "
                 "register it with persistent=False and rebuild it in the model's code"
             )
-    return found
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

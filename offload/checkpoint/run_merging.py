@@ -57,7 +57,8 @@ def merged(
         each = [values["objects"].get(name) for values, _ in found]
         objects[name] = each[:1] if len(each) > 1 and _are_alike(each, found) else each
     sections = {**first, "random": [values["random"] for values, _ in found], "objects": objects}
-    used = _names_in([sections["random"], objects, first["extra"], first["state"]])
+    of_first = [first[name] for name in ("extra", "entries", "versions", "state")]
+    used = _names_in([sections["random"], objects, *of_first])
     tensors = {name: t for _, own in found for name, t in own.items() if name in used}
     records = [
         BufferRecord(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=list(tensor.shape))

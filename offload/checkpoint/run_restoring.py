@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from offload.checkpoint.module_state import ModuleLoading, ModuleState, with_extra_state
 from offload.checkpoint.plain_values import unpacked
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.run_state import Carried, Stateful, with_extra_state
-from offload.checkpoint.user_state import tensors_of
+from offload.checkpoint.run_state import Carried, Stateful
+from offload.checkpoint.user_state import buffers_of, tensors_of
 from offload.tiers.errors import CheckpointError
 from offload.zero.random_state import Generator, named_generators, set_state
 
@@ -44,21 +46,24 @@ class Restoring:
         ranks = engine.runtime.ranks
         self._rank, self._ranks = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         record = reader.manifest.run
-        if record is None:
-            if engine.carried:
+        saved = ModuleState({n: t.to(engine.device) for n, t in buffers_of(reader).items()})
+        if record is not None:
+            self._read = tensors_of(record, reader)
+            try:
+                saved = self._prepare(record.sections, saved)
+            except _MALFORMED as error:
                 self._refuse(
-                    f"it has no state of {', '.join(engine.carried)}; load it before that is "
-                    "registered"
+                    f"its state of the run is malformed: {type(error).__name__}: {error!s:.99}"
                 )
-            self._tell_no_random()
-            return
-        self._read = tensors_of(record, reader)
-        try:
-            self._prepare(record.sections)
-        except _MALFORMED as error:
+        elif engine.carried:
             self._refuse(
-                f"its state of the run is malformed: {type(error).__name__}: {error!s:.99}"
+                f"it has no state of {', '.join(engine.carried)}; load it before that is registered"
             )
+        else:
+            self._tell_no_random()
+        modules = ModuleLoading(engine, reader.path, saved)
+        modules.try_out()
+        self._sets.insert(0, ("model.load_state_dict()", modules.apply))
 
     def apply(self) -> None:
         """Set everything, once weights and states are there."""
@@ -72,16 +77,23 @@ class Restoring:
     def _refuse(self, why: str) -> None:
         raise CheckpointError(f"{self._reader.path} was not loaded: {why}")
 
-    def _prepare(self, sections: Mapping[str, Any]) -> None:
-        if not all(isinstance(sections[name], dict) for name in ("extra", "objects")):
+    def _prepare(self, sections: Mapping[str, Any], modules: ModuleState) -> ModuleState:
+        """Returns all that modules have saved, `modules` with it."""
+        sections = {"entries": {}, "versions": None, **sections}  # of older checkpoints
+        if not all(isinstance(sections[name], dict) for name in ("extra", "objects", "entries")):
             raise TypeError("states by name are no dict")
-        self._prepare_extra(sections["extra"])
+        extra = self._extra_of(sections["extra"])
         self._prepare_objects(sections["objects"])
         self._prepare_random(sections["random"])  # last: what is set before may draw
         saved = sections["state"]
         self.state = None if saved is None else self._unpacked(saved)
         if not isinstance(self.state, dict | None):
             raise TypeError("`state` is no dict")
+        values = {key: self._unpacked(value) for key, value in sections["entries"].items()}
+        versions = sections["versions"]
+        if versions is not None:
+            versions = {path: dict(each) for path, each in self._unpacked(versions).items()}
+        return replace(modules, values=values, extra=extra, versions=versions)
 
     def _unpacked(self, value: Any) -> Any:
         return unpacked(value, self._read)
@@ -118,16 +130,13 @@ class Restoring:
                 _listed(missing),
             )  # fmt: skip
 
-    def _prepare_extra(self, saved: dict[str, Any]) -> None:
-        mine = dict(with_extra_state(self._engine.module))
+    def _extra_of(self, saved: dict[str, Any]) -> dict[str, Any]:
+        mine = with_extra_state(self._engine.module)
         self._tell_left(saved, mine, "extra state of the modules", "none by that name has one here")
         missing = [path for path in mine if path not in saved]
         if missing:
             _log.warning("%s has no extra state of %s", self._reader.path, _listed(missing))
-        for path, module in mine.items():
-            if path in saved:
-                put = partial(module.set_extra_state, self._unpacked(saved[path]))
-                self._sets.append((f"{path}.set_extra_state()", put))
+        return {path: self._unpacked(saved[path]) for path in mine if path in saved}
 
     def _prepare_objects(self, saved: dict[str, list[Any]]) -> None:
         mine = self._engine.carried
@@ -151,7 +160,7 @@ class Restoring:
         self._sets.append((name, partial(set_state, value, state)))
 
     def _tell_left(
-        self, saved: Mapping[str, Any], mine: Mapping[str, Any], what: str, why: str
+        self, saved: Collection[str], mine: Collection[str], what: str, why: str
     ) -> None:
         left = [name for name in saved if name not in mine]
         if left:

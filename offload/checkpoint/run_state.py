@@ -5,6 +5,8 @@
     random      a list, one entry per rank: generator -> its state
     objects     name -> a list of what `state_dict()` gave: one per rank, or one for all
     extra       module -> what its `get_extra_state()` gave
+    entries     key of the state dict -> what modules have there that is no tensor
+    versions    module -> the metadata of its state dict, where that is not just version 1
     state       what `save_checkpoint(state=)` was given
 
 Tensors are not in the JSON: they lie in the checkpoint's file `RUN`, and what stands for one names
@@ -26,12 +28,12 @@ from torch import nn
 from offload.checkpoint import bounded_json
 from offload.checkpoint.manifest import RunRecord
 from offload.checkpoint.model import DTYPE_NAMES
+from offload.checkpoint.module_state import ModuleState
 from offload.checkpoint.on_all_ranks import on_all
 from offload.checkpoint.plain_values import packed
 from offload.checkpoint.run_merging import check_names, merged, on_first
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.block_state import modules_of
 from offload.zero.random_state import Generator, is_generator, named_generators, state_of
 
 if TYPE_CHECKING:
@@ -80,7 +82,12 @@ def check_unnamed(carried: Mapping[str, Carried], new: Mapping[str, object]) -> 
 class RunState:
     """What a checkpoint keeps of a run, as it was when this was made."""
 
-    def __init__(self, record: RunRecord, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, others: dict[str, torch.Tensor], record: RunRecord,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """`others` are the model's tensors that are not in tiers, live."""
+        self.others = others
         self.record = record
         self.tensors = tensors
 
@@ -92,11 +99,13 @@ class RunState:
         ranks = engine.runtime.ranks
         own = _Packer(0 if ranks is None else ranks.rank)
         with on_all(ranks, "no checkpoint was saved"):
-            values = _values_of(engine, state, own)
+            modules = ModuleState.of(engine)
+            values = _values_of(engine, state, own, modules)
         if ranks is not None:
             check_names(ranks, engine.carried)
         found = [(values, own.tensors)] if ranks is None else on_first(ranks, values, own.tensors)
-        return cls(*merged(found)) if found else cls(RunRecord(sections={}), {})
+        record, tensors = merged(found) if found else (RunRecord(sections={}), {})
+        return cls(modules.tensors, record, tensors)
 
 
 class _Packer:
@@ -121,7 +130,9 @@ class _Packer:
         return packed(value, name, aside)
 
 
-def _values_of(engine: Engine, state: Mapping[str, Any] | None, to: _Packer) -> dict[str, Any]:
+def _values_of(
+    engine: Engine, state: Mapping[str, Any] | None, to: _Packer, modules: ModuleState
+) -> dict[str, Any]:
     generators = named_generators(engine.module, engine.device)
     with uninterrupted:  # pydantic takes a Ctrl-C for an error of its own
         config = engine.config.to_dict()
@@ -131,7 +142,9 @@ def _values_of(engine: Engine, state: Mapping[str, Any] | None, to: _Packer) -> 
             name: to.packed("objects", _state_of(each, name), f"{name}.state_dict()")
             for name, each in engine.carried.items()
         },
-        "extra": _extra_states(engine.module, to),
+        "extra": _packed_where_plain(modules.extra, to, "extra", "{}.get_extra_state()"),
+        "entries": _packed_where_plain(modules.values, to, "entries", "{} of the state dict"),
+        "versions": to.packed("versions", modules.versions, "the versions of state dicts"),
         "state": None if state is None else to.packed("state", dict(state), "state"),
     }  # fmt: skip
     # last: what the others do for it may draw
@@ -154,19 +167,16 @@ def _check_size(values: dict[str, Any]) -> None:
         ) from None
 
 
-def _extra_states(model: nn.Module, to: _Packer) -> dict[str, Any]:
+def _packed_where_plain(
+    values: Mapping[str, Any], to: _Packer, section: str, name: str
+) -> dict[str, Any]:
     found = {}
-    for path, module in with_extra_state(model):
+    for key, value in values.items():
         try:
-            found[path] = to.packed("extra", module.get_extra_state(), f"{path}.get_extra_state()")
+            found[key] = to.packed(section, value, name.format(key))
         except UnsupportedError as error:
             _log.warning("the checkpoint leaves it out: %s", error)
     return found
-
-
-def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    own = nn.Module.get_extra_state
-    return [(path, each) for path, each in modules_of(model) if type(each).get_extra_state != own]
 
 
 def _state_of(value: Carried, name: str) -> Any:

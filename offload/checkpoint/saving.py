@@ -130,7 +130,7 @@ class Saver:
         which are read in any order."""
         self._runtime = engine.runtime
         self._run = run
-        self._others = model.other_tensors(engine)
+        self._others = run.others
         self._parameters = model.parameter_records(engine, model.steps_everywhere(engine))
         self._optimizer = model.optimizer_record(engine)
         self._saved_format = model.saved_format(engine)

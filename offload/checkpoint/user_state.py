@@ -13,6 +13,7 @@ from offload.checkpoint.manifest import BufferRecord, RunRecord
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.plain_values import packed, unpacked
 from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.safetensors_file import StoredTensor
 from offload.tiers.errors import CheckpointError
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -43,13 +44,21 @@ def tensors_of(
 
     def read(value: dict[str, Any]) -> torch.Tensor:
         record = records[value["name"]]
-        tensor = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
-        if tensor.numel():
-            view = tensor.reshape(-1).view(torch.uint8).numpy().data
-            reader.read_into(reader.run_tensor(record), 0, view)
-        return tensor
+        return _read(reader, record, reader.run_tensor(record))
 
     return read
+
+
+def buffers_of(reader: CheckpointReader) -> dict[str, torch.Tensor]:
+    """All buffers of a checkpoint, by name."""
+    return {each.name: _read(reader, each, reader.buffer(each)) for each in reader.manifest.buffers}
+
+
+def _read(reader: CheckpointReader, record: BufferRecord, stored: StoredTensor) -> torch.Tensor:
+    tensor = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
+    if tensor.numel():
+        reader.read_into(stored, 0, tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return tensor
 
 
 def state_in(reader: CheckpointReader) -> dict[str, Any]:

@@ -1,0 +1,234 @@
+"""What modules keep beside the parameters in tiers: buffers, integer parameters, extra state, and
+whatever else they put into state dicts.
+
+The modules are asked for it, and given it back, as by `torch.save(model.state_dict())` and
+`model.load_state_dict(...)`. So their own methods and hooks may save what is no buffer, rename a
+key, or resize a buffer before its values are copied. In these state dicts a parameter in tiers
+stands for itself: none is read or written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.model import check_tensors, other_tensors
+from offload.tiers.errors import CheckpointError
+from offload.zero.block_state import BlockState, modules_of
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+_EXTRA = "_extra_state"  # torch's key for what `get_extra_state()` returns
+_TORCHS_VERSION = {"version": 1}
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """What the modules of an engine's model saved."""
+
+    tensors: dict[str, torch.Tensor]  # the live ones, by name
+    values: dict[str, Any] = field(default_factory=dict)  # other entries, by their key
+    extra: dict[str, Any] = field(default_factory=dict)  # extra state, by module
+    versions: dict[str, Any] | None = None  # of state dicts, by module; None: unknown
+
+    @classmethod
+    def of(cls, engine: Engine) -> ModuleState:
+        """As the modules are now. UnsupportedError for a tensor that no safetensors file can have.
+
+        Buffers and parameters have the names that the model has for them, also where a hook renames
+        their keys; a buffer that the modules leave out of their state dicts is there all the same.
+        """
+        tensors = other_tensors(engine)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        values, extra = {}, {}
+        saved, in_tiers = _state_dict(engine), _in_tiers(engine)
+        for key, value in saved.items():
+            if key in in_tiers or _is_in_tiers(engine, value):
+                continue
+            path, _, last = key.rpartition(".")
+            if last == _EXTRA:
+                extra[path] = value
+            elif isinstance(value, torch.Tensor):
+                tensors[names.get(id(value), key)] = value
+            else:
+                values[key] = value
+        check_tensors(tensors)
+        versions = {
+            path: dict(version) for path, version in getattr(saved, "_metadata", {}).items()
+            if version != _TORCHS_VERSION
+        }  # fmt: skip
+        return cls(tensors, values, extra, versions)
+
+
+def refusal_of(error: Exception) -> str:
+    """What `load_state_dict` raised, in one line."""
+    text = " ".join(str(error).split()).removesuffix(".")
+    return f"load_state_dict() raises {type(error).__name__}: {text:.600}"
+
+
+def with_extra_state(model: nn.Module) -> list[str]:
+    """Paths of the modules that take one."""
+    own = nn.Module.set_extra_state
+    return [path for path, each in modules_of(model) if type(each).set_extra_state is not own]
+
+
+def _state_dict(engine: Engine) -> Mapping[str, Any]:
+    """A model's own `state_dict` is asked if it has a `load_state_dict` of its own, too: one that
+    selects what is written to a file is not what a run resumes from."""
+    model = engine.module
+    with engine.state_dicts.parameters_left():
+        if type(model).load_state_dict is nn.Module.load_state_dict:
+            return nn.Module.state_dict(model, keep_vars=True)
+        takes = inspect.signature(model.state_dict).parameters
+        if "keep_vars" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            return model.state_dict(keep_vars=True)
+        return model.state_dict()
+
+
+def _in_tiers(engine: Engine) -> set[str]:
+    named = engine.module.named_parameters(remove_duplicate=False)
+    return {name for name, param in named if _is_in_tiers(engine, param)}
+
+
+def _is_in_tiers(engine: Engine, value: object) -> bool:
+    is_param = isinstance(value, nn.Parameter)
+    return is_param and engine.runtime.store.spec_of(value) is not None  # type: ignore[arg-type]
+
+
+class ModuleLoading:
+    """Gives the modules of an engine's model what others like them have saved."""
+
+    def __init__(self, engine: Engine, path: Path, saved: ModuleState) -> None:
+        """`path` is for errors."""
+        self._engine = engine
+        self._path = path
+        self._tensors = saved.tensors
+        now = _state_dict(engine)
+        names = {id(tensor): name for name, tensor in other_tensors(engine).items()}
+        in_tiers, left = _in_tiers(engine), dict(saved.tensors)
+        self._entries: dict[str, Any] = {}
+        for key, value in now.items():
+            name = names.get(id(value), key)
+            if key in in_tiers or _is_in_tiers(engine, value):
+                self._entries[key] = value
+            elif name in saved.tensors:
+                self._entries[key] = saved.tensors[name]
+                left.pop(name, None)
+        known = {*names.values()}
+        self._left_out = {name: left.pop(name) for name in [*left] if name in known}
+        self._entries |= left | saved.values
+        self._entries |= {
+            f"{path}.{_EXTRA}" if path else _EXTRA: v for path, v in saved.extra.items()
+        }
+        versions: dict[str, Any] = getattr(now, "_metadata", {})
+        if saved.versions is not None:
+            versions = {path: saved.versions.get(path, _TORCHS_VERSION) for path in versions}
+        self._versions = versions
+
+    def try_out(self) -> None:
+        """CheckpointError if the modules refuse it. They are asked, and get back what they had:
+        what they change in objects of their own stays."""
+        model, in_tiers = self._engine.module, _in_tiers(self._engine)
+        beside = [p for p in model.parameters() if not _is_in_tiers(self._engine, p)]
+        try:
+            with BlockState(model).installed(), _restored(model, beside) as exchanged:
+                self._load()
+                self._check_formats()
+                replaced = next((name for name in exchanged() if name in in_tiers), None)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._path} is of another model, {refusal_of(error)}; build the model as it was "
+                "saved"
+            ) from error
+        if replaced is not None:
+            raise CheckpointError(
+                f"{self._path} was not loaded: {type(model).__name__}.load_state_dict() puts "
+                f"another parameter in the place of {replaced}, whose values are in tiers; build "
+                "the model with parameters of the shapes that were saved"
+            )
+
+    def apply(self) -> None:
+        """As tried, for good."""
+        self._load()
+
+    def _load(self) -> None:
+        entries = {
+            key: value.clone() if self._is_saved(value) else value
+            for key, value in self._entries.items()
+        }
+        given: Any = OrderedDict(entries)
+        given._metadata = OrderedDict((path, dict(each)) for path, each in self._versions.items())
+        model = self._engine.module
+        pardon = model.register_load_state_dict_post_hook(self._pardon)
+        try:
+            with self._engine.state_dicts.parameters_left(loading=True):
+                model.load_state_dict(given)
+        finally:
+            pardon.remove()
+        now = other_tensors(self._engine)
+        with torch.no_grad():
+            for name, value in self._left_out.items():
+                now[name].copy_(value)
+
+    def _is_saved(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and not _is_in_tiers(self._engine, value)
+
+    def _pardon(self, module: nn.Module, keys: Any) -> None:
+        """A checkpoint may lack the extra state of a module: what was no plain value then, and all
+        in older ones. That was said."""
+        keys.missing_keys[:] = [
+            key for key in keys.missing_keys if key.rpartition(".")[2] != _EXTRA
+        ]  # fmt: skip
+
+    def _check_formats(self) -> None:
+        """Values are not rounded by the way."""
+        now = other_tensors(self._engine)
+        for name, saved in self._tensors.items():
+            here = now.get(name, saved)
+            if here.shape == saved.shape and here.dtype != saved.dtype:
+                raise CheckpointError(
+                    f"{self._path} was not loaded: buffer {name} is {saved.dtype} there, and "
+                    f"{here.dtype} in the model; build the model as it was saved"
+                )
+
+
+@contextmanager
+def _restored(model: nn.Module, beside: Sequence[nn.Parameter]) -> Iterator[Any]:
+    """Afterwards the model has the modules and parameters of before, and those `beside` the tiers
+    their values. Gives what tells the parameters that are others by now."""
+    modules = modules_of(model)
+    values = [param.detach().clone() for param in beside]
+    before = [
+        (each, dict(each._parameters), dict(each._modules), set(each._non_persistent_buffers_set))
+        for _, each in modules
+    ]
+
+    def exchanged() -> list[str]:
+        return [
+            f"{path}.{name}" if path else name
+            for (path, module), (_, params, _, _) in zip(modules, before, strict=True)
+            for name, param in params.items() if module._parameters.get(name) is not param
+        ]  # fmt: skip
+
+    try:
+        yield exchanged
+    finally:
+        for module, params, children, transient in before:
+            for now, then in ((module._parameters, params), (module._modules, children)):
+                now.clear()
+                now.update(then)  # type: ignore[arg-type]
+            module._non_persistent_buffers_set = transient
+        with torch.no_grad():
+            for param, value in zip(beside, values, strict=True):
+                param.copy_(value)

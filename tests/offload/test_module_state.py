@@ -1,0 +1,367 @@
+"""What modules save besides parameters, and take over in ways of their own: as plain PyTorch does
+with `torch.save(model.state_dict())` and `model.load_state_dict(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import offload
+from offload.errors import CheckpointError, UnsupportedError
+from tests.offload.engine_cases import (
+    HOST,
+    MARKS,
+    NVME,
+    ON,
+    assert_same_bits,
+    config,
+    seeded,
+    states_of,
+)
+
+pytestmark = MARKS
+WIDTH = 4
+
+
+class Growing(nn.Module):
+    """A queue that each forward makes longer, and buffers that there are from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("queue", torch.zeros(0, WIDTH, device=ON))
+        self.register_buffer("later", None)
+        self.register_buffer("scratch", torch.zeros(0, device=ON), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.queue = torch.cat([self.queue, y.detach()])
+        self.later = y.detach().double().sum(0)
+        self.scratch = y.detach().flatten()
+        return y
+
+
+class Resizing(Growing):
+    """The usual way."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for name in ("queue", "later"):
+            if prefix + name in state_dict:
+                setattr(self, name, torch.empty_like(state_dict[prefix + name]))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Hooked(Growing):
+    """By a hook before and one after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.make_room)
+        self.register_load_state_dict_post_hook(self.count)
+
+    @staticmethod
+    def make_room(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+        for name in ("queue", "later"):
+            if prefix + name in state_dict:
+                setattr(module, name, state_dict[prefix + name].clone())
+
+    @staticmethod
+    def count(module: Any, keys: Any) -> None:
+        module.rows = len(module.queue)
+
+
+class ByExtraState(Growing):
+    """`set_extra_state` is told the size, and comes after the buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._non_persistent_buffers_set |= {"queue", "later"}
+
+    def get_extra_state(self) -> Any:
+        return {"queue": self.queue.clone(), "later": self.later}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.queue, self.later = state["queue"].to(ON), state["later"]
+        self.later = self.later if self.later is None else self.later.to(ON)
+        self.bias_then = self.linear.bias.detach().clone()  # the one that was just loaded
+
+
+class Renaming(Growing):
+    """Saves by other names, and something that is no buffer, nor a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self._register_state_dict_hook(self.rename)
+        self._register_load_state_dict_pre_hook(self.rename_back)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return super().forward(x)
+
+    def rename(self, module: Any, state_dict: Any, prefix: str, metadata: Any) -> None:
+        state_dict[f"{prefix}fifo"] = state_dict.pop(f"{prefix}queue")
+        state_dict[f"{prefix}w"] = state_dict.pop(f"{prefix}linear.weight")
+        state_dict[f"{prefix}seen"] = torch.tensor(self.seen)
+        state_dict[f"{prefix}words"] = ["a", self.seen]
+
+    def rename_back(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        state_dict[f"{prefix}queue"] = state_dict.pop(f"{prefix}fifo")
+        for name in {"queue", "later"} & {key.removeprefix(prefix) for key in state_dict}:
+            setattr(self, name, torch.empty_like(state_dict[prefix + name]))
+        state_dict[f"{prefix}linear.weight"] = state_dict.pop(f"{prefix}w")
+        self.seen = int(state_dict.pop(f"{prefix}seen"))
+        self.words = state_dict.pop(f"{prefix}words")
+
+
+class Versioned(Resizing):
+    _version = 3
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, *rest: Any
+    ) -> None:
+        assert metadata.get("version") == 3
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+class Whole(nn.Module):
+    def __init__(self, kind: type[nn.Module] = Resizing) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(kind(), nn.BatchNorm1d(WIDTH))
+        self.head = nn.Linear(WIDTH, 2)
+        self.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.inner(x))
+        return y
+
+
+class Asked(Whole):
+    """The model itself has ways of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(Growing)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def state_dict(self, *args: Any, **keys: Any) -> Any:
+        found = super().state_dict(*args, **keys)
+        found["calls"] = torch.tensor(self.calls)
+        return found
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        given = dict(state_dict)
+        self.calls = int(given.pop("calls"))
+        for name in ("queue", "later"):
+            if f"inner.0.{name}" in given:
+                setattr(self.inner[0], name, torch.empty_like(given[f"inner.0.{name}"]))
+        return super().load_state_dict(given, strict, assign)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    kind.__name__: (lambda kind=kind: Whole(kind))
+    for kind in (Resizing, Hooked, ByExtraState, Renaming, Versioned)
+} | {"Asked": Asked}
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        model(torch.randn(3, WIDTH, generator=generator).to(ON, dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def kept(model: nn.Module) -> dict[str, Any]:
+    """Buffers, and what these modules have as attributes."""
+    found: dict[str, Any] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for path, module in model.named_modules():
+        for name in ("seen", "words", "rows", "calls"):
+            if name in vars(module):
+                found[f"{path}.{name}"] = vars(module)[name]
+    return found
+
+
+def as_plain_loads(build: Callable[[], Any], state: dict[str, Any]) -> dict[str, Any]:
+    plain = seeded(build, 5).to(ON)
+    plain.load_state_dict(state)
+    return kept(plain)
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_resume_asks_modules_as_load_state_dict_does(
+    kind: str, placement: dict[str, Any], tmp_path: Path, long: bool
+) -> None:
+    if not long and kind not in ("Resizing", "Renaming") and placement is HOST:
+        pytest.skip("on nvme: --long has both")
+    build = MODELS[kind]
+    keys = config(tmp_path, placement, precision="bf16" if kind == "Resizing" else "fp32")
+    if kind == "Resizing":
+        build = lambda: Whole().bfloat16()  # noqa: E731
+    with offload.initialize(seeded(build), keys) as engine:
+        train(engine.module, engine.optimizer, 2, seed=1)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = as_plain_loads(build, engine.module.state_dict()), states_of(engine)
+        train(engine.module, engine.optimizer, 2, seed=2)
+        goes_on = states_of(engine)
+    model = seeded(build, 3)
+    with offload.initialize(model, keys) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_equal(kept(model), expected[0])
+        assert_same_bits(states_of(engine), expected[1])
+        if kind == "ByExtraState":
+            assert torch.equal(model.inner[0].bias_then, model.inner[0].linear.bias.detach())
+        train(engine.module, engine.optimizer, 2, seed=2)
+        assert_same_bits(states_of(engine), goes_on)
+
+
+# ------------------------------------------------------------------------- what is refused
+class Fragile(Resizing):
+    fails = False
+
+    def set_extra_state(self, state: Any) -> None:
+        self.touched = torch.full((), 7.0)
+        if self.fails:
+            raise ValueError("no such state")
+
+    def get_extra_state(self) -> Any:
+        return {"a": 1}
+
+
+class Replacing(Resizing):
+    """Takes a parameter of another size over."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.fails:
+            self.linear.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    fails = False
+
+
+def test_what_modules_refuse_is_known_before_anything_changes(tmp_path: Path) -> None:
+    cases: list[tuple[Any, Callable[[Any], None], str]] = [
+        (Growing, lambda m: None, "of another model, .*size mismatch for inner.0.queue"),
+        (Fragile, lambda m: setattr(m, "fails", True), "raises ValueError: no such state; build"),
+        (Replacing, lambda m: setattr(m, "fails", True), "in the place of inner.0.linear.weight"),
+        (Resizing, lambda m: m.register_buffer("more", torch.ones(2)), "Missing key.*0.more"),
+        (Growing, lambda m: m.register_buffer("queue", torch.zeros(6, WIDTH).double()),
+         "buffer inner.0.queue is torch.float32 there"),
+    ]  # fmt: skip
+    for kind, change, text in cases:
+        keys = config(tmp_path)
+        with offload.initialize(seeded(lambda kind=kind: Whole(kind)), keys) as engine:
+            train(engine.module, engine.optimizer, 2, seed=1)
+            engine.module.table += 1
+            engine.save_checkpoint(tmp_path / "saved")
+        model = seeded(lambda kind=kind: Whole(kind), 3)
+        with offload.initialize(model, keys) as engine:
+            train(engine.module, engine.optimizer, 1, seed=2)
+            if kind is Growing and "queue" in text:
+                model.inner[0].queue = torch.zeros(0, WIDTH)
+            change(model.inner[0])
+            before = states_of(engine), kept(model), dict(model.inner[0].named_parameters())
+            with pytest.raises(CheckpointError, match=text):
+                engine.load_checkpoint(tmp_path / "saved")
+            assert_equal(kept(model), before[1])
+            assert_same_bits(states_of(engine), before[0])
+            assert model.table.tolist() == [0, 0, 0]
+            assert "touched" not in vars(model.inner[0])
+            now = dict(model.inner[0].named_parameters())
+            assert all(now[name] is param for name, param in before[2].items())
+            train(engine.module, engine.optimizer, 1, seed=2)
+
+
+def test_a_buffer_that_a_hook_leaves_out_of_state_dicts_comes_back(tmp_path: Path) -> None:
+    def leave_out(module: Any, state: Any, prefix: str, _: Any) -> None:
+        del state[f"{prefix}count"]
+
+    def build() -> nn.Module:
+        layer = nn.Linear(WIDTH, 2)
+        layer.register_buffer("count", torch.zeros(2))
+        layer._register_state_dict_hook(leave_out)
+        layer._register_load_state_dict_pre_hook(
+            lambda state, prefix, *_: state.setdefault(f"{prefix}count", torch.full((2,), 9.0))
+        )
+        return nn.Sequential(layer)
+
+    for value in (3.0, 4.0):
+        with offload.initialize(build(), config(tmp_path)) as engine:
+            engine.module[0].count.fill_(value)  # type: ignore[index]
+            engine.save_checkpoint(tmp_path / "saved")
+        model: Any = build()
+        with offload.initialize(model, config(tmp_path)) as engine:
+            engine.load_checkpoint(tmp_path / "saved")
+            assert model[0].count.tolist() == [value, value]
+
+
+# ------------------------------------------------------------------------- other ways to load
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_state_dicts_and_files_load_as_into_a_plain_model(
+    placement: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = seeded(Whole)
+    train(plain, torch.optim.SGD(plain.parameters(), 0.1), 2, seed=1)
+    state = plain.state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    expected = as_plain_loads(Whole, state)
+    keys = config(tmp_path, placement)
+    model = seeded(Whole, 3)
+    with offload.initialize(model, keys) as engine:
+        model.load_state_dict(state)
+        assert_equal(kept(model), expected)
+        assert_same_bits(model.state_dict(), state)
+        for refused in (model, model.inner[0]):
+            with pytest.raises(UnsupportedError, match=r"assign=True.* in the place of parameters"):
+                refused.load_state_dict(refused.state_dict(), assign=True)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with pytest.raises(UnsupportedError, match="set_swap_module_params_on_conversion"):
+                model.load_state_dict(state)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert_same_bits(model.state_dict(), state)
+        train(model, engine.optimizer, 1, seed=2)
+    model = seeded(Whole, 3)
+    with offload.initialize(model, keys, weights=tmp_path / "model.safetensors"):
+        assert_equal(kept(model), expected)
+        assert_same_bits(model.state_dict(), state)
+    model = seeded(Whole, 3)
+    offload.dispatch(model, keys, weights=tmp_path / "model.safetensors")
+    with offload.dispatched(model):
+        model.load_state_dict(state)
+        assert_equal(kept(model), expected)
+        assert_same_bits(model.state_dict(), state)
+
+
+def test_files_that_modules_refuse_are_refused_by_name(tmp_path: Path) -> None:
+    plain = seeded(lambda: Whole(Growing))
+    train(plain, torch.optim.SGD(plain.parameters(), 0.1), 1, seed=1)
+    for drop, text in (("later", "size mismatch for inner.0.queue"), ("queue", "0.later is None")):
+        state = {name: value for name, value in plain.state_dict().items() if drop not in name}
+        save_file(state, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=f"weights: .*{text}"):
+            offload.initialize(
+                Whole(Growing), config(tmp_path), weights=tmp_path / "model.safetensors"
+            )
