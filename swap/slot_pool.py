@@ -125,8 +125,7 @@ class SlotPool:
     def _give_up_for(self, nbytes: int) -> None:
         """Give up clean copies, the one used last first, until `nbytes` more are within the
         limit."""
-        arena = self.tier.arena
-        while self._limit is not None and arena.used_nbytes + nbytes > self._limit:
+        while self._limit is not None and self.tier.used_nbytes + nbytes > self._limit:
             piece = self._next_to_drop()
             if piece is None:
                 return
@@ -158,7 +157,7 @@ class SlotPool:
         if id(piece) not in self._may_leave:
             self._may_leave[id(piece)] = piece
             self._staying_nbytes += piece.held_nbytes
-        room = self._most_nbytes() - self.tier.arena.used_nbytes + self._held_nbytes
+        room = self._most_nbytes() - self.tier.used_nbytes + self._held_nbytes
         if self._staying_nbytes <= room // 2:
             return
         for each in sorted(self._may_leave.values(), key=lambda each: -each.next_use()):
@@ -228,12 +227,11 @@ class SlotPool:
                 return self._last_try(nbytes, owner, state_class)
 
     def _last_try(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
-        """Try once more: memory may have been released since the last try."""
+        """Try once more: memory may have been released since the last try. What is free in no
+        single piece is taken now, too."""
         with self.lock:
             lease = self._try(nbytes, owner, state_class, before=None)
-            if lease is None:
-                raise self.tier.full(nbytes, owner, state_class)
-            return lease
+            return lease or self.tier.lease(nbytes, owner=owner, state_class=state_class)
 
     def offer(
         self, nbytes: int, owner: str, state_class: StateClass, *, next_use: float
@@ -316,7 +314,7 @@ class SlotPool:
     ) -> Lease | None:
         if not self.tier.fits(nbytes):
             return None
-        if not needed and self.tier.arena.used_nbytes + nbytes > self._most_nbytes():
+        if not needed and self.tier.used_nbytes + nbytes > self._most_nbytes():
             return None
         return self.tier.lease(nbytes, owner=owner, state_class=state_class)
 

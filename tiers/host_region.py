@@ -22,6 +22,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -116,6 +117,13 @@ class HostRegion(AnonymousMemory):
             for start, stop in [*self._seen(), (len(self), len(self))]:
                 self.drop(end, start)
                 end = stop
+
+    def advise_small_pages(self, start: int) -> None:
+        """Behind `start` no huge pages: there a lease costs no more RAM than its own pages."""
+        first = round_up(start, mmap.PAGESIZE)
+        if hasattr(mmap, "MADV_NOHUGEPAGE") and first < len(self):
+            with suppress(OSError):  # a kernel without huge pages
+                self.madvise(mmap.MADV_NOHUGEPAGE, first, len(self) - first)
 
     def drop(self, start: int, stop: int) -> bool:
         """The RAM of the whole pages of `[start, stop)`, where no values count any more. False

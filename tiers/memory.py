@@ -4,10 +4,15 @@
 budget costs nothing until it is used. For a GPU ranges are pinned as they are first used, in large
 extents (`tiers/pinning.py`), so that every copy from them is asynchronous (a caching pinned
 allocator would round sizes up by up to 1.9x).
+
+Where nothing is pinned, more addresses are reserved than the budget has bytes: a lease for which
+the free bytes suffice, but in no single piece, gets addresses behind the budget's own, and the
+pages of free ranges are given back for it (`MemoryTier.lease`).
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -19,6 +24,7 @@ from offload.tiers.pinning import Pins
 from offload.tiers.units import format_bytes
 
 _LEAST_BLOCK_NBYTES, _MOST_BLOCKS = 64 << 10, 1 << 16  # in which it is known what was touched
+_BEYOND = 3  # times the budget: addresses behind it, which cost nothing
 
 
 class Memory(Protocol):
@@ -34,6 +40,11 @@ class Memory(Protocol):
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         """The same range for a file transfer. Unlike a tensor it does not count as a use."""
+        ...
+
+    @property
+    def beyond_nbytes(self) -> int:
+        """Addresses behind the budget's, for leases that find no free range of their size."""
         ...
 
     @property
@@ -58,18 +69,16 @@ class HostMemory:
     where that is an accelerator."""
 
     def __init__(self, nbytes: int, *, pin_for: torch.device | None = None) -> None:
-        try:
-            self._region = HostRegion(nbytes)
-        except OSError as error:
-            raise BudgetError(
-                f"cannot reserve {format_bytes(nbytes)} of address space for the host tier "
-                f"({error}); lower budget.host or raise `ulimit -v`"
-            ) from error
+        pins = pin_for is not None and accelerator.is_accelerator(pin_for)
+        self._region = _reserved(nbytes, 0 if pins else _BEYOND * nbytes)
         self._nbytes = nbytes
+        self.beyond_nbytes = max(0, len(self._region) - nbytes)
         self._block_nbytes = max(_LEAST_BLOCK_NBYTES, 1 << (nbytes // _MOST_BLOCKS).bit_length())
-        self._touched = bytearray(-(-nbytes // self._block_nbytes))  # 1 where it was used
+        # 1 where it was used
+        self._touched = bytearray(-(-(nbytes + self.beyond_nbytes) // self._block_nbytes))
+        self._touched_blocks = 0
         self._pins: Pins | None = None
-        if pin_for is not None and accelerator.is_accelerator(pin_for):
+        if pin_for is not None and pins:
             self._pins = Pins(self._region.address, len(self._region), pin_for)
 
     @property
@@ -81,6 +90,7 @@ class HostMemory:
         stop, pins = offset_bytes + nbytes, self._pins
         found = self._region.tensor(offset_bytes, stop)
         first, last = offset_bytes // self._block_nbytes, -(-stop // self._block_nbytes)
+        self._touched_blocks += self._touched.count(0, first, last)
         self._touched[first:last] = b"\1" * (last - first)
         if pins is not None:
             pins.use(offset_bytes, stop)
@@ -92,7 +102,8 @@ class HostMemory:
     @property
     def touched_nbytes(self) -> int:
         pinned = 0 if self._pins is None else self._pins.nbytes  # in larger extents
-        return max(pinned, min(self._nbytes, self._touched.count(1) * self._block_nbytes))
+        most = self._nbytes + self.beyond_nbytes
+        return max(pinned, min(most, self._touched_blocks * self._block_nbytes))
 
     @property
     def gives_back(self) -> bool:
@@ -103,6 +114,7 @@ class HostMemory:
     def give_back(self, start: int, stop: int) -> None:
         first, last = -(-start // self._block_nbytes), stop // self._block_nbytes
         if self.gives_back and self._region.drop(start, stop) and last > first:
+            self._touched_blocks -= self._touched.count(1, first, last)
             self._touched[first:last] = bytes(last - first)
 
     def close(self) -> None:
@@ -114,8 +126,26 @@ class HostMemory:
         self._region.give_back()
 
 
+def _reserved(nbytes: int, beyond_nbytes: int) -> HostRegion:
+    """Addresses for both, or for `nbytes` alone where a limit leaves no more."""
+    if beyond_nbytes:
+        with suppress(OSError):
+            region = HostRegion(nbytes + beyond_nbytes)
+            region.advise_small_pages(nbytes)
+            return region
+    try:
+        return HostRegion(nbytes)
+    except OSError as error:
+        raise BudgetError(
+            f"cannot reserve {format_bytes(nbytes)} of address space for the host tier "
+            f"({error}); lower budget.host or raise `ulimit -v`"
+        ) from error
+
+
 class DeviceMemory:
     """GPU memory taken once, in one piece."""
+
+    beyond_nbytes = 0
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device

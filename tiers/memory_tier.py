@@ -12,7 +12,7 @@ from offload.tiers.extent import PAGE_NBYTES, Extent
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import Memory
 from offload.tiers.tier import Tier
-from offload.tiers.units import round_up
+from offload.tiers.units import format_bytes, round_up
 
 # Made once: to make a tensor is to let go of the GIL, which other threads hold on to for a while.
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -24,8 +24,10 @@ class MemoryTier:
     def __init__(self, name: Tier, budget_nbytes: int, memory: Memory, ledger: Ledger) -> None:
         self.name = name
         self.arena = Arena(budget_nbytes)
+        self._beyond = Arena(memory.beyond_nbytes)  # addresses behind those of `arena`
         self.account = ledger.open_account(name, budget_nbytes)
         ledger.audit(name, self.arena)
+        ledger.audit(name, self._beyond)
         self._memory = memory
 
     def lease(
@@ -34,35 +36,71 @@ class MemoryTier:
         """The right to `nbytes` of this tier until freed. Raises TierFullError.
 
         The content is undefined. `in_parts`: only `Lease.part` and `Lease.pages` will be used of
-        it, so that what is never used is never pinned.
+        it, so that what is never used is never pinned. Where the free bytes suffice, but in no
+        single piece, it lies behind the budget's addresses; the pages of free ranges are given
+        back, so that the tier takes no more RAM than its budget.
         """
-        offset = self.arena.allocate(nbytes)
+        size = round_up(max(nbytes, 1), PAGE_NBYTES)
+        offset = self._allocate(size)
         if offset is None:
             raise self.full(nbytes, owner, state_class)
-        extent = Extent(self.name, offset, self.arena.size_of(offset))
-        self.account.move(state_class, extent.nbytes)
-        return Lease(self, extent, nbytes, owner, state_class, in_parts=in_parts)
+        self.account.move(state_class, size)
+        lease = Lease(
+            self, Extent(self.name, offset, size), nbytes, owner, state_class, in_parts=in_parts
+        )
+        if self._beyond.used_nbytes:
+            self._give_back_surplus()
+        return lease
+
+    def _allocate(self, size: int) -> int | None:
+        if size > self.free_nbytes:
+            return None
+        offset = self.arena.allocate(size)
+        if offset is None:
+            offset = self._beyond.allocate(size)
+            return None if offset is None else self.arena.nbytes + offset
+        return offset
+
+    def _give_back_surplus(self) -> None:
+        """The pages of free ranges, until the tier takes no more than its budget."""
+        for start, stop in self.arena.free_ranges():
+            if self.touched_nbytes <= self.arena.nbytes:
+                return
+            self._memory.give_back(start, stop)
+
+    @property
+    def used_nbytes(self) -> int:
+        return self.arena.used_nbytes + self._beyond.used_nbytes
+
+    @property
+    def free_nbytes(self) -> int:
+        return self.arena.nbytes - self.used_nbytes
 
     def fits(self, nbytes: int) -> bool:
-        """True if a lease of `nbytes` can be had right now."""
-        return round_up(max(nbytes, 1), PAGE_NBYTES) <= self.arena.largest_free_nbytes
+        """True if a lease of `nbytes` finds a free range right now."""
+        most = min(self.free_nbytes, self.arena.largest_free_nbytes)
+        return round_up(max(nbytes, 1), PAGE_NBYTES) <= most
 
     def full(self, nbytes: int, owner: str, state_class: StateClass) -> TierFullError:
         """The error that says why `nbytes` do not fit."""
         what = "optimizer states" if state_class is StateClass.STAGING else str(state_class)
         slower = " or ".join(self.name.slower)
         remedy = f"raise budget.{self.name}" + (f" or move {what} to {slower}" if slower else "")
-        arena = self.arena
-        fitting = round_up(max(nbytes, 1), PAGE_NBYTES)
-        if arena.free_nbytes >= fitting > arena.largest_free_nbytes:
-            remedy += f" (free in pieces of at most {arena.largest_free_nbytes} bytes)"
+        largest = self.arena.largest_free_nbytes
+        if self.free_nbytes >= round_up(max(nbytes, 1), PAGE_NBYTES) > largest:
+            remedy += f" (free in pieces of at most {format_bytes(largest)})"
         return TierFullError(
-            self.name, owner, nbytes, arena.free_nbytes, self.account.budget_nbytes, remedy
+            self.name, owner, nbytes, self.free_nbytes, self.account.budget_nbytes, remedy
         )
 
     def _free(self, lease: Lease) -> None:
-        self.arena.free(lease.extent.offset_bytes)
-        self.account.move(lease.state_class, -lease.extent.nbytes)
+        start, size = lease.extent.offset_bytes, lease.extent.nbytes
+        if start < self.arena.nbytes:
+            self.arena.free(start)
+        else:
+            self._beyond.free(start - self.arena.nbytes)
+            self._memory.give_back(start, start + size)
+        self.account.move(lease.state_class, -size)
 
     @property
     def touched_nbytes(self) -> int:

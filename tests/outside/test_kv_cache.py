@@ -251,3 +251,55 @@ def test_plans_know_what_layers_keep_of_a_token(kind: str, keys: dict[str, Any])
         for layer in cache.layers
     ]
     assert cached_layers(model) == tuple(kept)
+
+
+@pytest.mark.parametrize("tiers", ["host", "mixed"])
+def test_a_cache_is_refused_room_only_where_the_free_bytes_do_not_suffice(
+    homes: Any, tiers: str, long: bool
+) -> None:
+    """Caches of several batches that grow, are cropped, reordered, copied and dropped, in a host
+    tier that is too small for all of them."""
+    refused: list[TierFullError] = []
+    for seed in range(60 if long else 4):
+        draw = random.Random(seed)
+        made: Homes = homes(tiers, host_nbytes=draw.randint(30, 60) << 12)
+        store = made.store(page_tokens=draw.choice([2, 3, 5, None]), depth=draw.choice([0, 4]))
+        caches: dict[int, tuple[Cache, int]] = {}
+        for number in range(80):
+            batch = draw.choice([1, 2, 3, 6])
+            chosen = draw.choice([*caches, number])
+            cache, batch = caches.pop(chosen, (DynamicCache(), batch))
+            keep_in_tiers(cache, store)
+            try:
+                batch = _changed(cache, batch, draw)
+                caches[chosen] = cache, batch
+                if draw.random() < 0.2:
+                    caches[number] = copy.deepcopy(cache), batch
+            except TierFullError as error:
+                refused.append(error)
+                caches.pop(draw.choice([*caches, chosen]), None)
+            del cache
+        caches.clear()
+        gc.collect()
+        assert made.held() == {"host": 0, "nvme": 0}
+    assert refused
+    for error in refused:
+        assert error.tier == Tier.HOST
+        assert error.needed_nbytes > error.free_nbytes, error
+
+
+def _changed(cache: Cache, batch: int, draw: random.Random) -> int:
+    """After one drawn operation; the batch that it has then."""
+    kind = draw.choice(["update", "update", "update", "reorder", "repeat", "crop"])
+    length = cache.get_seq_length()
+    if kind == "update" or not length:
+        for layer in range(LAYERS):
+            cache.update(*tokens(draw, batch, draw.choice([1, 1, 4, 9, 30])), layer)
+    elif kind == "reorder":
+        cache.reorder_cache(torch.tensor([draw.randrange(batch) for _ in range(batch)]))
+    elif kind == "repeat" and batch < 9:
+        cache.batch_repeat_interleave(2)
+        batch *= 2
+    else:
+        cache.crop(max(1, length - draw.randint(1, 20)))
+    return batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
-from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 
 PARAMETERS = StateClass.PARAMETERS
@@ -152,3 +154,64 @@ def test_a_full_tier_names_the_slower_ones(ledger, tier, remedy):
     memory = MemoryTier(tier, PAGE_NBYTES, HostMemory(PAGE_NBYTES), ledger)
     with pytest.raises(TierFullError, match=f"{remedy}$"):
         memory.lease(2 * PAGE_NBYTES, owner="layer.3", state_class=PARAMETERS)
+
+
+def test_a_lease_for_which_the_free_bytes_suffice_is_never_refused(long: bool):
+    """Whatever sizes came and went before: no error, no byte beyond the budget, no lost value."""
+    for seed in range(200 if long else 12):
+        rng, pages = random.Random(seed), 64
+        tier = MemoryTier(Tier.HOST, pages * PAGE_NBYTES, HostMemory(pages * PAGE_NBYTES), Ledger())
+        held: dict[int, Lease] = {}
+        for number in range(300):
+            wanted = rng.choice([1, 1, 2, 3, 5, 8, 13, 21, 34]) * PAGE_NBYTES
+            if wanted > tier.free_nbytes:
+                with pytest.raises(TierFullError):
+                    tier.lease(wanted, owner="more", state_class=PARAMETERS)
+                for key in rng.sample(sorted(held), rng.randint(1, len(held))):
+                    lease = held.pop(key)
+                    assert bool((lease.tensor == key % 251).all())
+                    lease.free()
+            else:
+                held[number] = tier.lease(wanted, owner=str(number), state_class=PARAMETERS)
+                held[number].tensor.fill_(number % 251)
+        assert all(bool((lease.tensor == key % 251).all()) for key, lease in held.items())
+        for lease in held.values():
+            lease.free()
+        assert tier.used_nbytes == 0
+
+
+def test_a_tier_in_pieces_takes_no_more_ram_than_its_budget():
+    nbytes, part = 64 << 20, 4 << 20
+    tier = MemoryTier(Tier.HOST, nbytes, HostMemory(nbytes), Ledger())
+    parts = [tier.lease(part, owner="a", state_class=PARAMETERS) for _ in range(16)]
+    for lease in parts:
+        lease.tensor.fill_(1)
+        assert int(lease.tensor.min()) == 1
+    before = rss_nbytes()
+    for lease in parts[::2]:
+        lease.free()
+    assert not tier.fits(2 * part)
+    for number in range(4):  # behind the budget's addresses, and then in its holes again
+        large = tier.lease(8 * part - number * part, owner="b", state_class=PARAMETERS)
+        large.tensor.fill_(2)
+        small = [tier.lease(part, owner="c", state_class=PARAMETERS) for _ in range(number)]
+        for lease in small:
+            lease.tensor.fill_(3)
+        assert tier.touched_nbytes <= nbytes
+        assert rss_nbytes() < before + part
+        assert all(int(lease.tensor.min()) == 1 for lease in parts[1::2])
+        for lease in (large, *small):
+            lease.free()
+    assert tier.fits(part)
+
+
+def test_memory_that_cannot_be_given_back_says_in_what_pieces_it_is_free(ledger):
+    class Pinned(HostMemory):
+        beyond_nbytes = property(lambda _: 0, lambda *_: None)
+
+    tier = MemoryTier(Tier.HOST, 4 * PAGE_NBYTES, Pinned(4 * PAGE_NBYTES), ledger)
+    leases = [tier.lease(PAGE_NBYTES, owner="a", state_class=PARAMETERS) for _ in range(4)]
+    for lease in leases[::2]:
+        lease.free()
+    with pytest.raises(TierFullError, match=r"free in pieces of at most 4\.0 KiB"):
+        tier.lease(2 * PAGE_NBYTES, owner="b", state_class=PARAMETERS)
