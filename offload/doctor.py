@@ -72,7 +72,7 @@ def _computing(gpus: Sequence[Check]) -> str:
 
 
 def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
-    """Look at the machine and at each of `paths` (where swap files are by default when there is none)."""
+    """Look at the machine and at each of `paths` (the default folder when there is none)."""
     checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), *_system()]
     for path in paths or [machine.swap_folder()]:
         checks.extend(check_path(path))
