@@ -25,9 +25,9 @@ from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.knobs import knobs
 from offload.tools.memest.hardware.read_profile import read_profile
-from offload.tools.memest.source.read_model import read_stated, read_yaml
 from offload.tools.memest.show import view
 from offload.tools.memest.source.model_source import ModelSource
+from offload.tools.memest.source.read_model import read_stated, read_yaml
 from offload.tools.memest.source.stated_sizes import StatedSizes
 from tests.tools.estimates import estimate as made_up
 from tests.tools.test_memest_render import text_of
