@@ -77,8 +77,8 @@ class Estimator:
         return not planned.shortfalls
 
     def first_fit(self, case: Case) -> Estimate | None:
-        """With the first plan that fits, which is seldom much slower than the fastest and found in a
-        fraction of the time; None where none fits."""
+        """With the first plan that fits: seldom much slower than the fastest, and found in a
+        fraction of the time. None where none fits."""
         planned = self._planned(case, any_fit=True)
         if planned.shortfalls:
             return None

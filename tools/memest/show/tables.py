@@ -11,6 +11,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from offload.display.console import PlainConsole
+
 
 def ruled(*columns: str, title: str = "", left: Collection[str] = ()) -> Table:
     """Numbers to the right; the first column and those of `left` to the left."""
