@@ -9,7 +9,6 @@ import os
 import platform
 import resource
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +72,9 @@ def _computing(gpus: Sequence[Check]) -> str:
 
 
 def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
-    """Look at the machine and at each of `paths` (the temporary folder when there is none)."""
+    """Look at the machine and at each of `paths` (the default folder when there is none)."""
     checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), *_system()]
-    for path in paths or [Path(tempfile.gettempdir())]:
+    for path in paths or [machine.swap_folder()]:
         checks.extend(check_path(path))
     return checks
 

@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -425,10 +424,10 @@ def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
 
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:
-    """The configured folders, or one in the temporary folder. `{rank}` and `{local_rank}` in a path
+    """The configured folders, or `machine.swap_folder()`. `{rank}` and `{local_rank}` in a path
     are this process's: in the process group, and as `torchrun` has it."""
     if not nvme.paths:
-        return [str(Path(tempfile.gettempdir()))]
+        return [str(machine.swap_folder())]
     return [_of_rank(path, *_numbers()) for path in nvme.paths]
 
 

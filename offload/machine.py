@@ -12,6 +12,7 @@ import math
 import os
 import resource
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -236,6 +237,21 @@ def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:
         if holding
         else None
     )
+
+
+def swap_folder(root: Path = _ROOT) -> Path:
+    """Where swap files are if no folder is named: the temporary folder, or /var/tmp where that one
+    is RAM and TMPDIR does not ask for it."""
+    temporary, on_disk = Path(tempfile.gettempdir()), Path("/var/tmp")
+    if "TMPDIR" in os.environ or not _is_memory(temporary, root):
+        return temporary
+    usable = os.access(on_disk, os.W_OK | os.X_OK) and not _is_memory(on_disk, root)
+    return on_disk if usable else temporary
+
+
+def _is_memory(path: Path, root: Path) -> bool:
+    mount = mount_of(path, root)
+    return mount is not None and mount.is_memory
 
 
 def mounts(root: Path = _ROOT) -> list[Mount]:

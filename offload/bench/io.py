@@ -7,7 +7,6 @@ first write to fresh blocks is slower, and no later write of a run is one.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -58,7 +57,7 @@ Peers = Callable[[Path, int, ExitStack, Say], tuple[list[Timed], list[Row]]]
 def run_io(options: IoOptions, say: Say, peers: Peers | None = None) -> Record:
     """Measure. PathError where no file can be, BudgetError if the buffer does not fit in memory,
     StorageError if the device fails."""
-    folder = options.folder or Path(tempfile.gettempdir())
+    folder = options.folder or machine.swap_folder()
     nbytes = _nbytes(options, folder)
     buffer_nbytes = _buffer_nbytes(options)
     record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})

@@ -112,7 +112,7 @@ def run_step(
 
 
 def folder_of(folder: Path | None) -> Path:
-    folder = folder or Path(tempfile.gettempdir())
+    folder = folder or machine.swap_folder()
     if not folder.is_dir():
         raise PathError(f"--path: {folder} is not a folder; name one on the disk to be used")
     return folder

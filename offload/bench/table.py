@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.bench.record import Kind, Ratio, Record, Row
+from offload.display.console import PlainConsole
 
 _LEAST_WIDTH = 16  # of a name
 _STYLES = {Kind.LIMIT: "cyan", Kind.OURS: "bold", Kind.PEER: ""}
@@ -82,7 +83,7 @@ def span(values: Sequence[float]) -> str:
 
 def print_record(record: Record, columns: Sequence[Column], console: Console | None = None) -> None:
     """Print two tables and the notes."""
-    screen = console or Console(highlight=False)
+    screen = console or PlainConsole()
     machine = record.machine
     where = machine.get("gpu") or f"{machine['cores']} x {machine['cpu']}"
     screen.print(Text(f"offload bench {record.bench}: {where}", style="bold"))

@@ -15,6 +15,7 @@ from offload.cli.checkpoint import checkpoint_app
 from offload.cli.compress import compress
 from offload.cli.errors import GuardedGroup, failing_io
 from offload.cli.perplexity import perplexity
+from offload.display.plain_text import echo
 
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
 
@@ -28,11 +29,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="The configuration's format.", no_args_is_help=True)
-app.add_typer(config_app, name="config")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(bench_app, name="bench")
-app.command()(compress)
-app.command()(perplexity)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML configuration.")]
 Overrides = Annotated[
@@ -61,16 +57,6 @@ def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
-) -> None:
-    """Make run.html of a run anew, also of one that was killed or is under way."""
-    from offload.runs.page import write_page
-
-    typer.echo(write_page(folder))
 
 
 @app.command()
@@ -116,7 +102,7 @@ def plan(
         bool, typer.Option("--inference", help=inference_options.INFERENCE)
     ] = False,
     batch: Annotated[
-        int | None, typer.Option(metavar="N", help=f"{inference_options.BATCH} Of inference.")
+        int | None, typer.Option(metavar="N", help=f"{inference_options.BATCH} Inference only.")
     ] = None,
     prompt: Annotated[int | None, typer.Option(metavar="N", help=inference_options.PROMPT)] = None,
     new_tokens: Annotated[
@@ -154,7 +140,7 @@ def generate(
         ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="Sample, the wilder the higher.")
+        float | None, typer.Option(metavar="T", help="Sampling temperature; higher is more random.")
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(metavar="K", help="Sample among so many tokens.")
@@ -162,7 +148,7 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(metavar="P", help="Sample among this share of likelihood.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Of sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed.")] = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Take the likeliest token each time.")
     ] = False,
@@ -186,7 +172,7 @@ def generate(
 def doctor(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="Folders for swap files to look at."),
+        typer.Argument(metavar="PATH", help="Folders for swap files to look at."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     remove: Annotated[
@@ -202,6 +188,16 @@ def doctor(
     if remove:
         clean_up(paths or [])
     print_checks(paths or [], as_json)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
+) -> None:
+    """Make run.html of a run anew, also of one that was killed or is under way."""
+    from offload.runs.page import write_page
+
+    echo(str(write_page(folder)))
 
 
 @app.command()
@@ -225,6 +221,13 @@ def migrate(
     from offload.cli.migrate import migrate_file
 
     migrate_file(file, out, ranks, replace=force)
+
+
+app.command()(compress)
+app.command()(perplexity)
+app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(bench_app, name="bench")
 
 
 @config_app.command()

@@ -10,6 +10,7 @@ import typer
 
 from offload.cli.compress import Format, GroupSize, Skip, Storage
 from offload.cli.errors import EXIT_FAILED, GuardedGroup, print_error
+from offload.display.plain_text import echo
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,13 +46,12 @@ class Dtype(enum.StrEnum):
 @checkpoint_app.command()
 def inspect(path: Folder) -> None:
     """Print what is in PATH: groups, parameters, bytes, steps. Reads the manifest alone."""
-    from rich.console import Console
-
     from offload.checkpoint.reader import CheckpointReader
+    from offload.display.console import PlainConsole
 
     with CheckpointReader(path) as reader:
         manifest = reader.manifest
-    console = Console(highlight=False, markup=False)  # its texts may be anybody's
+    console = PlainConsole()
     for line in _summary(manifest):
         console.print(line, soft_wrap=True)
     console.print(_table(manifest))
@@ -74,7 +74,7 @@ def verify(path: Folder) -> None:
         print_error(problem)
     if problems:
         raise typer.Exit(EXIT_FAILED)
-    typer.echo(f"{path} is whole: {files} files, {format_bytes(nbytes)}")
+    echo(f"{path} is whole: {files} files, {format_bytes(nbytes)}")
 
 
 @checkpoint_app.command()
@@ -88,7 +88,7 @@ def copy(
     from offload.tiers.units import format_bytes
 
     nbytes = run(source, destination)
-    typer.echo(f"copied {source} to {destination} ({format_bytes(nbytes)})")
+    echo(f"copied {source} to {destination} ({format_bytes(nbytes)})")
 
 
 @checkpoint_app.command()
@@ -130,12 +130,12 @@ def export(
         write = partial(write_hub_format, change=change)
     files = run(path, out, None if dtype is None else str(dtype), source, write)
     nbytes = sum(file.stat().st_size for file in files)
-    typer.echo(f"wrote {out} ({format_bytes(nbytes)})")
+    echo(f"wrote {out} ({format_bytes(nbytes)})")
     others = [file.name for file in files if file.suffix != ".safetensors"]
     if others:
-        typer.echo(f"with {', '.join(others)}")
+        echo(f"with {', '.join(others)}")
     if "config.json" in others and not any(name.startswith("tokenizer") for name in others):
-        typer.echo("without a tokenizer: --source FOLDER names the folder that has its files")
+        echo("without a tokenizer: --source FOLDER names the folder that has its files")
 
 
 def _check_folder(path: Path, out: Path) -> None:
@@ -161,7 +161,7 @@ def export_dcp(
     """Write all of PATH to a folder of torch.distributed.checkpoint, which dcp.load reads."""
     from offload.integrations.dcp_export import export_dcp as run
 
-    typer.echo(f"wrote {run(path, out)}")
+    echo(f"wrote {run(path, out)}")
 
 
 @checkpoint_app.command("import-dcp")
@@ -179,7 +179,7 @@ def import_dcp(
     """Write a folder of torch.distributed.checkpoint as one of ours. Runs nothing of PATH."""
     from offload.integrations.dcp_import import import_dcp as run
 
-    typer.echo(f"wrote {run(path, out, kind=optimizer, tied=_pairs(tied))}")
+    echo(f"wrote {run(path, out, kind=optimizer, tied=_pairs(tied))}")
 
 
 def _pairs(tied: list[str] | None) -> dict[str, str]:
@@ -217,7 +217,7 @@ def import_deepspeed(
             "code; add --trust if you know where they come from"
         )
     target = import_checkpoint(path, out, kind=optimizer, tied=_pairs(tied))
-    typer.echo(f"wrote {target}")
+    echo(f"wrote {target}")
 
 
 def _summary(manifest: Manifest) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from offload.display.plain_text import echo
 from offload.tiers.errors import ConfigError
 
 Storage = Annotated[
@@ -65,7 +66,7 @@ def compress(
     )  # fmt: skip
     nbytes = sum(file.stat().st_size for file in files)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    typer.echo(f"wrote {out} ({format_bytes(nbytes)}; {folder} has {format_bytes(before)})")
+    echo(f"wrote {out} ({format_bytes(nbytes)}; {folder} has {format_bytes(before)})")
 
 
 def _numbers(text: str) -> list[int]:

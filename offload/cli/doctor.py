@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from offload.cli.errors import EXIT_FAILED
+from offload.display.console import PlainConsole
+from offload.display.plain_text import echo
 from offload.doctor import Check, run_checks, verdict
 from offload.leftovers import clean
 from offload.tiers.errors import OffloadError, PathError
@@ -30,9 +31,9 @@ def clean_up(paths: Sequence[Path]) -> None:
             raise PathError(f"cannot clean {path}: {error}") from None
         for each in removed:
             kept = " or made the checkpoint that it was to be" if each.pid is None else ""
-            typer.echo(f"removed{kept}: {each.path} ({format_bytes(each.nbytes)})", err=True)
+            echo(f"removed{kept}: {each.path} ({format_bytes(each.nbytes)})", err=True)
         if not removed:
-            typer.echo(f"nothing of dead runs in {path}", err=True)
+            echo(f"nothing of dead runs in {path}", err=True)
 
 
 def print_checks(paths: Sequence[Path], as_json: bool) -> None:
@@ -44,7 +45,7 @@ def print_checks(paths: Sequence[Path], as_json: bool) -> None:
         listed = [asdict(check) for check in checks]
         typer.echo(json.dumps({**asdict(found), "checks": listed}, indent=2))
     else:
-        console = Console(highlight=False, markup=False)
+        console = PlainConsole()
         console.print(_table(checks))
         console.print()
         for line in found.lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -12,8 +13,8 @@ from typing import Any
 import typer
 import typer.core
 
-from offload.display.plain_text import plain
-from offload.interrupts import Terminated
+from offload.display.plain_text import plain_lines
+from offload.interrupts import Terminated, raising
 from offload.tiers.errors import BudgetError, ConfigError, OffloadError
 
 EXIT_FAILED = 1
@@ -22,7 +23,31 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
-class GuardedGroup(typer.core.TyperGroup):
+class TidyGroup(typer.core.TyperGroup):
+    """A group whose help shows flags without a type, and a command's text without the line breaks
+    of its source."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """As `typer` has it, tidied."""
+        command = super().get_command(ctx, cmd_name)
+        return None if command is None else _tidied(command, ctx)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """That of this group."""
+        _tidied(self, ctx)
+        super().format_help(ctx, formatter)
+
+
+def _tidied(command: Any, ctx: Any) -> Any:
+    for param in command.get_params(ctx):
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    if command.help:
+        command.short_help = " ".join(command.help.partition("\n\n")[0].split())
+    return command
+
+
+class GuardedGroup(TidyGroup):
     """A group of commands whose expected errors end in a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -34,7 +59,8 @@ def guarded(run: Callable[[], Any], *, debug: bool, failed: int = EXIT_FAILED) -
     """`run()`, with every expected error printed and turned into an exit code; `failed`: of those
     that are not the input's fault."""
     try:
-        return run()
+        with raising():
+            return run()
     except OffloadError as error:
         if debug:
             traceback.print_exc()
@@ -57,6 +83,8 @@ def failing_io(*, debug: bool, failed: int = EXIT_FAILED) -> Iterator[None]:
     Mostly that of standard output (a full disk, /dev/full). Around all of the program, since help
     and version are output, too.
     """
+    if logging.lastResort is not None:  # prints warnings, of whatever names
+        logging.lastResort.setFormatter(_PlainFormatter())
     try:
         yield
     except OSError as error:
@@ -66,6 +94,11 @@ def failing_io(*, debug: bool, failed: int = EXIT_FAILED) -> Iterator[None]:
         what = f" {error.filename}" if error.filename is not None else ""
         print_error(f"cannot read or write{what}: {error.strerror or error}; --debug shows where")
         sys.exit(failed)
+
+
+class _PlainFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return plain_lines(super().format(record))
 
 
 def _drop_output() -> None:
@@ -84,7 +117,7 @@ def print_error(message: str) -> None:
     red, normal = ("\x1b[31m", "\x1b[0m") if _colours(sys.stderr.isatty()) else ("", "")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "rank" not in message.partition(":")[0]:
         message = f"rank {_rank()}: {message}"
-    indented = "\n       ".join(map(plain, message.split("\n")))
+    indented = plain_lines(message).replace("\n", "\n       ")
     print(f"{red}error:{normal} {indented}", file=sys.stderr)
 
 

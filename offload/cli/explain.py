@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from offload.config.reference import Key, explained
+from offload.display.console import PlainConsole
 
 
 def print_explanation(name: str) -> None:
     """ConfigError for a key that there is not."""
     key = explained(name)
-    console = Console(highlight=False, markup=False)
+    console = PlainConsole()
     if key.name:
         console.print(Text(key.name, style="bold"))
     console.print(key.meaning)

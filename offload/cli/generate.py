@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.located import located
 from offload.config import OffloadConfig
+from offload.display.plain_text import without_controls
 from offload.tiers.errors import ConfigError, OffloadError, PathError
 
 if TYPE_CHECKING:
@@ -70,13 +71,12 @@ def _text_of(prompt: str) -> str:
 
 class _Generation:
     def __init__(self, asked: Asked, config: OffloadConfig) -> None:
-        from rich.console import Console
-
+        from offload.display.console import PlainConsole
         from offload.machine import rss_nbytes
 
         self._asked = asked
         self._config = config
-        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._console = PlainConsole(stderr=True)
         self._baseline_nbytes = rss_nbytes()
 
     def run(self, prompts: Sequence[str]) -> None:
@@ -205,7 +205,8 @@ def _replace_unknown_letters() -> None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    """What the model says; on a terminal it moves no cursor."""
+    sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import typer
 
 from offload.deepspeed.migration import migrate, read_ds_config
+from offload.display.plain_text import echo, plain
 from offload.tiers.errors import ConfigError, PathError
 
 
@@ -24,9 +24,9 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
     except ConfigError as error:
         prefix = "" if str(error).startswith(str(file)) else f"{file}: "
         raise ConfigError(f"{prefix}{error}") from None
-    text = made.to_yaml(file.name)
+    text = made.to_yaml(plain(file.name))
     for warning in [*made.warnings, *made.for_loops]:
-        print(f"warning: {warning}", file=sys.stderr)
+        echo(f"warning: {warning}", err=True)
     if out is None:
         typer.echo(text, nl=False)
         return
@@ -34,7 +34,7 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PathError(f"-o {out}: cannot be written: {error.strerror}") from None
-    typer.echo(f"wrote {out}")
+    echo(f"wrote {out}")
     if made.schedule is not None:
-        typer.echo("\n# the scheduler, for your loop (optimizer = engine.optimizer):")
+        echo("\n# the scheduler, for your loop (optimizer = engine.optimizer):")
         typer.echo(made.schedule.code(), nl=False)

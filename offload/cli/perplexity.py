@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from offload.display.plain_text import echo
 from offload.tiers.errors import ConfigError
 
 
@@ -45,7 +46,7 @@ def perplexity(
     model = dispatch(open_pretrained(folder), loaded)
     with dispatched(model):
         found = run(model, tokens, window=window, stride=stride, batch=batch)
-    typer.echo(
+    echo(
         f"perplexity {found.value:.4f} ({found.loss:.4f} nats per token) on {found.tokens:,} "
         f"tokens of {text.name}; windows of {window}, stride {stride}"
     )

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from offload.cli.located import located
 from offload.config import OffloadConfig
+from offload.display.console import PlainConsole
 from offload.planning.plan.workload import Generation
 from offload.tiers.errors import ConfigError
 
@@ -42,7 +41,7 @@ def print_plan(
         other = model is not None or config.written_for is not None
         found = named(config, model) if other else built_in(config)
         planned = _plan(found, ranks, nodes, ep_size)
-    Console().print(describe(planned))
+    PlainConsole().print(describe(planned))
 
 
 def print_inference_plan(
@@ -65,7 +64,7 @@ def print_inference_plan(
 
     with located(file, overrides):
         planned = _plan_generation(generating(config, source, asked), asked, notes)
-    Console().print(describe(planned))
+    PlainConsole().print(describe(planned))
 
 
 def _plan_generation(

@@ -92,7 +92,7 @@ class NvmeConfig(Section):
         (),
         description="Folders for swap files, on one disk each; several are striped by their "
         "measured speed. {rank} and {local_rank} stand for the process's numbers under torchrun. "
-        "Empty: the temporary folder.",
+        "Empty: the temporary folder, or /var/tmp where that one is in RAM.",
         examples=[["/mnt/nvme0/offload", "/mnt/nvme1/offload"]],
         json_schema_extra=about(see=["budget.nvme"]),
     )

@@ -36,6 +36,9 @@ _BAR = 8
 _MUCH = 0.2  # of the time: waits that stand out
 _STANDS_STILL = 0.01  # of the time: a link with work waiting
 _WIDEST = 78  # of the bar of steps: the eye finds it at once
+# The time left is told from steps after the first two, which learn the order of uses, as soon as
+# there are so many of them, or they have taken so long.
+_SETTLING, _ENOUGH_STEPS, _ENOUGH_S, _LONG_S = 2, 3, 3.0, 30.0
 
 Values = Mapping[str, Any]
 
@@ -98,15 +101,31 @@ class _Recent:
         self.values: Values = {}
         self.loss: float | None = None  # the last that was known
         self._rows: deque[tuple[int, Values]] = deque(maxlen=_KEPT)
-        self._first: tuple[int, float] | None = None
+        self._settled_from = 0
+        self._first: tuple[int, float] | None = None  # once settled
+        self._last: tuple[Values, int] | None = None  # not noted yet
+
+    def leave_out(self, values: Values, step: int) -> None:
+        """A step that is not shown, unless it turns out to be the last one."""
+        self._last = values, step
+
+    def note_last(self) -> bool:
+        """Note the last step if it was left out; whether it was."""
+        last, self._last = self._last, None
+        if last is not None:
+            self.note(*last)
+        return last is not None
 
     def note(self, values: Values, step: int) -> None:
+        self._last = None
         if self._rows and step <= self._rows[-1][0]:  # an earlier checkpoint was loaded
             self._rows.clear()
             self._first = None
+        if not self._rows:
+            self._settled_from = step + _SETTLING
         self.step, self.values = step, values
         self._rows.append((step, values))
-        if self._first is None:
+        if self._first is None and step >= self._settled_from:
             self._first = step, values["elapsed_seconds"]
         if values["loss"] is not None:
             self.loss = values["loss"]
@@ -144,14 +163,14 @@ class _Recent:
         return found
 
     def left(self) -> str:
-        """`about 3 min left`; empty where that is not known."""
-        if self.total is None or self._first is None or self.step == self._first[0]:
+        """`about 3 min left`; empty where that is not known yet."""
+        if self.total is None or self._first is None or self.step == self.total:
             return ""
-        if self.step == self.total:
+        steps = self.step - self._first[0]
+        seconds = self.values["elapsed_seconds"] - self._first[1]
+        if not steps or seconds < (_ENOUGH_S if steps >= _ENOUGH_STEPS else _LONG_S):
             return ""
-        step, elapsed = self._first
-        pace = (self.values["elapsed_seconds"] - elapsed) / (self.step - step)
-        return about(pace * (self.total - self.step))
+        return about(seconds / steps * (self.total - self.step))
 
     # ---------------------------------------------------------------- in words
     def losses(self) -> Iterator[Cell]:
@@ -224,6 +243,7 @@ class Panel:
     def log(self, values: Values, step: int) -> None:
         """Draw, unless the last drawing is too recent."""
         if not self.wants(step):
+            self._recent.leave_out(values, step)
             return
         self._recent.note(values, step)
         if self._is_open:
@@ -239,6 +259,7 @@ class Panel:
         if self._is_open:
             self._is_open = False
             self._ended = True
+            self._recent.note_last()
             self._screen.remove(self.lines)
 
     def lines(self, columns: int) -> list[str]:
@@ -302,6 +323,7 @@ class Lines:
     def log(self, values: Values, step: int) -> None:
         """Print a line, if it is time."""
         if not self.wants(step):
+            self._recent.leave_out(values, step)
             return
         self._recent.note(values, step)
         self._said_at = time.monotonic()
@@ -324,7 +346,9 @@ class Lines:
         return " | ".join("  ".join(part) for part in parts if part)
 
     def close(self) -> None:
-        """Nothing is left to say."""
+        """Print the last step, if it was left out."""
+        if self._recent.note_last():
+            self._say(self.line())
 
 
 def _texts(cells: Iterator[Cell]) -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 def plain(text: str, most: int = 1 << 16) -> str:
     """What of `text` has no effect on a terminal; all else as Python writes it. Cut at `most`."""
@@ -9,3 +14,21 @@ def plain(text: str, most: int = 1 << 16) -> str:
     if cut.isprintable():
         return cut
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+
+
+def plain_lines(text: str) -> str:
+    """The same of a text of several lines, uncut."""
+    if text.isprintable():
+        return text
+    return "\n".join(plain(line, len(line)) for line in text.split("\n"))
+
+
+def without_controls(text: str) -> str:
+    """A text in any language: line breaks, tabs and what prints nothing stay, what moves the cursor
+    is shown as Python writes it."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines that may have names of others in them."""
+    print(plain_lines(text), file=sys.stderr if err else sys.stdout, flush=True)

@@ -14,11 +14,11 @@ the logger "offload.progress" are off (as they are where those of "offload" are)
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from offload.display.plain_text import echo
 from offload.display.screen import Screen, screen
 from offload.display.words import CYAN, DIM, Cell, about, of_budget, took
 from offload.machine import rank_here
@@ -29,6 +29,7 @@ _SILENT_S = 2.0
 _REFRESH_S = 0.2
 _LINE_S = 10.0
 _BAR = 30
+_ENOUGH = 0.05  # done, for the rest to be told from it
 
 
 @contextmanager
@@ -75,7 +76,7 @@ class _Progress:
         else:
             self._next_s = seconds + _LINE_S
             self._is_said = True
-            _say(f"{self._what}: {self._figures()}, {self._left()}")
+            _say(", ".join(filter(None, [f"{self._what}: {self._figures()}", self._left()])))
 
     def end(self, *, finished: bool) -> None:
         if self._is_drawn:
@@ -106,8 +107,11 @@ class _Progress:
         return of_budget(self._done, self._total)
 
     def _left(self) -> str:
-        return about(self._seconds * (1 / self._share - 1)) if self._done else ""
+        """Empty as long as little is done in little time."""
+        if not self._done or (self._share < _ENOUGH and self._seconds < _LINE_S):
+            return ""
+        return about(self._seconds * (1 / self._share - 1))
 
 
 def _say(text: str) -> None:
-    print(f"offload: {text}", file=sys.stderr, flush=True)
+    echo(f"offload: {text}", err=True)

@@ -31,6 +31,7 @@ from offload.checkpoint.model_files import (
 from offload.config import OffloadConfig
 from offload.display.plain_text import plain
 from offload.engine import Engine, ParamGroups, initialize
+from offload.integrations.hub_names import not_local
 from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.quantised.reading import settings_in, settings_of, transposed_weights
 from offload.tiered_model import DTYPES
@@ -274,7 +275,7 @@ def _check_version(found: str) -> None:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder here, and offload downloads nothing; {_DOWNLOAD}")
+        raise ConfigError(not_local(str(folder)))
     if not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{folder} has no config.json; name a folder that model.save_pretrained or "

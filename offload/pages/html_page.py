@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
+from offload.display.plain_text import without_controls
 from offload.pages.colours import DARK, LIGHT, Theme, ink_on
 from offload.pages.svg import colour_class
 
@@ -94,13 +95,13 @@ footer{margin-top:26px;font-size:13px;color:var(--quiet)}
 
 
 def page(title: str, body: str, *, by: str) -> str:
-    """The file. `body` is HTML; `title` is escaped here, as by all that follow. `by` is the
-    program that writes it."""
+    """The file. `body` is HTML; `title` is escaped here, as by all that follow; control characters
+    are shown as Python writes them. `by` is the program that writes it."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_style_sheet()}</style></head>"
-        f"<body><main>{body}"
+        f"<title>{escape(without_controls(title))}</title><style>{_style_sheet()}</style></head>"
+        f"<body><main>{without_controls(body)}"
         "<footer>Bytes in binary units: 1 GiB = 1,073,741,824 bytes. Written by "
         f"{escape(by)}.</footer>"
         "</main></body></html>\n"

@@ -50,7 +50,7 @@ class OwnRun:
             )
         self._prediction = predicted(model, config)
         self._times = StepTimes()
-        self.cut_short = False  # by an error: said by the engine
+        self._cut_short = self._stopped = False
 
     def begin(self, engine: Engine) -> None:
         """Steps are about to be taken."""
@@ -69,6 +69,11 @@ class OwnRun:
             self._engine, show=False, of_folder=self.loggers, waits_for_log=False
         )
 
+    def ended_by(self, kind: type[BaseException], *, all_saved: bool) -> None:
+        """An error or an interrupt ends the loop."""
+        self._stopped = issubclass(kind, KeyboardInterrupt) and all_saved
+        self._cut_short = not self._stopped
+
     def stop_recording(self) -> None:
         """Write what was recorded for the folder so far, and record no more."""
         self._recorder.close()
@@ -84,7 +89,7 @@ class OwnRun:
                 peaks = {n: tier.peak_nbytes for n, tier in self._engine.report().tiers.items()}
                 measured = Measured(
                     peaks, peak_rss_nbytes(), self._times.usual_s, self._times.count,
-                    cut_short=self.cut_short,
+                    cut_short=self._cut_short, stopped=self._stopped,
                 )  # fmt: skip
                 self._folder.write_measured(measured)
         finally:

@@ -133,7 +133,9 @@ def _about(run: _Run) -> Iterator[str]:
     if isinstance(model, Mapping):
         sizes = (f"{model.get(name)} {what}" for name, what in _SIZES.items() if model.get(name))
         yield f"{model.get('shape')}: {', '.join(sizes)}; text: {run.at('train.text')}"
-    keys = {"device": "", "precision": "", "optimizer.type": "", "zero.stage": "ZeRO stage "}
+    keys = {"device": "", "precision": "", "optimizer.type": ""}
+    if _has_ranks(run.rows):
+        keys["zero.stage"] = "ZeRO stage "
     found = [f"{said}{run.at(key)}" for key, said in keys.items() if run.at(key) is not None]
     placement = run.at("placement")
     if isinstance(placement, Mapping):
@@ -173,7 +175,10 @@ def _state(run: _Run) -> tuple[str, str]:
     wanted = run.at("train.steps")
     of = f" of {wanted:,}" if isinstance(wanted, int) and wanted >= steps else ""
     if run.measured.get("cut_short") is True:
-        return f"{steps:,}{of} steps; ended by an error or a Ctrl-C", "bad"
+        how = "ended by an error, or by Ctrl-C or SIGTERM before all of them were saved"
+        return f"{steps:,}{of} steps; {how}", "bad"
+    if run.measured.get("stopped") is True:
+        return f"stopped by Ctrl-C or SIGTERM after {steps:,}{of} steps, all saved", "good"
     if run.measured:
         return f"ended after {steps:,}{of} steps", "good"
     return f"{steps:,}{of} steps; under way when this page was made, or cut short", "bad"
@@ -227,8 +232,12 @@ def _remarks(run: _Run) -> Iterator[str]:
     skipped = max(rows.known("skipped_steps"), default=0.0)
     if skipped > 0:
         yield f"{_count(int(skipped), 'step')} skipped: gradients not finite"
-    if any(name not in _LINKS for name in rows.names("moved")):
+    if _has_ranks(rows):
         yield "of several ranks: memory, traffic and waits are those of rank 0"
+
+
+def _has_ranks(rows: PageRows) -> bool:
+    return any(name not in _LINKS for name in rows.names("moved"))
 
 
 # ---------------------------------------------------------------- charts

@@ -12,17 +12,18 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from offload.display.panel import Display, LossWarning, Run, make_display
+from offload.display.plain_text import echo
 from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
 from offload.machine import rank_here, rss_nbytes
 from offload.runs.metrics import StepMetrics, StepSeconds
@@ -115,6 +116,8 @@ class Watch:
         if engine is None or not self._is_first or self._outlet.interrupted:
             return
         self._outlet.interrupted = True
+        self._complete_last(engine)
+        self._outlet.flush()
         self._outlet.stop_showing()
         stepper = engine.runtime.stepper
         _say(_what_is_kept(stepper.taken + stepper.skipped, engine.last_checkpoint))
@@ -128,6 +131,7 @@ class Watch:
                 self._hook.remove()
                 if engine is not None and not engine.is_closed:
                     engine.runtime.on_forward = None
+                    self._complete_last(engine)
                 self._outlet.close()
         finally:
             if engine is not None:
@@ -170,7 +174,11 @@ class Watch:
         stepper = engine.runtime.stepper
         step = stepper.taken + stepper.skipped
         seconds = StepSeconds.until_now(engine)
-        row = self._row(engine, step, now, seconds) if self._outlet.wants(step) else None
+        self._row_of = partial(
+            _row, step=step, now=now, began=self._last, seconds=seconds, before=self._before,
+            loop_s=self._loop_s,
+        )  # fmt: skip
+        row = self._row_of(engine) if self._outlet.wants(step) else None
         self._outlet.held = _Held(row, self._given, self._tokens, self._passes)
         self._given, self._passes = _Given(), None
         self._last = self._ended = now
@@ -178,17 +186,29 @@ class Watch:
         if not self._waits_for_log:
             self._outlet.flush()
 
-    def _row(self, engine: Engine, step: int, now: float, seconds: StepSeconds) -> StepMetrics:
-        report, spent = engine.report(), seconds.since(self._before)
-        return StepMetrics(
-            step=step, loss=math.nan, lr=float(engine.optimizer.param_groups[0]["lr"]),
-            seconds=now - self._last, tokens_per_second=math.nan,
-            gradient_norm=report.gradient_norm, skipped_steps=report.skipped_steps,
-            rss_nbytes=rss_nbytes(),
-            tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
-            moved=dict(report.bytes_moved), waited={**spent.waited, "loop": self._loop_s},
-            links=spent.links, elapsed_seconds=now - engine.made_at,
-        )  # fmt: skip
+    def _complete_last(self, engine: Engine) -> None:
+        """Make the row of the last step, if none was made as it was not to be shown then."""
+        outlet = self._outlet
+        last = outlet.held or outlet.left_out
+        if last is not None and last.row is None and outlet.display is not None:
+            last.row = self._row_of(engine)
+            outlet.held = last
+
+
+def _row(
+    engine: Engine, *, step: int, now: float, began: float, seconds: StepSeconds,
+    before: StepSeconds, loop_s: float,
+) -> StepMetrics:  # fmt: skip
+    report, spent = engine.report(), seconds.since(before)
+    return StepMetrics(
+        step=step, loss=math.nan, lr=float(engine.optimizer.param_groups[0]["lr"]),
+        seconds=now - began, tokens_per_second=math.nan,
+        gradient_norm=report.gradient_norm, skipped_steps=report.skipped_steps,
+        rss_nbytes=rss_nbytes(),
+        tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
+        moved=dict(report.bytes_moved), waited={**spent.waited, "loop": loop_s},
+        links=spent.links, elapsed_seconds=now - engine.made_at,
+    )  # fmt: skip
 
 
 _Given = dict[str, Any]
@@ -212,6 +232,7 @@ class _Outlet:
     own: list[Logger]  # those of them that are closed in the end
     display: Display | None
     held: _Held | None = None
+    left_out: _Held | None = None  # the last step, if no row was made of it
     warning: LossWarning = field(default_factory=lambda: LossWarning(_log.warning))
     interrupted: bool = False
 
@@ -222,7 +243,10 @@ class _Outlet:
     def flush(self) -> None:
         """Show and log the step that has ended."""
         held, self.held = self.held, None
-        if held is None or held.row is None:
+        if held is None:
+            return
+        self.left_out = held if held.row is None else None
+        if held.row is None:
             return
         row, values = _completed(held)
         for logger in (self.warning, *self.loggers):
@@ -288,7 +312,7 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    echo(text, err=True)
 
 
 def _alive(reference: weakref.ref[Watch]) -> Watch:

@@ -11,6 +11,6 @@ def display_on(console: Console, run: Run) -> Display:
     """A panel where `console` is a terminal, else lines."""
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
     return make_display(run, say, on_terminal=console.is_terminal and not console.quiet)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 from rich.console import Console
-from rich.text import Text
 from torch import nn
 
 from offload.child import ChildFailed
 from offload.config import OffloadConfig
+from offload.display.console import PlainConsole
 from offload.display.panel import LossWarning, Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate, parameter_count
 from offload.homes import compute_device
@@ -107,12 +107,12 @@ def run(
     check_names(config.train.loggers)
     with World.joined(config, compute_device(config)) as world:
         if not world.is_first:
-            console = Console(quiet=True)
+            console = PlainConsole(quiet=True)
             logging.getLogger("offload").setLevel(logging.ERROR)
             folder = FollowersFolder(Path(world.tell("")))
         else:
             world.tell(str(folder.path.absolute()))
-        console = console or Console(highlight=False)
+        console = console or PlainConsole()
         try:
             return _run(
                 config, folder, world, console, initialize, resume=resume, resume_with=resume_with
@@ -253,7 +253,9 @@ class Trainer:
             try:
                 self._train_steps(loggers, start)
             except KeyboardInterrupt:
+                report = self._engine.report()
                 self._complete_save()
+                self._watch.ended(report, all_saved=self._saved_step == self._steps_done)
                 self._say_interrupted()
                 raise
         self._sample("after")
@@ -297,14 +299,15 @@ class Trainer:
         text = f"interrupted after step {done} of {steps}; "
         if saved:
             text += "" if saved == done else f"step {done} is not saved; "
-            text += f"the checkpoint of step {saved} is in {self._folder.checkpoint_path(saved)}"
-            text += f". To go on from there:\n  {self._resume_with}"
+            path = self._folder.checkpoint_path(saved)
+            text += f"the checkpoint of step {saved} is in\n  {path}\nTo go on from there:"
+            text += f"\n  {self._resume_with}"
         else:
             text += "nothing was saved"
-        self._console.print(text, soft_wrap=True, markup=False)
+        self._console.print(text, soft_wrap=True)
 
     def _warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", style="yellow")
+        self._console.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
     def _step_or_save(self, step: int) -> StepMetrics:
         """Where too little memory is left, save the steps before this one; then LowMemoryError."""
@@ -422,7 +425,7 @@ class Trainer:
             seed=self._config.seed, device=self._batches.device,
         )  # fmt: skip
         self._console.print(f"\ntext {when} training:", style="bold")
-        self._console.print(Text(readable(text).rstrip("\n") + "\n"), soft_wrap=True)
+        self._console.print(readable(text).rstrip("\n") + "\n", soft_wrap=True)
 
     def _finish(self) -> RunResult:
         report = self._engine.report()
@@ -442,7 +445,7 @@ class Trainer:
             held = in_ram_nbytes(config, report), report.tiers["nvme"].peak_nbytes
             self._console.print()
             self._console.print(comparison_table(Process(rows, memory, *held), plain))
-            self._console.print(agreement(rows, plain.rows))
+            self._console.print(agreement(rows, plain.rows), soft_wrap=True)
         self._console.print(f"run folder: {self._folder.path}", soft_wrap=True)
         self._console.print(f"page: {self._folder.page}", soft_wrap=True)
         return RunResult(

@@ -8,6 +8,7 @@ before the first step and measured.json after the last.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -60,10 +61,14 @@ class PredictionWatch:
         if self._times.count == _STEPS or (step == self._steps and few):
             self._say(self._engine.report())
 
-    def ended(self, report: Report) -> None:
-        """No step comes any more: write measured.json, unless none was taken."""
+    def ended(self, report: Report, *, all_saved: bool | None = None) -> None:
+        """No step comes any more: write measured.json, unless none was taken. `all_saved`: of the
+        steps of a run that was interrupted."""
         if self._times.count:
-            self._folder.write_measured(self._measured(report.tiers))
+            measured = self._measured(report.tiers)
+            if all_saved is not None:
+                measured = replace(measured, stopped=all_saved, cut_short=not all_saved)
+            self._folder.write_measured(measured)
 
     def _say(self, report: Report) -> None:
         measured = self._measured(report.tiers)

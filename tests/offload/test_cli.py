@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from offload import __version__
 from offload.cli.app import main
+from offload.tools.memest.cli import main as memest
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -34,10 +36,26 @@ def config_file(tmp_path: Path) -> Path:
 def test_help_and_version(capsys: Any) -> None:
     assert run("--help") == 0
     output = capsys.readouterr().out
-    for command in ("train", "plan", "doctor", "config"):
-        assert command in output
+    commands = re.findall(r"^\W*(\w+)  ", output.partition("Commands")[2], re.MULTILINE)
+    assert commands[:4] == ["train", "plan", "generate", "doctor"]
+    assert {"config", "checkpoint", "bench", "report"} < set(commands)
     assert run("--version") == 0
     assert capsys.readouterr().out == f"offload {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        (main, []), (main, ["train"]), (main, ["doctor"]), (main, ["checkpoint"]),
+        (memest, []), (memest, ["max"]),
+    ],
+)  # fmt: skip
+def test_help_shows_flags_without_a_type(program: Any, arguments: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        program([*arguments, "--help"])
+    output = capsys.readouterr().out
+    assert "--help" in output
+    assert "bool" not in output.lower()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]])
@@ -130,6 +148,42 @@ def test_an_interrupt_ends_with_130(
     monkeypatch.setattr("offload.cli.train.run_training", interrupted)
     assert run("train", str(config_file)) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+PRESSED = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {pressed!r}:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = [{program!r}, *{arguments!r}]
+from {module} import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "pressed", "arguments"),
+    [
+        ("offload", "typer", ["--help"]),
+        ("offload", "offload.cli.bench", ["--version"]),
+        ("offload", "pydantic", ["config", "schema"]),
+        ("memest", "offload.cli.errors", ["profiles"]),
+        ("memest", "offload.tools.memest.hardware.parts", ["profiles"]),
+    ],
+)
+def test_a_ctrl_c_while_modules_are_imported_ends_with_130_and_no_traceback(
+    program: str, pressed: str, arguments: list[str]
+) -> None:
+    module = {"offload": "offload.__main__", "memest": "offload.tools.memest.__main__"}[program]
+    text = PRESSED.format(pressed=pressed, program=program, arguments=arguments, module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
 def test_the_schema_is_json(capsys: Any) -> None:

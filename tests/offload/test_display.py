@@ -127,17 +127,18 @@ def test_a_panel_has_all_figures(terminal_here: Any) -> None:
     terminal = terminal_here()
     screen = Screen()
     display = panel(screen)
-    shown(screen, display, 1)
     shown(screen, display, 3)
+    shown(screen, display, 5)
+    shown(screen, display, 11)
     assert terminal.shown == [
-        "step      3/1,000   ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   about 8 min left",
+        "step      11/1,000   ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   about 8 min left",
         "          loss 2.5000   8,192 tokens/s   500 ms/step   norm 1.25   lr 0.0003",
         "moving    nvme busy 83%   nvme read 2 GB/s   nvme write 200 MB/s",
         "holding   host ██████░░ 3.0 of 4.0 GiB   nvme ░░░░░░░░ 5.0 of 100.0 GiB",
         "time      computing 68%   nvme 20%   update 10%   loop 2%",
     ]
     display.close()
-    assert terminal.shown[0].endswith("━   after 2 s")
+    assert terminal.shown[0].endswith("━   after 6 s")
     assert sys.stdout is terminal is sys.stderr
     print("what follows")
     assert terminal.shown[-1] == "what follows"
@@ -346,14 +347,47 @@ def test_steps_beyond_those_announced_have_no_time_left(terminal_here: Any) -> N
         display._recent.note(values(step), step)
         line = STYLE.sub("", display.lines(80)[0])
         assert line.startswith("step      3   for 2 s" if step == 3 else f"step      {step}/2")
-        assert "left" not in line or step == 1
+        assert "left" not in line
+
+
+@pytest.mark.parametrize(("seconds", "first"), [(0.05, 63), (0.5, 9), (12.0, 6), (40.0, 4)])
+def test_the_time_left_is_told_once_some_settled_steps_say_it(
+    seconds: float, first: int, terminal_here: Any
+) -> None:
+    """The first two steps take ten times as long here, and would say so of all."""
+    terminal_here()
+    recent, found = panel(Screen())._recent, 0
+    for step in range(1, 101):
+        elapsed = seconds * (step + 9 * min(step, 2))
+        recent.note(values(step, seconds=seconds, elapsed_seconds=elapsed), step)
+        if recent.left():
+            found = step
+            break
+    assert found == first
+    assert recent.left() == about(seconds * (1000 - found))
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_the_last_step_is_shown_when_no_other_comes(on_terminal: bool, terminal_here: Any) -> None:
+    terminal, said = terminal_here(), []
+    run = Run(0, 1000, BUDGETS)
+    display: Any = Panel(run, Screen()) if on_terminal else Lines(run, said.append)
+    display.log(values(1), 1)
+    for step in (2, 3):
+        display.log(values(step, loss=step / 8), step)  # too soon after the first
+    display.close()
+    display.close()
+    text = "\n".join(terminal.shown if on_terminal else said)
+    assert text.count("3/1,000") == 1
+    assert "loss 0.3750" in text
 
 
 def test_going_back_to_a_checkpoint_begins_the_rates_anew(terminal_here: Any) -> None:
     terminal_here()
     display = panel(Screen())
-    for step in (10, 11, 12, 5, 6):
-        display._recent.note(values(step, elapsed_seconds=0.5 * step + 100 * (step < 10)), step)
+    for step in (10, 11, 12, 5, 6, 7, 13):
+        now = 0.5 * step + 100 * (step < 10 or step == 13)
+        display._recent.note(values(step, elapsed_seconds=now), step)
     assert display._recent.step_s == 0.5
     assert display._recent.left() == "about 8 min left"
 
@@ -372,8 +406,8 @@ def test_a_run_of_known_length_has_twenty_lines() -> None:
     assert said[1].endswith(
         " | nvme busy 83%  nvme read 2 GB/s  nvme write 200 MB/s"
         " | computing 68%  nvme 20%  update 10%  loop 2%"
-        " | about 100 s left"
     )
+    assert said[2].endswith(" | about 90 s left")
 
 
 def test_a_run_of_unknown_length_is_not_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

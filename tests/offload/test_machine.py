@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,27 @@ def test_this_machine_can_be_read() -> None:
     assert machine.cpu_count() >= 1
     assert 0 < machine.rss_nbytes() <= machine.peak_rss_nbytes() * 1.01
     assert machine.mount_of(Path("/")) is not None
+
+
+@pytest.mark.parametrize(
+    ("temporary", "var", "asked", "found"),
+    [
+        ("ext4", "ext4", False, "temporary"), ("tmpfs", "ext4", False, "var"),
+        ("tmpfs", "ext4", True, "temporary"), ("tmpfs", "tmpfs", False, "temporary"),
+    ],
+)  # fmt: skip
+def test_swap_files_lie_on_a_disk_where_the_temporary_folder_is_ram(
+    temporary: str, var: str, asked: bool, found: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folders = {"temporary": Path(tempfile.gettempdir()), "var": Path("/var/tmp")}
+    kinds = {"temporary": temporary, "var": var}
+    lines = [
+        f"{n} 1 0:{n} / {folder.resolve()} rw - {kinds[name]} none rw"
+        for n, (name, folder) in enumerate(folders.items(), 1)
+    ]
+    put(tmp_path, {"proc/self/mountinfo": "\n".join(lines)})
+    monkeypatch.delenv("TMPDIR", raising=False)
+    if asked:
+        monkeypatch.setenv("TMPDIR", str(folders["temporary"]))
+    assert machine.swap_folder(tmp_path) == folders[found]

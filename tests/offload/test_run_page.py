@@ -211,6 +211,37 @@ def test_lines_that_are_no_steps_are_counted_and_left_out(tmp_path: Path) -> Non
     assert "cut short" in text
 
 
+@pytest.mark.parametrize(
+    ("measured", "said", "kind"),
+    [
+        ({}, "ended after 4 steps", "good"),
+        ({"stopped": True}, "stopped by Ctrl-C or SIGTERM after 4 steps, all saved", "good"),
+        ({"cut_short": True}, "4 steps; ended by an error", "bad"),
+        (None, "4 steps; under way when this page was made, or cut short", "bad"),
+    ],
+)
+def test_the_page_says_how_the_run_ended(
+    measured: dict[str, bool] | None, said: str, kind: str, tmp_path: Path
+) -> None:
+    files = {} if measured is None else {"measured.json": json.dumps({"steps": 4, **measured})}
+    page = run_page(write(tmp_path / "run", rows(4), **files))
+    assert f'<p class="verdict {kind}">{said}' in page
+
+
+def test_zero_stages_are_said_of_several_ranks_alone(tmp_path: Path) -> None:
+    config = {"config.resolved.yaml": "zero: {stage: 3}\nprecision: bf16\n"}
+    alone = run_page(write(tmp_path / "one", rows(2), **config))
+    ranks = run_page(write(tmp_path / "two", rows(2, moved={"all-gather": 5}), **config))
+    assert "ZeRO stage 3" not in alone.partition("<pre>")[0]
+    assert "ZeRO stage 3" in ranks.partition("<pre>")[0]
+
+
+def test_a_name_with_control_characters_moves_no_cursor(tmp_path: Path) -> None:
+    page = run_page(write(tmp_path / "a\x1b[31mb", rows(2)))
+    assert "\x1b" not in page
+    assert "a\\x1b[31mb" in page
+
+
 def test_losses_that_are_not_finite_are_named(tmp_path: Path) -> None:
     lines = [*rows(4), {"step": 5, "loss": None, "seconds": 1.0}]
     text, _ = check(run_page(write(tmp_path / "run", lines)))

@@ -315,6 +315,19 @@ def test_a_run_that_ends_by_an_error_is_cut_short(make: Any, tmp_path: Path) -> 
     assert "ended by an error" in (tmp_path / "run/run.html").read_text()
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_is_interrupted_is_cut_short_where_steps_are_lost(
+    saves: bool, make: Any, tmp_path: Path
+) -> None:
+    with suppress(KeyboardInterrupt), make(run_folder=tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        if saves:
+            engine.save_checkpoint(tmp_path / "saved")
+        raise KeyboardInterrupt
+    measured = json.loads((tmp_path / "run/measured.json").read_text())
+    assert (measured["stopped"], measured["cut_short"]) == (saves, not saves)
+
+
 def test_a_recording_of_the_loops_own_takes_the_place_of_the_folders(
     make: Any, tmp_path: Path
 ) -> None:
@@ -455,6 +468,20 @@ def test_an_interrupt_says_what_is_kept(
         f"the last checkpoint, {saved}, is of step 1, and what came after is lost" in interrupted(1)
     )
     assert f'engine.load_checkpoint("{saved}") goes on from it' in interrupted(2)
+
+
+@pytest.mark.parametrize("way", ["interrupt amid a step", "close"])
+def test_the_last_step_is_shown_though_it_was_left_out(way: str, make: Any, capfd: Any) -> None:
+    with suppress(KeyboardInterrupt), make() as engine:
+        engine.watch(steps=100, every=50)
+        capfd.readouterr()
+        for tokens in batches(3):
+            step(engine, tokens)
+        if way != "close":
+            engine.module.loss(batches(1)[0])
+            raise KeyboardInterrupt
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [line.split(" | ")[0] for line in lines] == ["step 1/100", "step 3/100"]
 
 
 def test_a_forked_child_leaves_the_watch_to_its_parent(make: Any, tmp_path: Path) -> None:

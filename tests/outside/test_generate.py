@@ -210,7 +210,7 @@ def test_what_cannot_be_meant_is_one_line(folder: Path, placed: list[str], capsy
         ([*ok, "--top-p", "1.5"], "--top-p 1.5: write a number above 0"),
         ([str(folder), "--prompt", " "], "is empty; give it some text"),
         ([str(folder), "--prompt", "@nowhere"], "--prompt @nowhere: cannot be read"),
-        (["nowhere", "--prompt", "x"], "nowhere is no folder here"),
+        (["nowhere", "--prompt", "x"], "nowhere is not a local folder"),
         ([*ok, *NEW, "-o", "budget.host=1KiB"], "budget.host"),
     ):
         assert run(*words) != 0

@@ -487,4 +487,8 @@ def test_modules_that_cannot_be_imported_are_refused(
     assert "importing it failed: SystemExit: bye" in reason("broken_three:f")
     assert "no module named 'nowhere_at_all'" in reason("nowhere_at_all:f")
     assert "no such file" in reason("bad name:f")
-    assert "no such file" in reason("meta-llama/Llama-2-7b")
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-2-7b", "gpt2", "Qwen/Qwen2.5-0.5B"])
+def test_a_name_of_a_hub_is_answered_with_the_command_that_downloads_it(name: str) -> None:
+    assert f"`hf download {name} --local-dir {Path(name).name}`" in reason(name)

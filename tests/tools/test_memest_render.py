@@ -341,7 +341,7 @@ def test_json_has_the_documented_fields(case: Estimate) -> None:
     value = json.loads(json.dumps(to_dict(case), allow_nan=False))
     assert value["schema"] == SCHEMA == "memest/1"
     assert set(value) == {
-        "schema", "fits", "model", "hardware", "workload", "memory", "ledger_peaks",
+        "schema", "fits", "verdict", "model", "hardware", "workload", "memory", "ledger_peaks",
         "checkpoint_nbytes", "step", "inference", "experts", "ssd", "plan", "shortfalls", "changes",
         "notes", "config",
     }  # fmt: skip

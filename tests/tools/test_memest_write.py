@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
+from offload.machine import mount_of, swap_folder
 from offload.tools.memest.cli import main
 from offload.tools.memest.commands.files import check_target, write_file
+from tests.tools.model_files import write_config
 
 TINY = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256"]
 ONE = ["-o", "placement.activations.checkpoint=false", "-o", "micro_batches=1"]  # one trace each
@@ -159,6 +161,27 @@ def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path, capsys: Any)
     assert run(*TINY, *WORK, "--gpu", "none", "--write", str(path), "--force") == 0
     assert OffloadConfig.load(path).device == "cpu"
     assert os.listdir(tmp_path) == ["a.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("options", "lr"), [((), 1e-5), (("-o", "optimizer.lr=3e-4"), 3e-4)], ids=["open", "given"]
+)
+def test_a_pretrained_model_is_given_a_learning_rate_for_one(
+    options: tuple[str, ...], lr: float, tmp_path: Path
+) -> None:
+    source = str(write_config(tmp_path))
+    config = written(tmp_path / "a.yaml", source, *WORK, "--gpu", "none", *options)
+    assert config.optimizer.lr == lr
+
+
+def test_swap_files_get_a_folder_by_name_and_its_file_system_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    options = ["--gpu", "none", "-o", "placement={parameters: nvme, optimizer: nvme}"]
+    assert written(path, *TINY, *WORK, *options).nvme.paths == (str(swap_folder()),)
+    mount = mount_of(swap_folder())
+    assert mount is not None
+    assert f"  # swap files, here on {mount.kind}" in path.read_text()
+    assert written(path, *TINY, *WORK, "--gpu", "none", "--force").nvme.paths == ()
 
 
 # ---------------------------------------------------------------- files

@@ -1,5 +1,15 @@
-"""`python -m offload.tools.memest`."""
+"""The `memest` command, and `python -m offload.tools.memest`."""
 
-from offload.tools.memest.cli import main
+from offload.interrupts import ending_at_once
 
-main()
+
+def main() -> None:
+    """Run the command line; ends the process with its exit code."""
+    with ending_at_once():
+        from offload.tools.memest.cli import main as run
+
+        run()
+
+
+if __name__ == "__main__":
+    main()

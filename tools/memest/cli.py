@@ -223,7 +223,7 @@ def check(
 def calibrate(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="Folders for swap files. Default: a temporary."),
+        typer.Argument(metavar="PATH", help="Folders for swap files. Default: a temporary."),
     ] = None,
 ) -> None:
     """Measure this machine's speeds again, and keep them."""

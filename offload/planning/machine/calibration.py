@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -84,7 +83,7 @@ def _speeds(compute: ComputeSpeeds, disk: DiskSpeeds) -> Speeds:
 # ---------------------------------------------------------------- what speeds depend on
 def _folders(paths: Sequence[StrPath]) -> list[Path]:
     folders = [Path(path).expanduser().absolute() for path in paths]
-    folders = folders or [Path(tempfile.gettempdir())]
+    folders = folders or [machine.swap_folder()]
     for folder in folders:
         # the runtime makes the last component of a path that is missing
         if not folder.is_dir() and not folder.parent.is_dir():

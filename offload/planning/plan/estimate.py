@@ -94,6 +94,9 @@ class StepEstimate:
         return sum(link.nbytes for link in self.links if link.name == "nvme write")
 
 
+_SLOW_TOKENS_PER_S = 1_000_000 / 86_400  # a million tokens take more than a day
+_FEW_STEPS = 10_000  # of a drive's whole life: a few runs wear it out
+
 # How bad a missing byte is, by place: what more of it costs, roughly, as a GPU, as RAM and as SSD.
 # Of plans that do not fit, that is the best which is short of what is the easiest to get.
 _SHORT_WEIGHTS = {Tier.DEVICE: 1000, Tier.HOST: 50, Tier.NVME: 1}
@@ -123,7 +126,8 @@ class Change:
 
     settings: Mapping[str, str]  # dotted key -> value, as `-o key=value` takes them
     text: str
-    step_factor: float | None = None  # of the predicted step time now (or of the next best)
+    # of the predicted step time now (or of the next best); of the time per token where a step has
+    step_factor: float | None = None  # ... other tokens
 
 
 @dataclass(frozen=True)
@@ -175,3 +179,15 @@ class Estimate:
         or the rating is not known."""
         written = self.step.written_nbytes if self.step is not None else 0
         return self.endurance_nbytes // written if written and self.endurance_nbytes else None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether training so is hardly of use."""
+        trains = self.step is not None and self.inference is None
+        return trains and self.step.tokens_per_s < _SLOW_TOKENS_PER_S  # type: ignore[union-attr]
+
+    @property
+    def wears_out_ssds(self) -> bool:
+        """Whether the SSDs' rated writes last for a few runs only."""
+        life = self.ssd_life_steps
+        return self.inference is None and life is not None and life < _FEW_STEPS

@@ -7,16 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
-import typer.core
 
-from offload.cli.errors import EXIT_BAD_INPUT, guarded, print_error
+from offload.cli.errors import EXIT_BAD_INPUT, TidyGroup, guarded, print_error
 
 DEFAULT = "estimate"
 # typer brings its own click, or uses the one that is installed: this is whichever it is
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-class MemestGroup(typer.core.TyperGroup):
+class MemestGroup(TidyGroup):
     """Commands of which one may be left unnamed.
 
     Whatever is no command and no option of the group belongs to that one. A model in a folder that

@@ -43,19 +43,19 @@ def show_answer(
 
 
 def _print(table: RenderableType) -> None:
-    from rich.console import Console
+    from offload.display.console import PlainConsole
 
-    console = Console()
+    console = PlainConsole()
     if not console.encoding.lower().startswith("utf") and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # blocks and dots that it has no letters for
     console.print(table)
 
 
 def _text(table: RenderableType) -> str:
-    from rich.console import Console
+    from offload.display.console import PlainConsole
 
     text = io.StringIO()
-    Console(file=text, width=_FILE_COLUMNS, color_system=None).print(table)
+    PlainConsole(file=text, width=_FILE_COLUMNS, color_system=None).print(table)
     return text.getvalue()
 
 

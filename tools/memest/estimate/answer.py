@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from offload.planning.choice.durations import duration
-from offload.planning.plan.estimate import Estimate
+from offload.planning.plan.estimate import Change, Estimate
 from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.step.step_time import MOST_PASSES
 from offload.tools.memest.estimate.case import Case
-from offload.tools.memest.estimate.changes import changes
+from offload.tools.memest.estimate.changes import changes, improvements
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.parts import NCCL
 from offload.tools.memest.source.model_source import SourceKind
@@ -32,7 +32,11 @@ def estimate(
     notes = (*_notes(case), *found.notes, *_missing(case), *ranks)
     if not found.fits:
         return replace(found, notes=notes, changes=changes(case, found, estimator))
-    return replace(found, notes=notes, changes=estimator.advice(case) if advise else ())
+    better: tuple[Change, ...] = ()
+    if (found.is_slow or found.wears_out_ssds) and not by_node:
+        better = improvements(case, found, estimator)
+    advised = estimator.advice(case) if advise else ()
+    return replace(found, notes=notes, changes=(*better, *advised))
 
 
 def _notes(case: Case) -> Iterator[str]:

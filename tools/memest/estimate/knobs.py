@@ -16,6 +16,7 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile, with_ram
 from offload.tools.memest.hardware.read_profile import with_assumed_drive
+from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.stated_sizes import divisors
 
 GIB = 1 << 30
@@ -209,6 +210,46 @@ def _states(case: Case) -> Knob:
         _set(f"optimizer states in {size[name]}, an approximation", {"optimizer.states": name})
         for name in order[now + 1 :]
     ]
+
+
+# ---------------------------------------------------------------- of what fits, but is slow
+_RANK = 16  # of adapters, as is usual
+
+
+def larger_batches(case: Case) -> Knob:
+    """More sequences for each time that states are read and written; the strongest first."""
+    options = []
+    for times in (8, 4, 2):
+        workload = replace(case.workload, batch=times * case.workload.batch)
+        options.append(
+            Option(
+                {"--batch": str(workload.batch)}, f"{workload.batch} sequences per pass",
+                lambda case, workload=workload: replace(case, workload=workload),  # type: ignore[misc]
+            )
+        )  # fmt: skip
+    return options
+
+
+def adapters(case: Case) -> Knob:
+    """A frozen base, as it is or in 4 bits; nothing for a model that is frozen in parts already, or
+    for one of experts."""
+    shape = case.source.shape
+    if shape.numel_trainable != shape.numel or shape.tables or case.source.kind is SourceKind.YAML:
+        return ()
+    with_them = replace(case.source, shape=shape.with_adapters(_RANK))
+    in_4_bits = _set("", {"storage.weights": "nf4"})
+    text = f"LoRA adapters of rank {_RANK} are trained, the weights are frozen"
+
+    def frozen(case: Case) -> Case:
+        return replace(case, source=with_them)
+
+    return (
+        Option({}, f"{text} (docs/peft.md)", frozen),
+        Option(
+            in_4_bits.settings, f"{text} and in 4 bits (QLoRA, docs/peft.md)",
+            lambda case: in_4_bits.apply(frozen(case)),
+        ),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- hardware

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +85,7 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
 def _free_disk(paths: Sequence[Path]) -> int:
     """Free under all folders (a temporary one where there are none), once per file system."""
     free: dict[int, int] = {}
-    for path in paths or [Path(tempfile.gettempdir())]:
+    for path in paths or [machine.swap_folder()]:
         there = next((each for each in [path, *path.resolve().parents] if each.exists()), None)
         if there is not None:
             status = os.statvfs(there)

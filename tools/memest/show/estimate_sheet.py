@@ -18,7 +18,7 @@ def estimate_sheet(estimate: Estimate) -> Sheet:
         title=estimate.model,
         about=(view.what_text(estimate), view.where_text(estimate)),
         verdict=view.verdict(estimate),
-        state="good" if estimate.fits else "bad",
+        state=view.state(estimate),
         blocks=tuple(_blocks(estimate)),
     )
 

@@ -19,6 +19,7 @@ from offload.planning.plan.estimate import (
 from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.tier import Tier
+from offload.tools.memest.show import view
 
 SCHEMA = "memest/1"
 
@@ -30,6 +31,7 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "fits": estimate.fits,
+        "verdict": view.verdict(estimate),
         "model": {
             "name": estimate.model,
             "parameters": estimate.numel,

@@ -28,6 +28,9 @@ def to_table(estimate: Estimate) -> RenderableType:
 
 def _parts(estimate: Estimate) -> Iterator[RenderableType]:
     yield _verdict(estimate)
+    if view.has_drawbacks(estimate) and estimate.changes:
+        yield from _changes(estimate)
+        yield ""
     yield _headline(estimate)
     yield ""
     yield _memory(estimate)
@@ -42,7 +45,7 @@ def _parts(estimate: Estimate) -> Iterator[RenderableType]:
         yield Padding(bullets(view.expert_facts(estimate.experts)), (0, 0, 0, 2))
     if estimate.shortfalls:
         yield from _list("why not", (s.message for s in estimate.shortfalls))
-    if estimate.changes:
+    if estimate.changes and not view.has_drawbacks(estimate):
         yield from _changes(estimate)
     elif not estimate.fits:
         yield from _list(view.changes_title(estimate).lower(), [view.NO_CHANGE])
@@ -51,8 +54,8 @@ def _parts(estimate: Estimate) -> Iterator[RenderableType]:
 
 
 def _verdict(estimate: Estimate) -> Text:
-    style = "bold green" if estimate.fits else "bold red"
-    return Text(view.verdict(estimate), style=style)
+    colour = {"good": "green", "bad": "red"}.get(view.state(estimate), "yellow")
+    return Text(view.verdict(estimate), style=f"bold {colour}")
 
 
 def _headline(estimate: Estimate) -> Table:

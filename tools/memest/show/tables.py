@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from offload.display.console import PlainConsole
 
 
 def ruled(*columns: str, title: str = "", left: Collection[str] = ()) -> Table:
@@ -41,7 +43,7 @@ def bullets(lines: Iterable[str]) -> Table:
 
 def show(*parts: RenderableType) -> None:
     """On standard output, one below the other."""
-    console = Console()
+    console = PlainConsole()
     for part in parts:
         console.print(part)
 

@@ -55,18 +55,39 @@ def share(fraction: float) -> str:
 
 
 def factor_of_time(factor: float) -> str:
-    """A step's time against another's: `+12 %`, `-18 %`, `x 3.4`."""
+    """A step's time against another's: `+12 %`, `-18 %`, `-99.5 %`, `x 3.4`."""
     percent = (factor - 1) * 100
     if factor >= 2:
         return f"x {three_digits(factor)}"
     if abs(percent) < 0.5:
         return "±0 %"
+    if percent < -99:
+        return f"{max(-99.9, percent):.1f} %"
     return f"{percent:+.0f} %"
 
 
 def verdict(estimate: Estimate) -> str:
-    """`fits`, or what is short of what."""
-    return "fits" if estimate.fits else f"does not fit: {missing_text(estimate)}"
+    """`fits`, what is bad about a plan that does, or what is short of what."""
+    if not estimate.fits:
+        return f"does not fit: {missing_text(estimate)}"
+    step, life = estimate.step, estimate.ssd_life_steps
+    if step is None or not has_drawbacks(estimate):
+        return "fits"
+    how = "slow" if estimate.is_slow else "hard on the SSD"
+    wear = "" if life is None else f"; the SSD's rated writes last {life:,} steps"
+    return f"fits, but {how}: {per_second(step.tokens_per_s)} tokens/s{wear}"
+
+
+def has_drawbacks(estimate: Estimate) -> bool:
+    """Whether a plan that fits is hardly of use as it is."""
+    return estimate.fits and (estimate.is_slow or estimate.wears_out_ssds)
+
+
+def state(estimate: Estimate) -> str:
+    """Of the verdict: good, bad, or nothing."""
+    if has_drawbacks(estimate):
+        return ""
+    return "good" if estimate.fits else "bad"
 
 
 def missing_text(estimate: Estimate) -> str:

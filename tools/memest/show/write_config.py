@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from offload import machine
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.training import TrainConfig
@@ -20,6 +22,7 @@ from offload.tools.memest.source.model_source import ModelSource
 from offload.tools.memest.systems.subject import Ranks
 
 _MIB = 1 << 20
+_PRETRAINED_LR = 1e-5
 _DEFAULTS = OffloadConfig()
 _ALONE = Ranks()
 
@@ -35,9 +38,9 @@ def config_yaml(
     decide stays as open as it is there.
     """
     lines = [*_header(estimate, source, file_name, ranks), *_compute(estimate), *_budget(estimate)]
-    lines += [*_nvme(asked), *_placement(estimate)]
+    lines += [*_nvme(estimate, asked), *_placement(estimate)]
     if estimate.inference is None:
-        lines += _optimizer(estimate, asked)
+        lines += _optimizer(estimate, asked, pretrained=source.is_pretrained)
     lines += _step(estimate)
     lines += _rest(asked)
     lines += _written_for(estimate, source)
@@ -131,14 +134,25 @@ def _size(nbytes: int) -> str | int:
     return nbytes
 
 
-def _nvme(config: OffloadConfig) -> Iterator[str]:
-    nvme = config.nvme
+def _nvme(estimate: Estimate, config: OffloadConfig) -> Iterator[str]:
+    nvme, paths, advice = config.nvme, list(config.nvme.paths), ""
+    if not paths and estimate.plan.opens_files:
+        paths, advice = [str(machine.swap_folder())], ": name folders on the fastest disks"
+    kinds = ", ".join(dict.fromkeys(map(_disk_kind, paths)))
     yield ""
     yield "nvme:"
-    what = "swap files" if nvme.paths else "none: a temporary folder; name folders on fast disks"
-    yield _key("paths", list(nvme.paths), what, 1)
+    what = f"swap files, here on {kinds}{advice}" if paths else "nothing is planned on disk"
+    yield _key("paths", paths, what, 1)
     for name, value in _changed(nvme.model_dump(mode="json"), _DEFAULTS.nvme, {"paths"}):
         yield _key(name, value, depth=1)
+
+
+def _disk_kind(path: str) -> str:
+    """`ext4`, or `tmpfs (this is RAM: name a folder on a disk in nvme.paths)`."""
+    mount = machine.mount_of(Path(path).expanduser())
+    if mount is None:
+        return "an unknown file system"
+    return f"{mount.kind} ({mount.remark})" if mount.remark else mount.kind
 
 
 def _placement(estimate: Estimate) -> Iterator[str]:
@@ -165,12 +179,21 @@ def _placement(estimate: Estimate) -> Iterator[str]:
     yield _key("checkpoint", activations.checkpoint, "recompute blocks in backward", 2)
 
 
-def _optimizer(estimate: Estimate, asked: OffloadConfig) -> Iterator[str]:
-    update = {"chunk": estimate.plan.chunk_numel, "master": asked.master}
+def _optimizer(
+    estimate: Estimate, asked: OffloadConfig, *, pretrained: bool
+) -> Iterator[str]:  # fmt: skip
+    update: dict[str, Any] = {"chunk": estimate.plan.chunk_numel, "master": asked.master}
+    lr = "yours to choose"
+    if pretrained and (asked.optimizer.type, asked.optimizer.lr) == (
+        "adamw",
+        _DEFAULTS.optimizer.lr,
+    ):
+        update["lr"] = _PRETRAINED_LR
+        lr = "usual for a pretrained model; from random weights 3e-4 would be"
     optimizer = asked.optimizer.model_copy(update=update)
     dumped = optimizer.model_dump(mode="json", exclude_none=True)
     texts = {
-        "type": "", "lr": "yours to choose", "master": "what exact 16-bit training keeps beside",
+        "type": "", "lr": lr, "master": "what exact 16-bit training keeps beside",
         "states": "fp32 is exact; bf16 and int8 are approximations",
         "chunk": "elements per piece streamed in the update",
     }  # fmt: skip

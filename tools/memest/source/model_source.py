@@ -67,6 +67,11 @@ class ModelSource:
         """Whether the model's code is known; weights alone do not say what it keeps."""
         return self.build is not None
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it has weights already: a folder or a file of a hub describes it."""
+        return self.kind in (SourceKind.CONFIGURATION, SourceKind.SAFETENSORS)
+
     def without_graph(self, reason: str) -> ModelSource:
         """The same states of a model whose code cannot be followed, for `reason`."""
         note = f"activations are not counted, and there are no times: {reason}"

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from offload.config import OffloadConfig
 from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.config.written_for import WrittenFor
+from offload.integrations.hub_names import is_hub_name, not_local
 from offload.planning.choice.durations import counted
 from offload.planning.plan.cache_shape import CacheShape
-from offload.tiers.errors import ConfigError
+from offload.tiers.errors import ConfigError, PathError
 from offload.tools.memest.source.builtin_model import builtin_shape
 from offload.tools.memest.source.cache_shapes import built_in_cache, family_cache
 from offload.tools.memest.source.decoder_settings import own_model, traced_modules
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _INDEX = "model.safetensors.index.json"
+_FILE_SUFFIXES = (".json", ".safetensors", ".yaml", ".yml")
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -63,6 +65,8 @@ def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
     if is_named(source) and not os.path.exists(source):
         return replace(read_named(source, blocks), location=source)
     path = Path(source)
+    if path.suffix.lower() not in _FILE_SUFFIXES and is_hub_name(source) and not path.exists():
+        raise PathError(not_local(source))
     is_folder = stat.S_ISDIR(status_of(path).st_mode)
     found = read_folder(path, blocks) if is_folder else read_file(path, blocks)
     return replace(found, location=found.location or str(path.absolute()))

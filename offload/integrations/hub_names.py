@@ -1,0 +1,24 @@
+"""Models that are named as on a hub, where a local folder is wanted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+_HUB_NAME = re.compile(r"[\w.-]*\w/?[\w.-]*\w", re.ASCII)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it could be one, such as `meta-llama/Llama-3.1-8B` or `gpt2`."""
+    return _HUB_NAME.fullmatch(name) is not None
+
+
+def not_local(name: str) -> str:
+    """The error for `name`, which is no folder here, with the command that downloads it."""
+    wanted, folder = ("ID", "FOLDER")
+    if is_hub_name(name):
+        wanted, folder = name, PurePath(name).name
+    return (
+        f"{name} is not a local folder, and offload does not download models; run "
+        f"`hf download {wanted} --local-dir {folder}` and name the folder"
+    )
