@@ -7,7 +7,6 @@ fits is judged when the run starts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, ValidationError, model_validator
@@ -40,6 +39,7 @@ from offload.config.source import ConfigSource, load_source
 from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
 from offload.kernels.weight_formats import Code, WeightFormat
+from offload.paths import StrPath
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
@@ -691,7 +691,7 @@ class OffloadConfig(Section):
 
     @classmethod
     def load(
-        cls, source: str | Path | Mapping[str, Any] | OffloadConfig, overrides: Sequence[str] = ()
+        cls, source: StrPath | Mapping[str, Any] | OffloadConfig, overrides: Sequence[str] = ()
     ) -> OffloadConfig:
         """The configuration of a YAML file, a mapping, or as it is; `overrides` are `key=value`.
 

@@ -6,10 +6,10 @@ import enum
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from offload.config.file import MAX_DEPTH, Document, KeyPath, parse_document, read_document
+from offload.paths import StrPath, path_of
 from offload.tiers.errors import ConfigError
 
 
@@ -33,14 +33,12 @@ class ConfigSource:
         return f"{self.document.source}:{line}"
 
 
-def load_source(
-    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
-) -> ConfigSource:
+def load_source(source: StrPath | Mapping[str, Any], overrides: Sequence[str] = ()) -> ConfigSource:
     """Read `source` and lay `overrides` (`key.sub=value`) over it, later ones winning."""
     if isinstance(source, Mapping):
         document = Document("config", _plain(source, ()))
     elif isinstance(source, str | os.PathLike):
-        document = read_document(Path(source))
+        document = read_document(path_of(source, "config"))
     else:
         raise ConfigError(
             f"config: expected a path, a mapping or an OffloadConfig, found {type(source).__name__}"

@@ -7,11 +7,9 @@ file or dict -> every key looked up in `keys` -> a configuration of ours, with a
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from offload.config import OffloadConfig
@@ -20,6 +18,7 @@ from offload.config.file import dump_yaml
 from offload.deepspeed.batches import MICRO, STEPS, TRAIN, Batches
 from offload.deepspeed.keys import OLD_SECTIONS, OTHERS, SECTIONS, Fate, Key
 from offload.deepspeed.schedules import Schedule
+from offload.paths import StrPath, path_of
 from offload.tiers.errors import ConfigError, PathError
 
 AUTO = "auto"
@@ -117,11 +116,11 @@ def _is_split(value: Mapping[str, Any]) -> bool:
 
 
 # ---------------------------------------------------------------- reading
-def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+def read_ds_config(source: StrPath | Mapping[str, Any]) -> dict[str, Any]:
     """A file of JSON, or a dict. PathError, ConfigError."""
     if isinstance(source, Mapping):
         return {str(key): value for key, value in source.items()}
-    path = Path(source)
+    path = path_of(source, "config")
     try:
         if path.stat().st_size > _MOST_FILE_NBYTES:
             raise ConfigError(f"{path}: too large for a configuration of DeepSpeed")

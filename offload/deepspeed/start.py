@@ -19,10 +19,11 @@ from offload.deepspeed.settings import Settings
 from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
 from offload.engine import initialize as initialize_engine
+from offload.paths import StrPath
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
-Config = str | os.PathLike[str] | Mapping[str, Any]
+Config = StrPath | Mapping[str, Any]
 
 
 @outside_init()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from offload.client_optimizers import equal_numbers
 from offload.config import OffloadConfig
 from offload.config.optimizer_kinds import KINDS
 from offload.config.source import load_source
+from offload.paths import StrPath
 from offload.tiers.errors import ConfigError, UnsupportedError
 
-Source = str | Path | Mapping[str, Any] | OffloadConfig
+Source = StrPath | Mapping[str, Any] | OffloadConfig
 
 # `optim` of TrainingArguments -> `optimizer.type`. What is fused, paged or for a device of its own
 # there differs in speed only.

@@ -7,13 +7,13 @@ memory, kernel requests, O_DIRECT, and what kind of file system a folder is on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload import machine
+from offload.paths import StrPath
 from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
 from offload.tiers.errors import BudgetError, OffloadError, PathError, UnsupportedError
 from offload.tiers.tier import Tier
@@ -39,7 +39,7 @@ class Preflight:
 
 
 def preflight(
-    plan: Plan, nvme: NvmeConfig, paths: Sequence[str | os.PathLike[str]], *,
+    plan: Plan, nvme: NvmeConfig, paths: Sequence[StrPath], *,
     freed_nbytes: int = 0, passing_nbytes: int = 0, disk_nbytes: int | None = None,
     root: Path = _ROOT,
 ) -> Preflight:  # fmt: skip
