@@ -29,6 +29,7 @@ from offload.lazy_tensors import LazyWeights
 from offload.model_structure import ModelStructure
 from offload.moe.gate import Gate
 from offload.optimizer import OffloadOptimizer, optimizer_class
+from offload.paths import StrPath, path_of
 from offload.planning.plan.plan import spare_host_nbytes
 from offload.recording import Recording
 from offload.report import Report
@@ -69,12 +70,12 @@ ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 def initialize(
     model: nn.Module,
-    config: str | Path | Mapping[str, Any] | OffloadConfig | None = None,
+    config: StrPath | Mapping[str, Any] | OffloadConfig | None = None,
     *,
     parameters: ParamGroups | None = None,
-    weights: str | Path | None = None,
+    weights: StrPath | None = None,
     mesh: DeviceMesh | None = None,
-    run_folder: str | Path | None = None,
+    run_folder: StrPath | None = None,
 ) -> Engine:
     """Spread the model's states over tiers and make it train from there.
 
@@ -112,7 +113,7 @@ def initialize(
         if run_folder is not None:
             from offload.runs.own_run import OwnRun
 
-            run = OwnRun(Path(run_folder), model, loaded)
+            run = OwnRun(path_of(run_folder, "run_folder"), model, loaded)
         engine = Engine(model, loaded, lazy, parameters=parameters, weights=weights, mesh=mesh)
         try:
             if run is not None:
@@ -157,7 +158,7 @@ class Engine(TieredModel):
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
-        parameters: ParamGroups | None = None, weights: str | Path | None = None,
+        parameters: ParamGroups | None = None, weights: StrPath | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
         self._asked = config
@@ -199,7 +200,7 @@ class Engine(TieredModel):
     # ---------------------------------------------------------------- building
     def _build(
         self, config: OffloadConfig, discovery: Discovery, parameters: ParamGroups | None,
-        weights: str | Path | None, lazy: LazyWeights,
+        weights: StrPath | None, lazy: LazyWeights,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]
         self._make_plan(config, discovery)
@@ -568,7 +569,7 @@ class Engine(TieredModel):
                 interrupts.check()
 
     def save_checkpoint(
-        self, path: str | Path, *, state: Mapping[str, Any] | None = None, wait: bool = True
+        self, path: StrPath, *, state: Mapping[str, Any] | None = None, wait: bool = True
     ) -> None:
         """Write parameters, masters, optimizer states and param groups into the folder `path`, one
         group after the other, with all that training needs to go on with the same bits: steps, loss
@@ -595,6 +596,7 @@ class Engine(TieredModel):
         from offload.checkpoint import save, save_behind
         from offload.checkpoint.stores import refuse_url
 
+        path = path_of(path, "path")
         refuse_url(path, "save_checkpoint")
         _refuse_parts("save_checkpoint", self._open())
         if state is None:
@@ -602,10 +604,10 @@ class Engine(TieredModel):
         earlier = self._saves.failure()
         self.values.adopt_changes()
         stepper = self._open().stepper
-        saved = SavedCheckpoint(Path(path), stepper.taken + stepper.skipped)
+        saved = SavedCheckpoint(path, stepper.taken + stepper.skipped)
         note = partial(_note, weakref.ref(self), saved)
-        if wait or not save_behind(self, Path(path), state, self._saves, note):
-            save(self, Path(path), state)
+        if wait or not save_behind(self, path, state, self._saves, note):
+            save(self, path, state)
             note()
         if earlier is not None:  # of the one before; this one is saved all the same
             raise earlier
@@ -637,7 +639,7 @@ class Engine(TieredModel):
         """Where swap files are; none where nothing is on nvme."""
         return self._homes.swap_folders
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+    def load_checkpoint(self, path: StrPath) -> dict[str, Any]:
         """Take over what `save_checkpoint` wrote, under any placement and number of ranks, and
         return its `state` (empty if it had none). All of it is compared with its hashes as it is
         read. Random numbers go on as they were, and what was registered gets its state last.
@@ -649,11 +651,12 @@ class Engine(TieredModel):
         from offload.checkpoint import load
         from offload.checkpoint.stores import refuse_url
 
+        path = path_of(path, "path")
         refuse_url(path, "load_checkpoint")
         _refuse_parts("load_checkpoint", self._open())
         self._saves.wait()
         self.values.adopt_changes()
-        return load(self, Path(path))
+        return load(self, path)
 
     @property
     def runtime(self) -> Runtime:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 from offload.checkpoint.module_state import refusal_of
 from offload.lazy_tensors import LazyWeights
 from offload.materialise import MetaInitialiser
+from offload.paths import StrPath
 from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import keeps
 from offload.safetensors_weights import SafetensorsWeights
@@ -38,7 +38,7 @@ class FirstValues:
     """Of one model, before its meta tensors are replaced."""
 
     def __init__(
-        self, model: nn.Module, seed: int, dtype: torch.dtype, weights: str | Path | None,
+        self, model: nn.Module, seed: int, dtype: torch.dtype, weights: StrPath | None,
         lazy: LazyWeights, packed: Sequence[PackedParam] = (),
     ) -> None:  # fmt: skip
         """UnsupportedError for a tensor on the meta device that nothing will set."""

@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from offload import machine
 from offload.config import OffloadConfig
 from offload.kv_homes import KVHomes
 from offload.lazy_tensors import LazyWeights
+from offload.paths import StrPath
 from offload.report import TierTraffic
 from offload.swap.lanes import waits_s
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
@@ -43,9 +43,9 @@ M = TypeVar("M", bound=nn.Module)
 
 def dispatch(
     model: M,
-    config: str | Path | Mapping[str, Any] | OffloadConfig | None = None,
+    config: StrPath | Mapping[str, Any] | OffloadConfig | None = None,
     *,
-    weights: str | Path | None = None,
+    weights: StrPath | None = None,
 ) -> M:
     """Spread the model's weights over tiers and let it compute from there: forward, `generate`.
 
@@ -108,7 +108,7 @@ class Dispatched(TieredModel):
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
-        weights: str | Path | None = None, only: torch.dtype | None = None,
+        weights: StrPath | None = None, only: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         config = config.for_inference()
         self._kv: KVStore | None = None
@@ -132,7 +132,7 @@ class Dispatched(TieredModel):
         self._close_with(model, self._homes.close)  # which keeps no part of the model
 
     def _build(
-        self, config: OffloadConfig, discovery: Discovery, weights: str | Path | None,
+        self, config: OffloadConfig, discovery: Discovery, weights: StrPath | None,
         lazy: LazyWeights, only: torch.dtype | None,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]

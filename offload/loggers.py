@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from offload.paths import StrPath, path_of
 from offload.swap.line_file import LineFile
 from offload.tiers.errors import ConfigError, PathError
 
@@ -87,9 +88,9 @@ class JSONLinesLogger:
     """A line of JSON per step, written beside the steps that follow. A file that is there is
     continued."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: StrPath) -> None:
         """Nothing is written before `log`."""
-        self.path = Path(path)
+        self.path = path_of(path, "path")
         self._lines: LineFile | None = None
 
     def log(self, values: Values, step: int) -> None:
@@ -129,9 +130,9 @@ class CSVLogger:
     """A table with a row per step. A file that is there is continued; for a figure that is new the
     table gets another column."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: StrPath) -> None:
         """Nothing is written before `log`."""
-        self.path = Path(path)
+        self.path = path_of(path, "path")
         self._file: TextIO | None = None
         self._columns: list[str] = []
 
@@ -196,13 +197,14 @@ class CSVLogger:
 class TensorBoardLogger:
     """Curves for TensorBoard, in a folder of its own."""
 
-    def __init__(self, folder: str | Path, *, purge_step: int | None = None) -> None:
+    def __init__(self, folder: StrPath, *, purge_step: int | None = None) -> None:
         """`purge_step`: curves of an earlier run in the folder end before this step. ConfigError
         without the package `tensorboard`."""
+        logs = str(path_of(folder, "folder"))
         _check("TensorBoardLogger", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._writer = SummaryWriter(logs, purge_step=purge_step)
         self._curves = _Curves()
 
     def log(self, values: Values, step: int) -> None:

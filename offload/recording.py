@@ -12,10 +12,10 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from offload.paths import StrPath, path_of
 from offload.swap.recorder import MODEL, MOST_EVENTS, Event, Held, RecordedStep, Recorder
 from offload.tiers.errors import StateError
 
@@ -121,13 +121,14 @@ class Recording:
         held = tuple(each for each in list(recorder.held) if first <= each.at_s <= last)
         return Recorded(steps, tuple(events), held, truncated)
 
-    def write(self, path: str | Path, *, rank: int = 0) -> None:
+    def write(self, path: StrPath, *, rank: int = 0) -> None:
         """Write the whole steps so far as a trace (see the top of this file). StateError where no
         step has ended yet, OSError where the file cannot be written."""
+        path = path_of(path, "path")
         recorded = self.recorded()
         if not recorded.steps:
             raise StateError("no step has ended since the recording began: take a step first")
-        Path(path).write_text(trace_json(recorded, rank))
+        path.write_text(trace_json(recorded, rank))
 
 
 def _end(recorder: Recorder, tell: Callable[[Recorder | None], None]) -> None:

@@ -13,6 +13,7 @@ from offload.checkpoint.model_files import own_file
 from offload.checkpoint.reader import CheckpointReader
 from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.materialise import check_range, check_shape
+from offload.paths import StrPath, path_of
 from offload.quantised.reading import settings_in
 from offload.tensor_file import checked_tensors, checkpoint_at
 from offload.tiers.errors import CheckpointError, ConfigError
@@ -31,12 +32,10 @@ class SafetensorsWeights:
     an integer, and no shape is broadcast: CheckpointError, naming the tensor.
     """
 
-    def __init__(
-        self, path: str | Path, dtype: torch.dtype, transposed: Collection[str] = ()
-    ) -> None:
+    def __init__(self, path: StrPath, dtype: torch.dtype, transposed: Collection[str] = ()) -> None:
         """`dtype` is that which the model computes with; quantised weights that are `transposed`
         have the columns first in the model. UnsupportedError for formats that are not read."""
-        path = Path(path)
+        path = path_of(path, "weights")
         self._dtype = dtype
         self._reader: CheckpointReader | None = None
         ours = checkpoint_at(path)

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -33,6 +32,7 @@ from offload.lazy_tensors import LazyWeights
 from offload.materialise import make_real
 from offload.model_state import StateDictHooks
 from offload.moe import Experts
+from offload.paths import StrPath
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan
@@ -135,7 +135,7 @@ class TieredModel(abc.ABC):
         _say_slow(config.precision, self.device)
 
     def _first_values(
-        self, discovery: Discovery, dtype: torch.dtype, weights: str | Path | None,
+        self, discovery: Discovery, dtype: torch.dtype, weights: StrPath | None,
         lazy: LazyWeights, only: torch.dtype | None = None,
     ) -> FirstValues:  # fmt: skip
         """Where they come from. Parameters on the meta device become real ones, without memory."""

@@ -15,10 +15,10 @@ checkpoint: a folder without a suffix is complete, so there is nothing that coul
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.steps import latest, prune, step_path
+from offload.paths import StrPath, path_of
 from offload.swap.hands import waiting
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["copy", "latest", "load", "prune", "save", "save_behind", "step_path"]
 
 
-def save(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> None:
+def save(engine: Engine, path: StrPath, state: Mapping[str, Any] | None = None) -> None:
     """Write the engine's state to the folder `path`, replacing a checkpoint that is there; with it
     random numbers, the configuration, what was registered, and `state`, of plain values.
 
@@ -47,11 +47,11 @@ def save(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> 
     from offload.checkpoint.saving import save_engine
 
     with waiting(engine.config.nvme.timeout_s):
-        save_engine(engine, path, state)
+        save_engine(engine, path_of(path, "path"), state)
 
 
 def save_behind(
-    engine: Engine, path: Path, state: Mapping[str, Any] | None, saves: BackgroundSaves,
+    engine: Engine, path: StrPath, state: Mapping[str, Any] | None, saves: BackgroundSaves,
     done: Callable[[], None],
 ) -> bool:  # fmt: skip
     """As `save`, but return once the state is fixed, and write it while the engine trains; `done()`
@@ -64,11 +64,11 @@ def save_behind(
         saves.say_once(f"save_checkpoint(wait=False) waits: {reason}")
         return False
     with waiting(engine.config.nvme.timeout_s):
-        BackgroundSave(engine, path, state, saves, done)
+        BackgroundSave(engine, path_of(path, "path"), state, saves, done)
     return True
 
 
-def copy(source: str | Path, destination: str | Path) -> int:
+def copy(source: StrPath, destination: StrPath) -> int:
     """Copy a checkpoint to or from an object store (`s3://...`, or any other URL that fsspec knows;
     its libraries are yours to install); the bytes copied.
 
@@ -82,7 +82,7 @@ def copy(source: str | Path, destination: str | Path) -> int:
     return copy_checkpoint(source, destination)
 
 
-def load(engine: Engine, path: Path) -> dict[str, Any]:
+def load(engine: Engine, path: StrPath) -> dict[str, Any]:
     """Take over the checkpoint `path`, saved under any placement, budget or chunk size. Returns the
     `state` that it was saved with.
 
@@ -99,4 +99,4 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     from offload.checkpoint.loading import load_engine
 
     with waiting(engine.config.nvme.timeout_s):
-        return load_engine(engine, path)
+        return load_engine(engine, path_of(path, "path"))

@@ -11,15 +11,16 @@ from offload.checkpoint.disk import entries, is_folder, is_link, storage_errors
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.ownership import is_planted
 from offload.checkpoint.reader import CheckpointReader
+from offload.paths import StrPath, path_of
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
 _STEP = re.compile(r"step-(\d+)")
 _log = logging.getLogger("offload")
 
 
-def step_path(folder: Path, step: int) -> Path:
+def step_path(folder: StrPath, step: int) -> Path:
     """The name of the checkpoint of a step."""
-    return folder / f"step-{step:06d}"
+    return path_of(folder, "folder") / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int | None:
@@ -28,7 +29,7 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def latest(folder: Path, before: int | None = None) -> Path | None:
+def latest(folder: StrPath, before: int | None = None) -> Path | None:
     """The checkpoint with the highest step in `folder` that is whole, None if there is none.
     `before`: of those with a lower step, where that one turned out to be damaged.
 
@@ -37,6 +38,7 @@ def latest(folder: Path, before: int | None = None) -> Path | None:
     warning, and so is one that was saved as another step, unless there are no others. StorageError
     where there are some, and the disk lets none be read.
     """
+    folder = path_of(folder, "folder")
     if not _is_folder(folder):
         return None
     try:
@@ -79,7 +81,7 @@ def other_step(path: Path, saved_as: str | None) -> str | None:
     return f"{path} was saved as {saved_as}; give it that name again, or one that is no step's"
 
 
-def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[Path]:
+def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> list[Path]:
     """Remove all but the `keep_last` (at least 1) highest steps that are whole, and of the others
     those of each `keep_every`-th step; what was removed, oldest first. Torn ones do not count;
     those below the lowest of the last steps are removed, too. One that was saved as another step
@@ -92,6 +94,7 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
         raise ValueError(f"keep_last is {keep_last}; at least one checkpoint has to stay")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every is {keep_every}; it is a number of steps")
+    folder = path_of(folder, "folder")
     if not _is_folder(folder):
         return []
     found = {path: _condition(path) for path in _steps(folder)}

@@ -29,6 +29,7 @@ from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.manifest import MANIFEST, OPTIMIZER, PARAMETERS, Manifest
 from offload.checkpoint.reader import CheckpointReader
 from offload.display.progress import progress
+from offload.paths import StrPath, path_text
 from offload.swap.hands import patiently
 from offload.tiers.errors import CheckpointError, PathError, StorageError
 
@@ -117,12 +118,12 @@ class ObjectStore:
             ) from error
 
 
-def is_url(path: str | Path) -> bool:
+def is_url(path: StrPath) -> bool:
     """Also of a Path that was made of one, which has one slash less."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
-def refuse_url(path: str | Path, doing: str) -> None:
+def refuse_url(path: StrPath, doing: str) -> None:
     """PathError for a place that is no folder of this machine."""
     if is_url(path):
         raise PathError(
@@ -131,15 +132,17 @@ def refuse_url(path: str | Path, doing: str) -> None:
         )
 
 
-def copy_checkpoint(source: str | Path, destination: str | Path) -> int:
+def copy_checkpoint(source: StrPath, destination: StrPath) -> int:
     """See `offload.checkpoint.copy`."""
+    source = path_text(source, "source")
+    destination = path_text(destination, "destination")
     if is_url(source) == is_url(destination):
         raise PathError(
             f"{source} and {destination}: one of both has to be a folder here, the other a URL"
         )
     if is_url(destination):
-        return _upload(Path(source), ObjectStore(str(destination)))
-    return _download(ObjectStore(str(source)), Path(destination))
+        return _upload(Path(source), ObjectStore(destination))
+    return _download(ObjectStore(source), Path(destination))
 
 
 def _upload(source: Path, store: ObjectStore) -> int:

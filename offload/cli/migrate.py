@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from offload.deepspeed.migration import migrate, read_ds_config
+from offload.deepspeed.trainer_file import advice
 from offload.display.plain_text import echo, plain
 from offload.tiers.errors import ConfigError, PathError
 
@@ -18,23 +19,28 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: write 1 or more")
     if out is not None and out.exists() and not replace:
-        raise PathError(f"-o {out}: there is such a file; add --force to replace it")
+        raise PathError(f"-o {out}: this file exists; add --force to replace it")
     try:
         made = migrate(read_ds_config(file), ranks)
     except ConfigError as error:
         prefix = "" if str(error).startswith(str(file)) else f"{file}: "
         raise ConfigError(f"{prefix}{error}") from None
     text = made.to_yaml(plain(file.name))
+    written = None if out is None else str(out)
+    told = advice(made, str(file), written, ranks) if made.unfilled else ""
     for warning in [*made.warnings, *made.for_loops]:
         echo(f"warning: {warning}", err=True)
     if out is None:
         typer.echo(text, nl=False)
+        print(told, end="\n" if told else "", file=sys.stderr)
         return
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PathError(f"-o {out}: cannot be written: {error.strerror}") from None
     echo(f"wrote {out}")
-    if made.schedule is not None:
+    if told:
+        echo(f"\n{told}")
+    if made.printed_schedule is not None:
         echo("\n# the scheduler, for your loop (optimizer = engine.optimizer):")
-        typer.echo(made.schedule.code(), nl=False)
+        typer.echo(made.printed_schedule.code(), nl=False)

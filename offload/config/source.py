@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from offload.config.file import MAX_DEPTH, Document, KeyPath, parse_document, read_document
+from offload.paths import StrPath, path_of
 from offload.tiers.errors import ConfigError
 
 
@@ -33,14 +34,12 @@ class ConfigSource:
         return f"{self.document.source}:{line}"
 
 
-def load_source(
-    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
-) -> ConfigSource:
+def load_source(source: StrPath | Mapping[str, Any], overrides: Sequence[str] = ()) -> ConfigSource:
     """Read `source` and lay `overrides` (`key.sub=value`) over it, later ones winning."""
     if isinstance(source, Mapping):
         document = Document("config", _plain(source, ()))
     elif isinstance(source, str | os.PathLike):
-        document = read_document(Path(source))
+        document = read_document(path_of(source, "config"))
     else:
         raise ConfigError(
             f"config: expected a path, a mapping or an OffloadConfig, found {type(source).__name__}"
@@ -65,7 +64,9 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
-        raise ConfigError(f"-o {text}: expected key=value, for example -o optimizer.lr=3e-4")
+        meant = re.fullmatch(r"([\w.]+):\s*(\S+)", text)
+        example = f"{meant[1]}={meant[2]}" if meant else "optimizer.lr=3e-4"
+        raise ConfigError(f"-o {text}: expected key=value, for example -o {example}")
     return parts, parse_document(value, f"-o {text}").value
 
 

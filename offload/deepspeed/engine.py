@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from offload.deepspeed.registry import ENGINES
 from offload.deepspeed.saved import load_saved, save_all, save_weights
 from offload.deepspeed.settings import Settings
 from offload.engine import Engine
+from offload.paths import StrPath, path_of
 from offload.tiers.errors import StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -399,7 +399,7 @@ class EngineModule(nn.Module):
         """Nothing has to be done: copies leave when their memory is needed."""
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | int | None = None,
+        self, save_dir: StrPath, tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
@@ -408,12 +408,12 @@ class EngineModule(nn.Module):
         to be pickled, ValueError without a folder."""
         if not save_dir:
             raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
-        save_all(self, Path(save_dir), _tag(tag, self.global_steps), dict(client_state or {}),
-                 save_latest=save_latest)  # fmt: skip
+        folder, tag = path_of(save_dir, "save_dir"), _tag(tag, self.global_steps)
+        save_all(self, folder, tag, dict(client_state or {}), save_latest=save_latest)
         return True
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | int | None = None, load_module_strict: bool = True,
+        self, load_dir: StrPath, tag: str | int | None = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
         load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
@@ -425,18 +425,19 @@ class EngineModule(nn.Module):
                 "zero.GatheredParameters"
             )
         return load_saved(
-            self, Path(load_dir), None if tag is None else str(tag), strict=load_module_strict,
+            self, path_of(load_dir, "load_dir"), None if tag is None else str(tag),
+            strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
         )  # fmt: skip
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "model.safetensors",
+        self, save_dir: StrPath, save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Write the weights as the model computes with them to a safetensors file."""
-        save_weights(self, Path(save_dir), save_filename)
+        save_weights(self, path_of(save_dir, "save_dir"), save_filename)
         return True
 
     save_fp16_model = save_16bit_model

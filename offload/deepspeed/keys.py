@@ -253,6 +253,7 @@ ZERO = (
     _unneeded("log_trace_cache_warnings", "engine.report() counts hits and misses"),
     _unneeded("enable_sanity_checks", "engine.check_integrity() checks the books"),
     _unneeded("save_muon_momentum_buffer_in_memory", "of Muon, which is refused"),
+    _unneeded("aio", "a section that belongs at the top; needs no key there either"),
     _warned(
         "leaf_module", "groups are whole blocks; name others in groups.blocks, as modules whose "
         "branches the ranks choose differently. offload.deepspeed does that", {},

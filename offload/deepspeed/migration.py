@@ -7,19 +7,18 @@ file or dict -> every key looked up in `keys` -> a configuration of ours, with a
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from offload.config import OffloadConfig
-from offload.config.errors import suggestion
 from offload.config.file import dump_yaml
+from offload.config.remedies import suggestion
 from offload.deepspeed.batches import MICRO, STEPS, TRAIN, Batches
 from offload.deepspeed.keys import OLD_SECTIONS, OTHERS, SECTIONS, Fate, Key
-from offload.deepspeed.schedules import Schedule
+from offload.deepspeed.schedules import FILLED, PARAMETERS, TRAINERS, Schedule
+from offload.paths import StrPath, path_of
 from offload.tiers.errors import ConfigError, PathError
 
 AUTO = "auto"
@@ -44,7 +43,8 @@ class Migration:
     values: dict[str, Any] = field(default_factory=dict)  # our configuration
     warnings: list[str] = field(default_factory=list)
     for_loops: list[str] = field(default_factory=list)  # what a loop of one's own has to do
-    autos: dict[str, Key] = field(default_factory=dict)  # what the Trainer would have to fill in
+    autos: dict[str, Key] = field(default_factory=dict)  # what transformers' Trainer fills in
+    filled: list[str] = field(default_factory=list)  # comments of these
     schedule: Schedule | None = None
     has_optimizer: bool = False
     batches: Batches | None = None  # where the file has them
@@ -76,21 +76,37 @@ class Migration:
         self.comments.setdefault(path, []).append(text)
 
     @property
+    def unfilled(self) -> list[str]:
+        """Keys that are left to transformers' Trainer; where there are some, it is its file."""
+        of_schedule = [] if self.schedule is None else self.schedule.unfilled
+        return [*self.autos, *(f"scheduler.params.{name}" for name in of_schedule)]
+
+    @property
+    def printed_schedule(self) -> Schedule | None:
+        """The scheduler that a loop makes by code: Trainer has some of its own."""
+        known = self.schedule is not None and self.schedule.type in TRAINERS
+        return None if known and self.unfilled else self.schedule
+
+    @property
     def config(self) -> OffloadConfig:
         return OffloadConfig.load(self.values)
 
     def to_yaml(self, source: str) -> str:
         """The configuration with a comment for each key of the file."""
         lines = [f"# From {source}, by `offload migrate`."]
+        if self.unfilled:
+            lines.append("# For OffloadTrainer: what is not here comes from TrainingArguments.")
         shown: set[str] = set()
         lines += _yaml_lines(self.values, "", self.comments, shown)
         rest = [text for path in self.comments if path not in shown for text in self.comments[path]]
-        for text in [*rest, *self.rest]:
-            lines += ["", "# No key of ours:"] if text is [*rest, *self.rest][0] else []
-            lines.append(f"# {text}")
-        if self.schedule is not None:
+        for title, texts in (
+            ("Filled in from TrainingArguments", self.filled),
+            ("Without a key here", [*rest, *self.rest]),
+        ):
+            lines += ["", f"# {title}:", *(f"# {text}" for text in texts)] if texts else []
+        if self.printed_schedule is not None:
             lines += ["", "# The scheduler, for your loop:"]
-            lines += [f"#   {line}".rstrip() for line in self.schedule.code().splitlines()]
+            lines += [f"#   {line}".rstrip() for line in self.printed_schedule.code().splitlines()]
         return "\n".join(lines) + "\n"
 
 
@@ -117,11 +133,11 @@ def _is_split(value: Mapping[str, Any]) -> bool:
 
 
 # ---------------------------------------------------------------- reading
-def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+def read_ds_config(source: StrPath | Mapping[str, Any]) -> dict[str, Any]:
     """A file of JSON, or a dict. PathError, ConfigError."""
     if isinstance(source, Mapping):
         return {str(key): value for key, value in source.items()}
-    path = Path(source)
+    path = path_of(source, "config")
     try:
         if path.stat().st_size > _MOST_FILE_NBYTES:
             raise ConfigError(f"{path}: too large for a configuration of DeepSpeed")
@@ -175,16 +191,6 @@ def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    for name, key in made.autos.items():
-        made.warnings.append(
-            f"{name}: auto: transformers' Trainer fills it from {key.filled}; set {key.becomes} to "
-            "the same"
-        )
-    for name in [] if made.schedule is None else made.schedule.unfilled:
-        made.warnings.append(
-            f"scheduler.params.{name}: auto: transformers' Trainer fills it; put the number into "
-            "the code, where it says ..."
-        )
     own = made.get("offload", {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"offload: expected keys and values, found {own!r}")
@@ -236,20 +242,22 @@ def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems:
 def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str | None:
     """One key; returns what is wrong with it."""
     off = [name for name in ("fp16", "bf16") if not made.is_on(name)]
+    is_off = section in off and key.name != "enabled"
     canonical = f"{section}.{key.name}".lstrip(".")
     if canonical in made.said and made.said[canonical] != value:
         return f"{path}: given twice, by another name as well; remove one"
     said = f"{path}: {_shown(value)}"
-    note = f" -- {key.note}" if key.note else ""
+    note = f" -- {section} is off" if is_off else _note(key, value)
     if value is None or (value == AUTO and key.fate is not Fate.MAPPED):
         made.rest.append(said + note)
         return None
     if value == AUTO:
         made.said[canonical] = AUTO
-        fills = f"transformers' Trainer fills it from {key.filled}" if key.filled else "its default"
-        made.comment(key.becomes, f"{said} -- {fills}")
         if key.filled and key.becomes != "prefetch":
             made.autos[canonical] = key
+            made.filled.append(f"{path}: auto -- {key.filled}")
+        else:
+            made.comment(key.becomes, f"{path}: auto -- its default")
         return None
     try:
         read = key.read(value)
@@ -259,13 +267,26 @@ def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str
     if key.fate is Fate.MAPPED:
         made.comment(key.becomes, said + note)
         return None
-    asks = not _is_harmless(key, read) and section not in off
+    asks = not _is_harmless(key, read) and not is_off
     if key.fate is Fate.REFUSED and asks:
         return f"{path}: {_shown(value)} is not supported: {key.note}"
-    if key.fate is Fate.WARNED and asks:
+    if key.fate is Fate.WARNED and asks and _enabled(made, section) != AUTO:
         (made.for_loops if key.followed else made.warnings).append(f"{said}: {key.note}")
     made.rest.append(said + note)
     return None
+
+
+def _note(key: Key, value: Any) -> str:
+    """What the table says of the key, where the value asks for anything."""
+    asks_for_nothing = key.fate in (Fate.WARNED, Fate.REFUSED) and _is_harmless(key, value)
+    if asks_for_nothing or not key.note or (value is False and key.note.startswith("true:")):
+        return ""
+    return f" -- {key.note}"
+
+
+def _enabled(made: Migration, section: str) -> Any:
+    """What fp16 or bf16 says of `enabled`."""
+    return made.said[section].get("enabled", False) if section in ("fp16", "bf16") else None
 
 
 def _is_harmless(key: Key, value: Any) -> bool:
@@ -296,6 +317,7 @@ def _precision(made: Migration) -> None:
     if AUTO in (made.said.get("fp16.enabled"), made.said.get("bf16.enabled")) and not (
         fp16 or bf16
     ):
+        _precision_of_arguments(made)
         return
     for name in ("fp16.enabled", "bf16.enabled"):
         made.autos.pop(name, None)  # the other one is true
@@ -310,6 +332,21 @@ def _precision(made: Migration) -> None:
             made.set("optimizer.master", "none")
         if made.get("bf16.bf16_optimizer_states"):
             made.set("optimizer.states", "bf16")
+
+
+def _precision_of_arguments(made: Migration) -> None:
+    """What holds where TrainingArguments name the precision."""
+    if made.said.get("bf16.enabled") == AUTO and made.get("bf16.check_grad_overflow", True):
+        made.set("skip_nonfinite", True, "DeepSpeed's default of bf16.check_grad_overflow")
+    if made.said.get("fp16.enabled") == AUTO:
+        scaling = Migration(said=made.said)
+        _loss_scale(scaling)
+        text = dump_yaml(scaling.values["loss_scale"], inline=True)
+        made.filled = [
+            f"{line}; with fp16=True also write `precision: fp16` and `loss_scale: {text}` here"
+            if line.startswith("fp16.enabled") else line
+            for line in made.filled
+        ]  # fmt: skip
 
 
 def _loss_scale(made: Migration) -> None:
@@ -445,9 +482,11 @@ def _optimizer(made: Migration) -> None:
     section = made.said.get("optimizer")
     if section is None:
         made.rest.append(
+            "no optimizer section: OffloadTrainer takes it from TrainingArguments (optim, "
+            "learning_rate, ...)" if made.unfilled else
             "no optimizer section: DeepSpeed takes the one that your program makes, and so does "
             "offload.deepspeed; in a loop of your own write it under optimizer:"
-        )
+        )  # fmt: skip
         return
     made.has_optimizer = True
     given = made.get("optimizer.type")
@@ -487,16 +526,32 @@ def _schedule(made: Migration) -> None:
     kind = made.get("scheduler.type")
     if kind is None:
         raise ConfigError("scheduler.type: missing")
-    params = made.said.get("scheduler.params")
-    if params == AUTO or params is None:
-        params = {}
-    made.schedule = Schedule.of(kind, params)
-    for name in params:
+    params: Any = made.said.get("scheduler.params")
+    if params == AUTO:
+        params = {name: AUTO for name in FILLED if name in PARAMETERS.get(kind, {})}
+    made.schedule = Schedule.of(kind, params or {})
+    schedule = made.schedule
+    if made.printed_schedule is None:
+        _leave_to_trainer(made, schedule)
+        return
+    for name in params or {}:
         made.rest.append(f"scheduler.params.{name}: {_shown(params[name])} -- in the code below")
     made.for_loops.append(
         f"scheduler.type: {kind}: no key of ours; the code below makes it in your loop, where it "
         "is stepped after optimizer.step()"
     )
+
+
+def _leave_to_trainer(made: Migration, schedule: Schedule) -> None:
+    made.filled.append(
+        f"scheduler.type: {schedule.type} -- lr_scheduler_type: {TRAINERS[schedule.type]}, with "
+        "learning_rate, warmup_steps and max_steps"
+    )
+    printed = made.comments.get("", [])
+    made.comments[""] = [text for text in printed if not text.startswith("scheduler.type")]
+    peak = schedule.params.get("warmup_max_lr")
+    if isinstance(peak, int | float):
+        made.set("optimizer.lr", float(peak), f"scheduler.params.warmup_max_lr: {_shown(peak)}")
 
 
 def _clipping(made: Migration) -> None:
@@ -513,10 +568,11 @@ def _clipping(made: Migration) -> None:
 
 def _batches(made: Migration, ranks: int | None) -> None:
     train, micro, steps = (made.get(name) for name in (TRAIN, MICRO, STEPS))
-    autos = [name for name in (TRAIN, MICRO, STEPS) if made.said.get(name) == AUTO]
-    if autos or (train is None and micro is None):
+    if not _follow(made, train, micro, steps):
         if steps is not None:
             made.set("gradient_accumulation_steps", max(1, steps))
+        if train is not None and train % (ranks or 1):
+            raise ConfigError(f"{TRAIN}: {train} cannot be divided by {ranks} ranks")
         return
     if ranks is None:
         if train and micro and steps:
@@ -529,8 +585,16 @@ def _batches(made: Migration, ranks: int | None) -> None:
                 )
     made.batches = Batches.of(train, micro, steps, ranks)
     made.set("gradient_accumulation_steps", made.batches.steps)
-    if made.batches.steps > 1:
+    if made.batches.steps > 1 and not made.unfilled:
         made.for_loops.append(
             f"{STEPS}: {made.batches.steps}: in a loop of your own divide the loss by it, and step "
             "after as many passes; offload.deepspeed does both"
         )
+
+
+def _follow(made: Migration, train: int | None, micro: int | None, steps: int | None) -> bool:
+    """Whether the sizes of batches follow from those that the file has: train_batch_size is the
+    batch per rank x accumulation x ranks. What Trainer's file leaves open, its arguments say."""
+    if made.unfilled:
+        return sum(each is not None for each in (train, micro, steps)) > 1
+    return train is not None or micro is not None

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offload.config.errors import suggestion
+from offload.config.remedies import suggestion
 from offload.tiers.errors import ConfigError
 
 REQUIRED = object()  # a parameter without a default
 OWN = object()  # ... whose default is each param group's own learning rate
-UNKNOWN = "auto"  # a number that the Trainer fills in: `...` in the printed code
+UNKNOWN = "auto"  # a number that transformers' Trainer fills in
 
 
 # ---------------------------------------------------------------- functions that are printed
@@ -115,6 +115,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0,
         "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
     },
+}  # fmt: skip
+# What transformers' Trainer fills in of them, and its nearest `lr_scheduler_type`.
+FILLED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+TRAINERS = {
+    "WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
 }  # fmt: skip
 _LISTS = {
     "warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr",
@@ -313,11 +318,11 @@ def _source(function: Callable[..., Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))})"
-    return "..." if value == UNKNOWN else repr(value)
+    return repr(value)
 
 
 def _at_least_two(steps: Any) -> Any:
-    return steps if steps == UNKNOWN else max(2, steps)
+    return max(2, steps)
 
 
 def _kind(p: Mapping[str, Any]) -> str:
@@ -327,8 +332,7 @@ def _kind(p: Mapping[str, Any]) -> str:
 def _shape(p: Mapping[str, Any]) -> tuple[Any, ...]:
     first, second = p["cycle_first_step_size"], p["cycle_second_step_size"]
     stairs, others = p["cycle_first_stair_count"], p["cycle_second_stair_count"]
-    if UNKNOWN not in (first, second):
-        first, second = float(first), float(first if second is None else second)
+    first, second = float(first), float(first if second is None else second)
     return (first, second, stairs, stairs if others is None else others)
 
 
@@ -336,6 +340,10 @@ def _check(kind: str, name: str, value: Any) -> None:
     key = f"scheduler.params.{name}"
     if value is REQUIRED:
         raise ConfigError(f"{key}: missing; {kind} needs it")
+    if value == UNKNOWN and name not in FILLED:
+        raise ConfigError(
+            f"{key}: auto: transformers' Trainer does not fill it in; write the value"
+        )
     if value is OWN or value is None or value == UNKNOWN or isinstance(value, bool):
         return
     if name == "warmup_type":

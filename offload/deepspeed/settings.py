@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from offload.config import OffloadConfig
 from offload.deepspeed.batches import Batches
 from offload.deepspeed.migration import Migration, migrate, read_ds_config
 from offload.deepspeed.ops.lion import FusedLion
+from offload.paths import StrPath
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
@@ -35,7 +35,7 @@ class Settings:
 
     @classmethod
     def of(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any], ranks: int,
+        cls, source: StrPath | Mapping[str, Any], ranks: int,
         optimizer: torch.optim.Optimizer | None,
     ) -> Settings:  # fmt: skip
         """ConfigError for what is unknown, refused or left to the Trainer; what is dropped is

@@ -20,12 +20,13 @@ from offload.deepspeed.leaf_modules import classes_of_leaves, follow_section
 from offload.deepspeed.settings import Settings
 from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
+from offload.paths import StrPath
 from offload.taking_over import engine_for, tiers_of
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
-Config = str | os.PathLike[str] | Mapping[str, Any]
+Config = StrPath | Mapping[str, Any]
 
 
 @outside_init()

@@ -7,7 +7,6 @@ model, optimizer, loader = accelerator.prepare(model, engine.optimizer, loader)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from offload.checkpoint.weights import stream_weights
 from offload.engine import Engine
 from offload.integrations.weight_files import OwnNames, remove_other_shards, write_shards
 from offload.optimizer import OffloadOptimizer
+from offload.paths import StrPath, path_of, path_text
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _LEAST = (1, 10)
@@ -130,7 +130,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = models, optimizers
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+        self, output_dir: StrPath | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """As Accelerator's. States of engines are streamed into folders in it.
 
@@ -138,6 +138,8 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         """
         from offload.checkpoint.model import check_stepped
 
+        if output_dir is not None:
+            output_dir = path_text(output_dir, "output_dir")
         for engine in self.engines:  # before anything is written
             check_stepped(engine)
         with self._without_engines():
@@ -149,7 +151,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         return folder
 
     def save_model(
-        self, model: nn.Module, save_directory: str | os.PathLike[str],
+        self, model: nn.Module, save_directory: StrPath,
         max_shard_size: int | str = "10GB", safe_serialization: bool = True,
     ) -> None:  # fmt: skip
         """As Accelerator's; weights of an engine are streamed. Of several ranks all have to call
@@ -166,14 +168,15 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         if not self.is_main_process:
             stream_weights(engine, lambda *_: None)
             return
-        folder = Path(save_directory)
+        folder = path_of(save_directory, "save_directory")
         with storage_errors("creating", folder):
             make_folder(folder, parents=True)
         remove_other_shards(folder, write_shards(OwnNames(engine), folder, max_shard_size))
 
     def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+        self, input_dir: StrPath | None = None, load_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
         """As Accelerator's; also of a folder that a plain Accelerator saved, whole in RAM."""
         folders: list[Path] = []
 
@@ -181,8 +184,8 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
             folders.append(Path(folder))
 
         engines = self.engines
-        seen = None if input_dir is None else Path(input_dir).expanduser() / _name(0)
-        if not engines or (seen is not None and not seen.is_dir()):
+        given = None if input_dir is None else path_of(input_dir, "input_dir").expanduser()
+        if not engines or (given is not None and not (given / _name(0)).is_dir()):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         handle = self.register_load_state_pre_hook(found)

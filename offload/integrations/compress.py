@@ -16,6 +16,7 @@ from offload.checkpoint.model import model_record
 from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_files
 from offload.integrations.pretrained import open_pretrained
+from offload.paths import StrPath, path_of
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ _SPELT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def compress(
-    source: str | Path | nn.Module,
-    out: str | Path,
+    source: StrPath | nn.Module,
+    out: StrPath,
     *,
     layers: Sequence[int] | None = None,
     prune: str | None = None,
@@ -60,7 +61,7 @@ def compress(
     asked = change if prune is not None or storage is not None else None
     if asked is None and layers is None:
         raise ConfigError("nothing is asked for: give layers, prune or storage")
-    out = Path(out)
+    out = path_of(out, "out")
     check_new(out)
     model = _model_of(source, layers)
     saved = ModelInHubFormat(model)
@@ -78,7 +79,7 @@ def compress(
     return [out / name for name in names]
 
 
-def _model_of(source: str | Path | nn.Module, layers: Sequence[int] | None) -> Any:
+def _model_of(source: StrPath | nn.Module, layers: Sequence[int] | None) -> Any:
     import transformers
 
     if not isinstance(source, nn.Module):

@@ -9,8 +9,6 @@ planner unpickles what is no tensor. Either runs what the folder's author wrote 
 from __future__ import annotations
 
 import io
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from offload.checkpoint.dcp_folder import DcpFolder, Part, SavedTensor
+from offload.paths import StrPath, path_of, path_text
 
 
 class SafeReader(StorageReader):
@@ -36,17 +35,18 @@ class SafeReader(StorageReader):
     One tensor of a file is in memory at a time.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._folder = DcpFolder(Path(path))
+    def __init__(self, path: StrPath) -> None:
+        self._folder = DcpFolder(path_of(path, "path"))
         self._parts: dict[tuple[str, tuple[int, ...]], Part] = {}
 
     @property
     def checkpoint_id(self) -> str:
         return str(self._folder.path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Called by `dcp.load`: the folder may be another one by now."""
-        self._folder = DcpFolder(Path(checkpoint_id or self._folder.path))
+        given = self._folder.path if checkpoint_id is None else checkpoint_id
+        self._folder = DcpFolder(path_of(given, "checkpoint_id"))
 
     def read_metadata(self) -> Metadata:  # without a rank: its own is not read
         entries: dict[str, Any] = {
@@ -99,8 +99,8 @@ class SafeReader(StorageReader):
         planner.commit_tensor(item, target)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in str(checkpoint_id)
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
+        return "://" not in path_text(checkpoint_id, "checkpoint_id")
 
 
 def _metadata_of(tensor: SavedTensor) -> TensorStorageMetadata:

@@ -42,6 +42,7 @@ from offload.config.source import load_source
 from offload.engine import Engine
 from offload.integrations import streamed_folder
 from offload.leftovers import STATE
+from offload.paths import StrPath, path_of
 from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 
@@ -52,7 +53,7 @@ if tuple(map(int, lightning.__version__.split(".")[:2])) < _LEAST:
         f"and {lightning.__version__} is installed; pip install -U lightning"
     )
 _log = logging.getLogger("offload")
-Source = str | Path | Mapping[str, Any] | OffloadConfig | None
+Source = StrPath | Mapping[str, Any] | OffloadConfig | None
 _OWN = {"bf16-true": "bf16", "16-true": "fp16"}
 _AUTOCAST = ("bf16-mixed", "16-mixed")
 
@@ -134,13 +135,13 @@ class _Processes:
 class _EngineMaker:
     """The configuration, and the engine that is made of it once."""
 
-    def __init__(self, config: Source, weights: str | os.PathLike[str] | None) -> None:
+    def __init__(self, config: Source, weights: StrPath | None) -> None:
         self._loaded = OffloadConfig.load({} if config is None else config)  # errors come now
         if isinstance(config, OffloadConfig):
             self.named = config.model_dump(mode="json", exclude_defaults=True)
         else:
             self.named = load_source({} if config is None else config).value
-        self._weights = None if weights is None else Path(weights)
+        self._weights = None if weights is None else path_of(weights, "weights")
         self.engine: Engine | None = None
 
     def settled(
@@ -219,7 +220,7 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
     optimizers: Any
 
     def __init__(
-        self, config: Source = None, *, weights: str | os.PathLike[str] | None = None, **kwargs: Any
+        self, config: Source = None, *, weights: StrPath | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self._maker = _EngineMaker(config, weights)
@@ -381,7 +382,7 @@ class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore
     """
 
     def __init__(
-        self, config: Source = None, *, weights: str | os.PathLike[str] | None = None, **kwargs: Any
+        self, config: Source = None, *, weights: StrPath | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self._maker = _EngineMaker(config, weights)
@@ -547,9 +548,7 @@ _TrainerHalf, _FabricHalf = _half(_TrainerBase), _half(_FabricBase)
 
 
 # --------------------------------------------------------------------------- files
-def consolidate(
-    folder: str | os.PathLike[str], file: str | os.PathLike[str], *, trust: bool = False
-) -> None:
+def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
     """A checkpoint file as Trainer writes it without a strategy, of a folder that `OffloadStrategy`
     wrote: for `LightningModule.load_from_checkpoint`. It has everything but the optimizer's states.
 
@@ -559,10 +558,13 @@ def consolidate(
     (hyperparameters of a class, a callback's) and you do not say that you `trust` who wrote it:
     reading those runs code that the file names.
     """
-    state, states = streamed_folder.read(folder, partial(streamed_folder.load_state, trust=trust))
+    file = path_of(file, "file")
+    state, states = streamed_folder.read(
+        path_of(folder, "folder"), partial(streamed_folder.load_state, trust=trust)
+    )
     state.pop("optimizer_states", None)
-    with pending_output(Path(file), replaces=True) as pending:
-        weights = streamed_folder.weights_of(states, Path(file).absolute().parent)
+    with pending_output(file, replaces=True) as pending:
+        weights = streamed_folder.weights_of(states, file.absolute().parent)
         torch.save({**state, "state_dict": weights}, pending)
 
 

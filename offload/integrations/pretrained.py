@@ -33,6 +33,7 @@ from offload.display.plain_text import plain
 from offload.engine import Engine, ParamGroups, initialize
 from offload.integrations.hub_names import not_local
 from offload.lazy_tensors import LazyTensor, lazy_tensors
+from offload.paths import StrPath, path_of
 from offload.quantised.reading import settings_in, settings_of, transposed_weights
 from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
@@ -73,13 +74,13 @@ _REFUSED = {
 
 
 def from_pretrained(
-    folder: str | Path,
+    folder: StrPath,
     config: Any = None,
     *,
     model_class: Any = None,
     parameters: ParamGroups | None = None,
     mesh: DeviceMesh | None = None,
-    run_folder: str | Path | None = None,
+    run_folder: StrPath | None = None,
     **kwargs: Any,
 ) -> Engine:
     """An engine whose `module` is the transformers model in `folder`: config.json and safetensors
@@ -89,7 +90,7 @@ def from_pretrained(
     that of `open_pretrained`. Call these two where the model is to be changed before it trains:
     adapters, frozen weights, groups of parameters. Raises what the two raise.
     """
-    folder = Path(folder)
+    folder = path_of(folder, "folder")
     loaded = OffloadConfig.load({} if config is None else config)
     if "dtype" in kwargs:
         raise ConfigError(
@@ -113,7 +114,7 @@ def _say_rounded(model: nn.Module, precision: str) -> None:
 
 
 def open_pretrained(
-    folder: str | Path, *, model_class: Any = None, dtype: torch.dtype | str = "auto", **kwargs: Any
+    folder: StrPath, *, model_class: Any = None, dtype: torch.dtype | str = "auto", **kwargs: Any
 ) -> nn.Module:
     """The transformers model in `folder`, in evaluation mode, with weights that stay in its files
     until `offload.initialize(model, ...)` spreads them over the tiers.
@@ -134,7 +135,7 @@ def open_pretrained(
     import transformers
 
     _check_version(transformers.__version__)
-    folder = Path(folder)
+    folder = path_of(folder, "folder")
     _check_folder(folder)
     for name in kwargs.keys() & _REFUSED.keys():
         raise ConfigError(f"{name}=: {_REFUSED[name]}")

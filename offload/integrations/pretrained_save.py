@@ -23,6 +23,7 @@ from offload.engine import Engine
 from offload.integrations.hub_format import EngineInHubFormat, ModelInHubFormat, owner_of
 from offload.integrations.weight_files import write_shards
 from offload.lazy_tensors import LazyTensor
+from offload.paths import StrPath
 from offload.tiers.errors import PathError
 
 
@@ -115,7 +116,7 @@ def _goes_its_own_way(model: PreTrainedModel, owner: Any, given: Mapping[str, An
     )
 
 
-def _check_elsewhere(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+def _check_elsewhere(model: PreTrainedModel, folder: StrPath) -> None:
     """PathError where a model's weights would be written over the files that they are read from."""
     own = model.name_or_path  # no folder where it was moved, or was relative to another one
     if os.path.isdir(folder) and os.path.isdir(own) and os.path.samefile(folder, own):

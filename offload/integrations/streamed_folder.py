@@ -43,6 +43,7 @@ from offload.checkpoint.model_files import own_file
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import StoredTensor
 from offload.leftovers import STATE
+from offload.paths import path_of
 from offload.swap.hands import patiently
 from offload.swap.maker_marks import marked
 from offload.tensor_file import DTYPES
@@ -65,7 +66,7 @@ _STATES_NAME = re.compile("states-[0-9a-f]{8}")
 
 def is_streamed(path: Any) -> bool:
     """Whether it is a folder that `save` wrote."""
-    state = Path(path) / STATE
+    state = path_of(path, "path") / STATE
     return patiently("stat", state, os.path.isfile, state)
 
 
@@ -82,7 +83,7 @@ def save(
         raise PathError(
             f"{path}: an engine's states are streamed into a local folder; name one, and copy it"
         )
-    folder = Path(path)
+    folder = path_of(path, "path")
     with storage_errors("creating", folder):
         if is_there(folder) and not is_streamed(folder) and not _is_empty(folder):
             raise PathError(f"{folder} holds something else than a checkpoint; name another path")
@@ -179,7 +180,7 @@ def _is_empty(folder: Path) -> bool:
 
 def read(path: Any, load: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], Path]:
     """What was saved beside the engine's states, read by `load`, and where these are."""
-    folder = Path(path)
+    folder = path_of(path, "path")
     state = load(own_file(folder, STATE))
     name = str(state.pop(_STATES, "nothing"))
     states = folder / name
@@ -218,7 +219,7 @@ def _first_line(error: Exception) -> str:
 
 def remove(path: Any) -> None:
     """A folder that `save` wrote. What is left of a removal that is killed is no checkpoint."""
-    folder = Path(path)
+    folder = path_of(path, "path")
     (folder / STATE).unlink()
     for states in _all_states(folder):
         discard(states)

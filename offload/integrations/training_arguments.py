@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from offload.client_optimizers import equal_numbers
 from offload.config import OffloadConfig
 from offload.config.optimizer_kinds import KINDS
 from offload.config.source import load_source
+from offload.paths import StrPath
 from offload.tiers.errors import ConfigError, UnsupportedError
 
-Source = str | Path | Mapping[str, Any] | OffloadConfig
+Source = StrPath | Mapping[str, Any] | OffloadConfig
 
 # `optim` of TrainingArguments -> `optimizer.type`. What is fused, paged or for a device of its own
 # there differs in speed only.
@@ -55,10 +55,7 @@ def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> 
         **named,
         "device": _pick(named, args, "device", args.device.type),
         "seed": _pick(named, args, "seed", args.seed, "seed"),
-        "gradient_accumulation_steps": _pick(
-            named, args, "gradient_accumulation_steps", args.gradient_accumulation_steps,
-            "gradient_accumulation_steps",
-        ),
+        "gradient_accumulation_steps": _passes(named, args),
         "precision": _precision(named, args, model),
         "optimizer": _optimizer(named.get("optimizer") or {}, args),
         # 0 turns clipping off there
@@ -106,6 +103,18 @@ def _pick(
             f"{', '.join(texts) or theirs}; name it in one of the two"
         )
     return ours
+
+
+def _passes(named: Mapping[str, Any], args: TrainingArguments) -> int:
+    """Trainer counts them, by its argument alone: its default says something as well."""
+    ours, theirs = named.get("gradient_accumulation_steps"), args.gradient_accumulation_steps
+    if ours not in (None, theirs):
+        raise ConfigError(
+            f"gradient_accumulation_steps: {ours} in the offload configuration, and "
+            f"TrainingArguments say {theirs}, by which Trainer steps; set "
+            f"gradient_accumulation_steps={ours} in TrainingArguments"
+        )
+    return int(theirs)
 
 
 # --------------------------------------------------------------------------- precision

@@ -226,7 +226,14 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def _refuse(self) -> None:
         args = self.args
-        for name in "deepspeed", "fsdp", "parallelism_config":
+        if getattr(args, "deepspeed", None):
+            raise UnsupportedError(
+                "TrainingArguments(deepspeed=...): DeepSpeed would shard the model, and offload's "
+                "engine does that here; leave deepspeed= out, turn its file into one of offload "
+                "with `offload migrate ds_config.json -o offload.yaml`, and pass "
+                'offload="offload.yaml" to the trainer'
+            )
+        for name in "fsdp", "parallelism_config":
             if getattr(args, name, None):
                 raise UnsupportedError(
                     f"TrainingArguments({name}=...) shards the model in another way, and offload's "

@@ -13,8 +13,10 @@ from offload.cli import main
 from offload.config import OffloadConfig
 from offload.deepspeed.keys import OTHERS, SECTIONS, Fate, Key
 from offload.deepspeed.migration import migrate, read_ds_config
+from offload.deepspeed.trainer_file import advice, arguments
 from offload.tiers.errors import ConfigError
 from tests.deepspeed.key_page import PAGE, with_table
+from tests.deepspeed.known_files import KNOWN
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 ZERO3 = {
@@ -113,9 +115,10 @@ def test_auto_is_said_for_what_the_trainer_fills(auto: tuple[str, Key, str]) -> 
     if path in ("optimizer.type", "scheduler.type"):
         pytest.skip("a class has a name")
     made = migrate(file_with(section, name, "auto"))
-    said = "\n".join(made.warnings)
-    if key.filled and key.becomes != "prefetch" and path != "scheduler.params":
-        assert f"{section}.{key.name}".lstrip(".") + ": auto" in said
+    assert made.warnings == []
+    if key.filled and key.becomes != "prefetch":
+        assert any(each.startswith(f"{section}.{key.name}".lstrip(".")) for each in made.unfilled)
+        assert "# Filled in from TrainingArguments:" in made.to_yaml("x.json")
     OffloadConfig.load(made.values)
 
 
@@ -139,6 +142,7 @@ def test_auto_is_said_for_what_the_trainer_fills(auto: tuple[str, Key, str]) -> 
         ({"tensor_parallel": {"autotp_size": 2}}, "parallelize_module"),
         ({"scheduler": {"type": "WarmupLr"}}, "did you mean `WarmupLR`"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "warmup_num_steps"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "auto"}}}, "Trainer does"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps: missing"),
         ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, "train_batch_size: 7 is not"),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_master"),
@@ -268,6 +272,72 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     file.write_text('{"zero_optimisation": {}}')
     assert run("migrate", str(file)) == 2
     assert f"{file}: zero_optimisation: unknown key" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- files for transformers' Trainer
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_file_of_other_projects_needs_no_guess(name: str, tmp_path: Path, capsys: Any) -> None:
+    """Its YAML file loads; what it leaves to Trainer is said once, not key by key."""
+    file, out = tmp_path / "ds.json", tmp_path / "offload.yaml"
+    file.write_text(json.dumps(KNOWN[name]))
+    assert run("migrate", str(file), "-o", str(out)) == 0
+    said = capsys.readouterr()
+    assert OffloadConfig.load(out) == migrate(KNOWN[name]).config
+    warnings = [line for line in said.err.splitlines() if "auto" in line or "fills" in line]
+    assert warnings == []
+    is_trainers = "auto" in json.dumps(KNOWN[name])
+    text = " ".join(said.out.split())
+    assert ("is a file for transformers' Trainer" in text) == is_trainers
+    assert (f'OffloadTrainer(model, args, train_dataset=..., offload="{out}")' in said.out) == (
+        is_trainers
+    )
+    assert ("LambdaLR" in said.out) == (not is_trainers and "scheduler" in KNOWN[name])
+
+
+TRAIN, MICRO, STEPS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "ranks", "says", "ours"),
+    [
+        ("auto", "auto", "auto", None, {}, 1),
+        ("auto", "auto", 4, None, {STEPS: 4}, 4),
+        ("auto", 2, "auto", None, {"per_device_train_batch_size": 2}, 1),
+        ("auto", 2, 4, 3, {"per_device_train_batch_size": 2, STEPS: 4}, 4),
+        (64, "auto", "auto", None, {}, 1),
+        (64, 2, "auto", 4, {"per_device_train_batch_size": 2, STEPS: 8}, 8),
+        (64, "auto", 4, 2, {"per_device_train_batch_size": 8, STEPS: 4}, 4),
+        (64, 2, 8, None, {"per_device_train_batch_size": 2, STEPS: 8}, 8),
+    ],
+)
+def test_the_batch_of_a_step_is_that_of_a_rank_times_accumulation_times_ranks(
+    train: Any, micro: Any, steps: Any, ranks: int | None, says: dict[str, int], ours: int
+) -> None:
+    made = migrate({"gradient_clipping": "auto", TRAIN: train, MICRO: micro, STEPS: steps}, ranks)
+    assert arguments(made, ranks)[0] == says
+    assert made.config.gradient_accumulation_steps == ours
+
+
+def test_a_global_batch_that_trainer_splits_is_named_with_its_factors() -> None:
+    made = migrate({TRAIN: 64, MICRO: "auto", STEPS: "auto"}, 4)
+    text = "per_device_train_batch_size x gradient_accumulation_steps x 4 ranks has to be 64"
+    assert text in advice(made, "ds.json", None, 4).replace("\n", " ")
+    with pytest.raises(ConfigError, match="64 cannot be divided by 3 ranks"):
+        migrate({TRAIN: 64, MICRO: "auto", STEPS: "auto"}, 3)
+
+
+def test_a_schedule_of_trainers_file_becomes_arguments() -> None:
+    params = {"warmup_max_lr": 2e-5, "warmup_num_steps": 100, "total_num_steps": 1000}
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_min_lr": "auto", **params}}
+    made = migrate({**BATCH, "scheduler": schedule})
+    found, notes = arguments(made, None)
+    assert (found["warmup_steps"], found["max_steps"]) == (100, 1000)
+    assert found["lr_scheduler_type"] == "linear"
+    assert made.config.optimizer.lr == 2e-5
+    assert "linear" in "".join(notes)  # DeepSpeed's warm-up is logarithmic
+    assert made.printed_schedule is None
 
 
 def test_the_page_shows_the_table() -> None:

@@ -120,4 +120,3 @@ def test_a_list_of_another_length_is_refused() -> None:
 def test_a_number_that_the_trainer_fills_is_left_open() -> None:
     schedule = Schedule.of("WarmupDecayLR", {"total_num_steps": "auto"})
     assert schedule.unfilled == ["total_num_steps"]
-    assert "warmup_decay(count, ..., 1000" in schedule.code()

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import offload
+from offload.cli import main
 from offload.errors import CheckpointError, ConfigError, OffloadError, StateError, UnsupportedError
+from tests.deepspeed.known_files import KNOWN
 from tests.offload.engine_cases import (
     assert_same_bits,
     assert_scheduler_is_saved,
@@ -354,6 +356,41 @@ def test_what_the_configuration_names_holds_where_the_arguments_name_nothing(
     plain.train()
     assert_close(logged(trainer), logged(plain))
     assert_close(values_of(trainer.model), values_of(plain.model))
+
+
+def test_trainers_file_for_deepspeed_trains_by_the_lines_that_migrate_prints(
+    tmp_path: Path, capsys: Any, open_engines: list[Any]
+) -> None:
+    """Equal to a plain Trainer with those arguments."""
+    file, out = tmp_path / "ds.json", tmp_path / "offload.yaml"
+    file.write_text(json.dumps(KNOWN["transformers, ZeRO-3"]))
+    with pytest.raises(SystemExit):
+        main(["migrate", str(file), "-o", str(out)])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line[:4] == "    "]
+    assert len(lines) == 3
+    keys = {**KEYS, **SHORT, "learning_rate": 3e-3, "warmup_steps": 2, "max_grad_norm": 0.3}
+    known: dict[str, Any] = {
+        "model": tiny_llama(), "rows": Rows(72, seed=1), "keys": {**keys, "output_dir": tmp_path},
+        "TrainingArguments": transformers.TrainingArguments,
+    }  # fmt: skip
+    text = "\n".join(lines)
+    text = text.replace("train_dataset=...", "train_dataset=rows").replace("(...", "(**keys")
+    exec(text, known)
+    open_engines.append(known["trainer"])
+    known["trainer"].train()
+    plain = make(
+        transformers.Trainer, tmp_path / "plain", **keys, lr_scheduler_type="constant_with_warmup"
+    )
+    plain.train()
+    assert_close(values_of(known["trainer"].model), values_of(plain.model))
+
+
+def test_accumulation_is_trainers_and_is_never_named_by_the_configuration_alone(
+    tmp_path: Path,
+) -> None:
+    given = {"gradient_accumulation_steps": 4}
+    with pytest.raises(ConfigError, match="set gradient_accumulation_steps=4 in TrainingArg"):
+        make(ours.OffloadTrainer, tmp_path / "run", offload=given, **SHORT)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,18 +10,19 @@ from torch import nn
 from offload.checkpoint.exporting import export, read_whole
 from offload.checkpoint.safetensors_file import TensorInfo
 from offload.deepspeed.saved import folder_of
+from offload.paths import StrPath, path_of
 from offload.tensor_file import DTYPES
 from offload.tiers.errors import UnsupportedError
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | Path, tag: str | int | None = None,
+    checkpoint_dir: StrPath, tag: str | int | None = None,
     exclude_frozen_parameters: bool = False, lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Parameters (masters, fp32) and persistent buffers by name, whole in RAM. CheckpointError
     where there is none; UnsupportedError for `exclude_frozen_parameters`."""
     _refuse(exclude_frozen_parameters)
-    found = read_whole(folder_of(Path(checkpoint_dir), tag), "fp32")
+    found = read_whole(folder_of(path_of(checkpoint_dir, "checkpoint_dir"), tag), "fp32")
     return {name: _tensor(info, raw) for name, (info, raw) in found.items()}
 
 
@@ -33,7 +33,7 @@ def _tensor(info: TensorInfo, raw: bytearray) -> torch.Tensor:
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path, output_dir: str | Path, max_shard_size: str = "5GB",
+    checkpoint_dir: StrPath, output_dir: StrPath, max_shard_size: str = "5GB",
     safe_serialization: bool = False, tag: str | int | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
@@ -42,11 +42,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     _refuse(exclude_frozen_parameters)
     if max_shard_size != "5GB":
         raise UnsupportedError(f"max_shard_size: {max_shard_size}: files have up to 5GB")
-    export(folder_of(Path(checkpoint_dir), tag), Path(output_dir), "fp32")
+    export(
+        folder_of(path_of(checkpoint_dir, "checkpoint_dir"), tag),
+        path_of(output_dir, "output_dir"),
+        "fp32",
+    )
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | Path, tag: str | int | None = None
+    model: nn.Module, checkpoint_dir: StrPath, tag: str | int | None = None
 ) -> Any:
     """`model`, with those values; names that only one of them has are left out."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)

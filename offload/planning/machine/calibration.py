@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import psutil
 
 from offload import machine
+from offload.paths import StrPath
 from offload.planning.machine.disk_cache import cache_folder, key_of, load, save
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds, Speeds
 from offload.tiers.errors import PathError
@@ -36,7 +37,6 @@ _LOOK_S = 0.2
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 Key = Mapping[str, Any]
-StrPath = str | os.PathLike[str]
 _Part = TypeVar("_Part", ComputeSpeeds, DiskSpeeds)
 
 

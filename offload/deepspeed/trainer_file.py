@@ -1,0 +1,99 @@
+"""A file that leaves numbers to transformers' Trainer (`auto`): what to do with it here.
+
+`OffloadTrainer` takes what its YAML file does not name from TrainingArguments, as Trainer fills in
+`auto`. Numbers that only Trainer's own loop can follow (batch sizes, the schedule) have to be said
+there: `arguments` has them.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any
+
+from offload.deepspeed.batches import MICRO, STEPS, TRAIN
+from offload.deepspeed.migration import AUTO, Migration
+from offload.deepspeed.schedules import TRAINERS
+
+YAML = "offload.yaml"
+_WIDTH = 100
+
+
+def advice(made: Migration, source: str, out: str | None, ranks: int | None) -> str:
+    """A paragraph, and the lines to write; `out`: the file that was written."""
+    said, notes = arguments(made, ranks)
+    given = "".join(f", {name}={json.dumps(value)}" for name, value in said.items())
+    written = (
+        f"Give {out}" if out is not None
+        else f"Write the YAML file with -o {YAML}, and give it"
+    )  # fmt: skip
+    paragraph = (
+        f"{source} is a file for transformers' Trainer: {len(made.unfilled)} of its keys say "
+        f"`auto`, which Trainer fills in from TrainingArguments. {written} to OffloadTrainer: "
+        "every key that is not in it comes from TrainingArguments. Leave deepspeed= out of these:"
+    )
+    return "\n".join(
+        [
+            _wrapped(paragraph),
+            "",
+            "    from offload.integrations.transformers import OffloadTrainer",
+            f"    args = TrainingArguments(...{given})",
+            "    trainer = OffloadTrainer(model, args, train_dataset=..., "
+            f"offload={json.dumps(out or YAML)})",
+            "",
+            *map(_wrapped, [*notes, _own_loop(made)]),
+        ]
+    )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def arguments(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[str]]:
+    """What TrainingArguments have to say, since the file has numbers for it; and what to know."""
+    batches, notes = _batches(made, ranks)
+    schedule = made.schedule
+    if schedule is None or schedule.type not in TRAINERS:
+        return batches, notes
+    found = {**batches, "lr_scheduler_type": TRAINERS[schedule.type]}
+    for name, argument in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "max_steps")):
+        value = schedule.params.get(name)
+        if value not in (None, AUTO):
+            found[argument] = value
+    if schedule.params.get("warmup_type") == "log":
+        notes.append(
+            f"The warm-up of {schedule.type} is logarithmic unless warmup_type says linear; "
+            "Trainer's is linear."
+        )
+    low = schedule.params.get("warmup_min_lr", schedule.params.get("warmup_min_ratio"))
+    if low not in (AUTO, 0):
+        notes.append(f"Trainer's warm-up begins at 0, that of the file at {low}.")
+    return found, notes
+
+
+def _batches(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[str]]:
+    train, micro, steps = (made.get(name) for name in (TRAIN, MICRO, STEPS))
+    if made.batches is not None:
+        micro, steps = made.batches.micro, made.batches.steps
+    given = {"per_device_train_batch_size": micro, STEPS: steps}
+    found = {name: value for name, value in given.items() if value is not None}
+    if train is None or made.batches is not None:
+        return found, []
+    of = f"{'' if ranks is None else f'{ranks} '}ranks has to be {train}"
+    return found, [f"{TRAIN}: {train}: per_device_train_batch_size x {STEPS} x {of}."]
+
+
+def _own_loop(made: Migration) -> str:
+    """What a loop without TrainingArguments has to say itself."""
+    sizes = (TRAIN, MICRO, STEPS)
+    keys = dict.fromkeys(k.becomes for name, k in made.autos.items() if name not in sizes)
+    if not made.has_optimizer:
+        keys["optimizer"] = None
+    open_ = made.batches is None and made.get(STEPS) is None
+    if open_:
+        keys[STEPS] = None
+    text = f"In a loop of your own, or with Accelerate, write {', '.join(keys)} into the YAML file."
+    if open_:
+        text += f" {TRAIN} is {MICRO} x {STEPS} x ranks."
+    return text if keys else ""

@@ -1,0 +1,26 @@
+"""Paths as callers give them: text, `pathlib.Path` or any other `os.PathLike`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from offload.tiers.errors import PathError
+
+StrPath = str | os.PathLike[str]
+
+
+def path_of(given: StrPath, argument: str) -> Path:
+    """`given` as a Path. PathError that names the `argument` for bytes, None and other objects."""
+    return Path(path_text(given, argument))
+
+
+def path_text(given: StrPath, argument: str) -> str:
+    """The same as text, so that a URL keeps its slashes."""
+    text: object = os.fspath(given) if isinstance(given, str | os.PathLike) else given
+    if not isinstance(text, str):
+        remedy = "; decode it with os.fsdecode" if isinstance(text, bytes) else ""
+        raise PathError(
+            f"{argument}: expected a path (str or os.PathLike), found {type(text).__name__}{remedy}"
+        )
+    return text
