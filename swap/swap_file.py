@@ -30,7 +30,7 @@ from offload.swap.maker_marks import marked
 from offload.swap.pinned_folder import PinnedFolder, close
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
 from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.units import format_bytes, round_up
+from offload.tiers.units import format_bytes, in_one_unit, round_up
 
 _log = logging.getLogger(__name__)
 
@@ -78,9 +78,10 @@ def _check_directory(path: str | os.PathLike[str], needed_nbytes: int) -> Direct
     with _checked(path) as folder:
         free_nbytes = folder.free_nbytes
         if free_nbytes < needed_nbytes:
+            needed, free = in_one_unit(needed_nbytes, free_nbytes)
             raise PathError(
-                f"nvme.paths: {folder.path} has {format_bytes(free_nbytes)} free, "
-                f"{format_bytes(needed_nbytes)} needed; free space there or name another path"
+                f"nvme.paths: {folder.path} has {free} free, {needed} needed; free space "
+                "there or name another path"
             )
         return DirectoryReport(folder.path, free_nbytes, folder.created)
 
@@ -286,12 +287,11 @@ class SwapFile:
     def _growth_error(self, nbytes: int, error: OSError) -> StorageError:
         needed_nbytes = nbytes - self.nbytes
         if error.errno in _NO_SPACE or error.errno == errno.EFBIG:
-            free = "?"
+            needed, free = format_bytes(needed_nbytes), "?"
             with suppress(OSError):
-                free = format_bytes(_free_space(self.fd))
+                needed, free = in_one_unit(needed_nbytes, _free_space(self.fd))
             return NoSpaceError(
-                f"{self.path} needs {format_bytes(needed_nbytes)} more, "
-                f"{free} free ({error.strerror}); lower "
+                f"{self.path} needs {needed} more, {free} free ({error.strerror}); lower "
                 "budget.nvme, free space there or change nvme.paths",
                 path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
                 errno=error.errno,

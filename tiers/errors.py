@@ -24,7 +24,7 @@ Each message says what, which, how much and what to do.
 
 from __future__ import annotations
 
-from offload.tiers.units import format_bytes
+from offload.tiers.units import format_bytes, in_one_unit
 
 
 class OffloadError(Exception):
@@ -59,9 +59,10 @@ class TierFullError(BudgetError):
         self.needed_nbytes = needed_nbytes
         self.free_nbytes = free_nbytes
         self.budget_nbytes = budget_nbytes
+        needed, free = in_one_unit(needed_nbytes, free_nbytes)
         super().__init__(
-            f"{tier} tier full: {owner} needs {format_bytes(needed_nbytes)}, "
-            f"{format_bytes(free_nbytes)} of {format_bytes(budget_nbytes)} free; {remedy}"
+            f"{tier} tier full: {owner} needs {needed}, {free} of {format_bytes(budget_nbytes)} "
+            f"free; {remedy}"
         )
 
 

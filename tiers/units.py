@@ -7,10 +7,10 @@ import re
 
 _FACTORS = {
     "": 1, "b": 1,
-    "k": 1000, "kb": 1000, "kib": 1 << 10,
-    "m": 1000**2, "mb": 1000**2, "mib": 1 << 20,
-    "g": 1000**3, "gb": 1000**3, "gib": 1 << 30,
-    "t": 1000**4, "tb": 1000**4, "tib": 1 << 40,
+    "k": 1000, "kb": 1000, "ki": 1 << 10, "kib": 1 << 10,
+    "m": 1000**2, "mb": 1000**2, "mi": 1 << 20, "mib": 1 << 20,
+    "g": 1000**3, "gb": 1000**3, "gi": 1 << 30, "gib": 1 << 30,
+    "t": 1000**4, "tb": 1000**4, "ti": 1 << 40, "tib": 1 << 40,
 }  # fmt: skip
 _MOST_NBYTES = 1 << 62  # more than any machine has, and what 64 bits can add up
 _SHOWN = 40  # characters of a text in an error
@@ -75,6 +75,21 @@ def format_bytes(nbytes: int) -> str:
             return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def in_one_unit(first: int, *others: int) -> tuple[str, ...]:
+    """Amounts that are compared, in the unit that `format_bytes` gives the first one, with as many
+    decimals as tell it from others: `1.2 GiB`, `0.8 GiB`. A smaller unit where three do not."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = next((n for n in range(4) if abs(first) < 1024 ** (n + 1)), 4)
+    for exponent in range(power, 0, -1):
+        for decimals in range(1, 4):
+            texts = [f"{n / 1024**exponent:,.{decimals}f}" for n in (first, *others)]
+            if all(
+                n == first or text != texts[0] for n, text in zip(others, texts[1:], strict=True)
+            ):
+                return tuple(f"{text} {units[exponent]}" for text in texts)
+    return tuple(f"{n:,} B" for n in (first, *others))
 
 
 def round_up(value: int, multiple: int) -> int:

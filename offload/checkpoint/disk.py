@@ -16,7 +16,7 @@ from offload.swap.hands import Call, Hand, patiently
 from offload.swap.maker_marks import marked
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError, StuckError
-from offload.tiers.units import format_bytes
+from offload.tiers.units import format_bytes, in_one_unit
 
 R = TypeVar("R")
 
@@ -413,9 +413,9 @@ def check_room(path: Path, needed_nbytes: int) -> None:
     with storage_errors("looking at", path):
         free = free_nbytes(path)
     if needed_nbytes > free:
+        needed, there, missing = in_one_unit(needed_nbytes, free, needed_nbytes - free)
         raise NoSpaceError(
-            f"no room for a checkpoint of {format_bytes(needed_nbytes)} in {path.parent}: "
-            f"{format_bytes(free)} are free; free {format_bytes(needed_nbytes - free)} there, or "
-            "save to another file system",
+            f"no room for a checkpoint of {needed} in {path.parent}: {there} are free; free "
+            f"{missing} there, or save to another file system",
             path=str(path), nbytes=needed_nbytes, errno=errno.ENOSPC,
         )  # fmt: skip

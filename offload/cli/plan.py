@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ def print_plan(
     from offload.planning.choice.plan_text import describe
 
     with located(file, overrides):
+        _check_device(config, file, overrides, model)
         other = model is not None or config.written_for is not None
         found = named(config, model) if other else built_in(config)
         planned = _plan(found, ranks, nodes, ep_size)
@@ -64,8 +66,27 @@ def print_inference_plan(
     from offload.planning.choice.plan_text import describe
 
     with located(file, overrides):
+        _check_device(config, file, overrides, model, "--inference")
         planned = _plan_generation(generating(config, source, asked), asked, notes)
     Console().print(describe(planned))
+
+
+def _check_device(
+    config: OffloadConfig, file: Path, overrides: Sequence[str], model: str | None, *options: str
+) -> None:
+    """ConfigError for a file of a machine with another device, which memest plans for."""
+    from offload.tiers.accelerator import KINDS
+
+    kind = KINDS.get(config.device)
+    if kind is None or kind.is_available():
+        return
+    words = [str(file)] if model is None else [model, "--config", str(file)]
+    words += [word for text in overrides for word in ("-o", text)]
+    command = shlex.join(["memest", *words, *options, "--gpu", "24GiB", "--ram", "64GiB"])
+    raise ConfigError(
+        f"device: {config.device}, but this PyTorch sees no {kind.title} device, and `offload "
+        f"plan` plans for this machine; for another one give memest its sizes: {command}"
+    )
 
 
 def _plan_generation(

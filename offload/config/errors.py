@@ -5,16 +5,14 @@ One line per mistake: `FILE:LINE: KEY: what is wrong; what is allowed`.
 
 from __future__ import annotations
 
-import difflib
-import types
-import typing
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from offload.config.fields import KeyedError, UnknownNameError
 from offload.config.file import KeyPath
+from offload.config.remedies import left_out, model_at, other_shape, suggestion, unknown_key
 from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +60,8 @@ def _line(detail: ErrorDetails, model: type[BaseModel], source: ConfigSource) ->
         place = _place(source, path, cause)
         return f"{place}: {section + '.' if section else ''}{cause}"
     key = ".".join(map(str, path))
-    return f"{source.place_of(path)}: {key}: {_problem(detail, path, model)}"
+    place = source.place_of(path)
+    return f"{place}: {key}: {_problem(detail, path, model, place)}"
 
 
 def _place(source: ConfigSource, section: KeyPath, cause: KeyedError) -> str:
@@ -81,60 +80,41 @@ def _given(values: Any, path: KeyPath) -> bool:
     return True
 
 
-def _problem(detail: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> str:
+def _problem(detail: ErrorDetails, path: KeyPath, model: type[BaseModel], place: str) -> str:
     kind, found, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     if kind == "extra_forbidden":
-        section = _model_at(model, path[:-1])
-        allowed = tuple(section.model_fields) if section else ()
-        return "unknown key" + suggestion(str(path[-1]), allowed)
+        return "unknown key" + unknown_key(path, found, model, place)
     if kind == "literal_error":
         allowed = _literals(context.get("expected", ""))
         return f"{_shown(found)} is not allowed" + suggestion(str(found), allowed)
     if kind in _COMPARISONS:
         name, words = _COMPARISONS[kind]
-        return f"{_shown(found)} must be {words} {context[name]}"
+        none = left_out(path, found, model)
+        return f"{_shown(found)} must be {words} {_number(context[name])}{none}"
     if kind == "missing":
-        return "a value is missing"
+        section = model_at(model, path[:-1])
+        field = section.model_fields.get(str(path[-1])) if section else None
+        return "a value is missing" + (suggestion("", get_args(field.annotation)) if field else "")
     if kind == "too_long":
         return f"at most {context['max_length']} values, found {context['actual_length']}"
     cause = context.get("error")
     if isinstance(cause, UnknownNameError):
         return f"{cause}{suggestion(cause.found, cause.allowed)}"
+    remedy = other_shape(kind, str(cause), path, found, model, place)
+    remedy = remedy or left_out(path, found, model)
     if kind == "value_error":
-        return str(cause)
+        return f"{cause}{remedy}"
     expected = _EXPECTED.get(kind)
-    return f"expected {expected}, found {_shown(found)}" if expected else f"{detail['msg']}"
-
-
-def suggestion(found: str, allowed: Iterable[str]) -> str:
-    """`; did you mean `lr`? allowed: a, b, c`."""
-    names = tuple(allowed)
-    close = difflib.get_close_matches(found.lower(), names, n=1, cutoff=0.5)
-    hint = f"; did you mean `{close[0]}`?" if close else ";"
-    return f"{hint} allowed: {', '.join(names)}" if names else ""
+    return f"expected {expected}, found {_shown(found)}{remedy}" if expected else detail["msg"]
 
 
 def _literals(expected: str) -> tuple[str, ...]:
     return tuple(word.strip("' ") for word in expected.replace(" or ", ", ").split(",") if word)
 
 
-def _model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    current: type[BaseModel] | None = model
-    for part in path:
-        field = current.model_fields.get(str(part)) if current else None
-        current = section_of(field.annotation) if field else None
-    return current
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field that is a section, also of one that may be absent."""
-    options: tuple[Any, ...] = (annotation,)
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        options = typing.get_args(annotation)
-    for option in options:
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
+def _number(value: Any) -> str:
+    """A bound: 0 for 0.0."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _shown(value: Any) -> str:

@@ -7,10 +7,13 @@ described for the JSON Schema and, by a `Kind`, for `offload config explain`.
 from __future__ import annotations
 
 import os
+import re
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -39,6 +42,8 @@ AUTO_MICRO_BATCHES = 0  # how `micro_batches: auto` is kept: not more than one p
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 _MAX_DEPTH = 4096  # groups fetched ahead: more than any model has
 _MAX_CHUNK = 1 << 34  # elements: no group has more
+_LEAST_BUDGET = 1024  # bytes: fewer are a number without its unit
+_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{\w+\})")
 _MAX_PATH, _MAX_NAME = 4095, 255  # bytes that Linux takes
 
 
@@ -46,6 +51,18 @@ class Section(BaseModel):
     """A part of the configuration: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    main: ClassVar[str] = ""  # the key that a value in the section's place is most likely meant for
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is a section, also of one that may be absent."""
+    options: tuple[Any, ...] = (annotation,)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        options = typing.get_args(annotation)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
 
 
 @dataclass(frozen=True)
@@ -139,9 +156,14 @@ def _parse_budget(value: Any) -> int | Percent | None:
         return Percent(parse_percent(value))
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"{value!r} is not a size; write for example 8GiB, 80% or auto")
+    if str(value).strip().startswith("-"):
+        raise ValueError(f"{value!r} is negative; write for example 8GiB, 80% or auto")
     nbytes = parse_bytes(value)
-    if nbytes < 0:
-        raise ValueError(f"{value!r} is negative")
+    if 0 < nbytes < _LEAST_BUDGET:
+        raise ValueError(
+            f"{value!r} is {nbytes} bytes; write the unit, for example {nbytes}GiB, or a share, "
+            f"for example {min(nbytes, 100)}%"
+        )
     return nbytes
 
 
@@ -285,6 +307,12 @@ def _check_path(value: str) -> str:
             raise ValueError(
                 f"{shown}: {what} has {len(os.fsencode(text)):,} bytes; at most {most:,} work"
             )
+    variable = _VARIABLE.search(value)
+    if variable is not None:
+        raise ValueError(
+            f"{shown}: {variable[0]} is not replaced in a configuration; write the path itself, or "
+            "use -o on the command line, where the shell replaces it"
+        )
     if os.path.expanduser(value).startswith("~"):
         user = value.partition("/")[0]
         raise ValueError(

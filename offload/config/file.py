@@ -236,6 +236,10 @@ def _path_hint(text: str, mark: yaml.Mark | None) -> str:
 def _yaml_hint(problem: str) -> str:
     if "\\t" in problem:
         return "; indent with spaces, not tabs"
+    if "expected <block end>" in problem:
+        return "; keys of one section begin in the same column: check the indentation"
+    if "but got '<stream end>'" in problem:
+        return "; a bracket that was opened with { or [ is not closed"
     if "mapping values are not allowed" in problem:
         return "; check the indentation and quote values that contain `: `"
     if "could not find expected ':'" in problem:

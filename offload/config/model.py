@@ -35,6 +35,7 @@ from offload.config.fields import (
 )
 from offload.config.file import dump_yaml
 from offload.config.optimizer import OptimizerConfig
+from offload.config.remedies import near
 from offload.config.source import ConfigSource, load_source
 from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
@@ -59,6 +60,8 @@ _MASTERS_ALLOWED = {
 
 class BudgetConfig(Section):
     """Most bytes each tier may hold."""
+
+    main = "host"
 
     device: Budget = Field(
         None,
@@ -87,6 +90,8 @@ class BudgetConfig(Section):
 
 class NvmeConfig(Section):
     """Where and how the nvme tier is read and written."""
+
+    main = "paths"
 
     paths: Annotated[tuple[PathText, ...], Field(strict=False)] = Field(
         (),
@@ -142,6 +147,8 @@ class NvmeConfig(Section):
 
 class ActivationConfig(Section):
     """Where saved activations live, and whether they are kept or recomputed."""
+
+    main = "tier"
 
     tier: TierText = Field(
         "device",
@@ -204,6 +211,8 @@ class ExpertPlacement(Section):
 class PlacementConfig(Section):
     """Home of each class of state; an absent class is placed automatically."""
 
+    main = "parameters"
+
     parameters: Split = Field(
         None,
         description="Home of the parameters: a tier, or shares of several that sum to 100%.",
@@ -265,6 +274,8 @@ class PlacementConfig(Section):
 class StorageConfig(Section):
     """Frozen weights in fewer bits."""
 
+    main = "weights"
+
     weights: Literal["int8", "int4", "nf4"] = Field(
         description="Format of frozen weights at home, on any tier: int8, int4 (asymmetric), or "
         "nf4 (as QLoRA). They are encoded once, while they are loaded, and decoded into memory of "
@@ -294,6 +305,8 @@ class StorageConfig(Section):
 class KVConfig(Section):
     """KV caches of a dispatched model, where `placement.kv` names their home."""
 
+    main = "dtype"
+
     dtype: Literal["auto", "int8"] = Field(
         "auto",
         description="How keys and values are stored. int8: a byte per element, with a scale and an "
@@ -316,6 +329,8 @@ class KVConfig(Section):
 
 class LossScaleConfig(Section):
     """Dynamic loss scaling, for precision: fp16."""
+
+    main = "initial"
 
     initial: float = Field(
         65536.0,
@@ -373,6 +388,8 @@ class LossScaleConfig(Section):
 class ThreadsConfig(Section):
     """How the cores are shared out. I/O threads are under `nvme`."""
 
+    main = "optimizer"
+
     optimizer: AutoThreads = Field(
         "auto",
         description="Threads of the CPU optimizer. auto: all cores where the model computes on the "
@@ -389,6 +406,8 @@ class ThreadsConfig(Section):
 class GroupsConfig(Section):
     """How parameters are grouped for moving together."""
 
+    main = "blocks"
+
     blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
         (),
         description="Class names of the modules whose parameters move together, as a model's "
@@ -400,6 +419,8 @@ class GroupsConfig(Section):
 
 class ZeroConfig(Section):
     """Sharding over ranks."""
+
+    main = "stage"
 
     stage: int = Field(
         3,
@@ -605,9 +626,10 @@ class OffloadConfig(Section):
         if not isinstance(value, Mapping) or not isinstance(value.get("placement"), str):
             return value
         if value["placement"] != "auto":
+            tier = near(value["placement"], [each.value for each in Tier]) or Tier.NVME
             raise KeyedError(
                 f"placement: {value['placement']!r} is not known; write auto, or the classes "
-                "below it, for example placement: {parameters: nvme, optimizer: nvme}",
+                f"below it, for example placement: {{parameters: {tier}, optimizer: {tier}}}",
                 ("placement",),
             )
         return {**value, "placement": {}}

@@ -30,6 +30,8 @@ _FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 class OptimizerConfig(Section):
     """The optimizer and how its states are kept. Numbers left out or null are torch.optim's."""
 
+    main = "type"
+
     type: Type = Field(
         "adamw",
         description="adamw decays weights directly; adam adds the decay to the gradient; lion, "

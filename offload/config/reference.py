@@ -15,12 +15,12 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from offload.config.errors import section_of, suggestion
-from offload.config.fields import Kind
+from offload.config.fields import Kind, section_of
 from offload.config.file import dump_yaml
 from offload.config.model import OffloadConfig
 from offload.config.optimizer import OptimizerConfig
 from offload.config.optimizer_kinds import KINDS
+from offload.config.remedies import suggestion
 from offload.tiers.errors import ConfigError
 
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

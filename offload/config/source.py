@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +64,9 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
-        raise ConfigError(f"-o {text}: expected key=value, for example -o optimizer.lr=3e-4")
+        meant = re.fullmatch(r"([\w.]+):\s*(\S+)", text)
+        example = f"{meant[1]}={meant[2]}" if meant else "optimizer.lr=3e-4"
+        raise ConfigError(f"-o {text}: expected key=value, for example -o {example}")
     return parts, parse_document(value, f"-o {text}").value
 
 

@@ -22,6 +22,8 @@ _COSINE = {"train.schedule.type": "cosine"}
 class ModelConfig(Section):
     """Size and shape of the built-in language model."""
 
+    main = "shape"
+
     shape: Literal["llama", "gpt"] = Field(
         "llama",
         description="llama: RMSNorm, rotary positions, SwiGLU. "
@@ -233,6 +235,8 @@ class ModelConfig(Section):
 class ScheduleConfig(Section):
     """Learning rate over the steps, as a factor on optimizer.lr."""
 
+    main = "type"
+
     type: Literal["cosine", "constant"] = Field(
         "cosine", description="Shape of the learning rate after the warm-up."
     )
@@ -256,6 +260,8 @@ class ScheduleConfig(Section):
 class SampleConfig(Section):
     """Text generated before and after training."""
 
+    main = "length"
+
     prompt: str = Field(
         "ROMEO:", min_length=1, description="Text the sample continues.", examples=["HAMLET:"]
     )
@@ -276,6 +282,8 @@ class SampleConfig(Section):
 
 class TrainConfig(Section):
     """What `offload train` trains, on what, and for how long."""
+
+    main = "steps"
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The built-in model.")
     text: PathText = Field(

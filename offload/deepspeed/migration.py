@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.config import OffloadConfig
-from offload.config.errors import suggestion
 from offload.config.file import dump_yaml
+from offload.config.remedies import suggestion
 from offload.deepspeed.batches import MICRO, STEPS, TRAIN, Batches
 from offload.deepspeed.keys import OLD_SECTIONS, OTHERS, SECTIONS, Fate, Key
 from offload.deepspeed.schedules import FILLED, PARAMETERS, TRAINERS, Schedule

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offload.config.errors import suggestion
+from offload.config.remedies import suggestion
 from offload.tiers.errors import ConfigError
 
 REQUIRED = object()  # a parameter without a default

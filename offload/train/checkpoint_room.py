@@ -14,7 +14,7 @@ from offload.homes import nvme_paths, ranks_here
 from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.errors import NoSpaceError
 from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes
+from offload.tiers.units import in_one_unit
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -34,21 +34,22 @@ def checkpoints_beyond(found: Forecast, config: OffloadConfig, folder: Path) -> 
     if plan.opens_files and _on_one_disk(there, nvme_paths(config.nvme)):
         at_least = ranks_here() * needed_nbytes(plan, Tier.NVME)
         at_most = ranks_here() * memory.places[Tier.NVME].peak_nbytes
-    beside = f" beside swap files of {format_bytes(at_most)}" if at_most else ""
-    others = f"{format_bytes(free)} are free in {there}{beside}"
+    each, has, files, lacks = in_one_unit(one, free, at_most, at_least + one - free)
+    beside = f" beside swap files of {files}" if at_most else ""
+    others = f"{has} are free in {there}{beside}"
     if at_least + one > free:
         raise NoSpaceError(
-            f"train.checkpoint_every: there is no room for a checkpoint of {format_bytes(one)}: "
-            f"{others}; free {format_bytes(at_least + one - free)} there, or name another "
-            "--run-dir",
+            f"train.checkpoint_every: there is no room for a checkpoint of {each}: {others}; free "
+            f"{lacks} there, or name another --run-dir",
             path=str(folder), nbytes=one, errno=errno.ENOSPC,
         )  # fmt: skip
     count = _most_at_a_time(config.train) - (already - goes)
     missing = at_most + count * one - free
     if count > 0 and missing > 0:
+        each, lacks = in_one_unit(one, missing)
         yield (
-            f"train.checkpoint_every: up to {count} more checkpoints of {format_bytes(one)} at a "
-            f"time, but {others}; free {format_bytes(missing)} there, name another --run-dir, or "
+            f"train.checkpoint_every: up to {count} more checkpoints of {each} at a time, but "
+            f"{others}; free {lacks} there, name another --run-dir, or "
             "lower train.keep_last"
         )
 

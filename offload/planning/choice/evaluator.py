@@ -27,7 +27,7 @@ from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes
+from offload.tiers.units import in_one_unit
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -350,14 +350,13 @@ class PlacementEvaluator:
             held = ram_nbytes(plan)
         if held + beside <= capacity:
             return
-        short = held + beside - capacity
+        needed, states, there, short = in_one_unit(beside, held, capacity, held + beside - capacity)
         recomputes = self._config.placement.activations.checkpoint is True or not plan.trains
         remedy = "" if recomputes else "set placement.activations.checkpoint: true, or "
         yield Shortfall(
             tier, held + beside, capacity, "placement.activations.checkpoint",
-            f"activations and libraries need {format_bytes(beside)} beside {format_bytes(held)} of "
-            f"states: {format_bytes(short)} more than the {format_bytes(capacity)} there are; "
-            f"{remedy}lower the batch, the sequence or budget.{tier}",
+            f"activations and libraries need {needed} beside {states} of states: {short} more than "
+            f"the {there} there are; {remedy}lower the batch, the sequence or budget.{tier}",
         )  # fmt: skip
 
 

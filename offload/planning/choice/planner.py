@@ -13,7 +13,7 @@ from offload.swap.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes
+from offload.tiers.units import format_bytes, in_one_unit
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -110,8 +110,9 @@ def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -
     least = sum(least_nbytes(group, ITEMSIZE[config.precision]) for group in model.groups)
     there = hardware.device_nbytes + hardware.host_nbytes + hardware.nvme_free_nbytes
     if least > there:
+        needed, has = in_one_unit(least, there)
         raise BudgetError(
-            f"{numel:,} parameters take {format_bytes(least)} without gradients and optimizer "
-            f"states; this machine has {format_bytes(there)} of memory and free disk together: "
+            f"{numel:,} parameters take {needed} without gradients and optimizer states; this "
+            f"machine has {has} of memory and free disk together: "
             "make the model smaller, or add a path to nvme.paths"
         )

@@ -22,7 +22,7 @@ from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes
+from offload.tiers.units import in_one_unit
 from offload.zero.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -98,12 +98,14 @@ def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> It
         if place.peak_nbytes <= place.capacity_nbytes or tier in said:
             continue
         largest = max(place.by_class, key=lambda name: place.by_class[name])
+        over = place.peak_nbytes - place.capacity_nbytes
+        peak, there, more, most = in_one_unit(
+            place.peak_nbytes, place.capacity_nbytes, over, place.by_class[largest]
+        )
         yield Shortfall(
             tier, place.peak_nbytes, place.capacity_nbytes, _key_of(largest, tier, best.plan),
-            f"{_NAMES[tier]}: the peak of {format_bytes(place.peak_nbytes)} is "
-            f"{format_bytes(place.peak_nbytes - place.capacity_nbytes)} more than the "
-            f"{format_bytes(place.capacity_nbytes)} there are; most of it is {largest} "
-            f"({format_bytes(place.by_class[largest])}): {remedy(largest, tier, best, workload)}",
+            f"{_NAMES[tier]}: the peak of {peak} is {more} more than the {there} there are; most "
+            f"of it is {largest} ({most}): {remedy(largest, tier, best, workload)}",
         )  # fmt: skip
 
 

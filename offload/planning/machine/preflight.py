@@ -17,7 +17,7 @@ from offload.paths import StrPath
 from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
 from offload.tiers.errors import BudgetError, OffloadError, PathError, UnsupportedError
 from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes
+from offload.tiers.units import format_bytes, in_one_unit
 
 if TYPE_CHECKING:
     from offload.config import NvmeConfig
@@ -71,17 +71,19 @@ def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iter
     needed = held + files
     if needed <= available:
         return
-    missing = format_bytes(needed - available)
+    takes, there, missing, in_files, in_memory = in_one_unit(
+        needed, available, needed - available, files, held
+    )
     if files and held <= available:
         yield BudgetError(
-            f"nvme.paths: {folders[0]} is RAM ({format_bytes(files)} of files), and with "
-            f"{format_bytes(held)} of memory the plan is {missing} beyond the "
-            f"{format_bytes(available)} available; name a folder on a disk, or lower budget.nvme"
+            f"nvme.paths: {folders[0]} is RAM ({in_files} of files), and with {in_memory} of "
+            f"memory the plan is {missing} beyond the {there} available; name a folder on a "
+            "disk, or lower budget.nvme"
         )
     else:
         yield BudgetError(
-            f"budget.host: the plan needs {format_bytes(needed)} of RAM, {format_bytes(available)} "
-            f"are available now, {missing} short; close other programs, or lower budget.host or "
+            f"budget.host: the plan needs {takes} of RAM, {there} are available now, {missing} "
+            "short; close other programs, or lower budget.host or "
             "move a class to nvme"
         )
 
@@ -147,8 +149,9 @@ def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
     budget, available = plan.budgets[Tier.HOST], machine.available_memory_nbytes(root)
     if not plan.copies_on_host or budget <= available:
         return
+    wanted, there = in_one_unit(budget, available)
     yield (
-        f"budget.host: {format_bytes(budget)}, but {format_bytes(available)} of RAM are available "
+        f"budget.host: {wanted}, but {there} of RAM are available "
         "now; what is left of the budget is filled with copies: lower it, or close other programs"
     )
 
@@ -158,11 +161,13 @@ def activations_beyond(plan: Plan, passing: int, root: Path = _ROOT) -> Iterator
     held, available = ram_nbytes(plan), machine.available_memory_nbytes(root)
     if plan.gpu or not passing or held + passing <= available:
         return
+    states, activations, more, there = in_one_unit(
+        held, passing, held + passing - available, available
+    )
     yield (
-        f"RAM: states need {format_bytes(held)} and activations about {format_bytes(passing)}, "
-        f"{format_bytes(held + passing - available)} more than the {format_bytes(available)} that "
-        "are available now; set placement.activations.checkpoint: true, lower the batch, or close "
-        "other programs"
+        f"RAM: states need {states} and activations about {activations}, {more} more than the "
+        f"{there} that are available now; set placement.activations.checkpoint: true, lower the "
+        "batch, or close other programs"
     )
 
 
@@ -170,7 +175,5 @@ def _disk_beyond(plan: Plan, free: int | None) -> Iterator[str]:
     budget = plan.budgets[Tier.NVME]
     if free is None or not plan.opens_files or budget <= free:
         return
-    yield (
-        f"budget.nvme: {format_bytes(budget)}, but {format_bytes(free)} are free under nvme.paths; "
-        "lower it, or free space"
-    )
+    wanted, there = in_one_unit(budget, free)
+    yield (f"budget.nvme: {wanted}, but {there} are free under nvme.paths; lower it, or free space")

@@ -20,7 +20,7 @@ from offload.planning.plan.sizes import STAGING_BUFFERS, PlacedClass, class_of, 
 from offload.planning.plan.tuning import LEAST_CHUNK_NUMEL
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes
+from offload.tiers.units import format_bytes, in_one_unit
 from offload.zero.layout import Layout
 
 
@@ -53,10 +53,11 @@ def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
         needed = needed_nbytes(plan, tier)
         budget = plan.budgets[tier]
         if needed > budget:
+            all_of_it, there, short = in_one_unit(needed, budget, needed - budget)
             yield Shortfall(
                 tier, needed, budget, f"budget.{tier}",
-                f"budget.{tier}: {format_bytes(budget)} is {format_bytes(needed - budget)} short "
-                f"of the {format_bytes(needed)} needed ({breakdown(plan, tier)}); "
+                f"budget.{tier}: {there} is {short} short of the {all_of_it} needed "
+                f"({breakdown(plan, tier)}); "
                 f"{_remedy(plan, tier, needed - budget)}",
             )  # fmt: skip
         elif tier is Tier.NVME:
@@ -77,26 +78,27 @@ def _of_activations(plan: Plan) -> Iterator[Shortfall]:
 def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
     room = hardware.host_nbytes
     if plan.budgets[Tier.HOST] > room:
+        budget, there = in_one_unit(plan.budgets[Tier.HOST], room)
         yield Shortfall(
             Tier.HOST, plan.budgets[Tier.HOST], room, "budget.host",
-            f"budget.host: {format_bytes(plan.budgets[Tier.HOST])} is more than the "
-            f"{format_bytes(room)} of RAM that this process may use; lower it, or write a "
-            "percentage",
+            f"budget.host: {budget} is more than the {there} of RAM that this process may use; "
+            "lower it, or write a percentage",
         )  # fmt: skip
     memory = ram_nbytes(plan)
     if memory > room:
+        needed, there = in_one_unit(memory, room)
         yield Shortfall(
             Tier.HOST, memory, room, "budget.host",
-            f"budget.host: the plan needs {format_bytes(memory)} of RAM, this process may use "
-            f"{format_bytes(room)}; {_to_disk(plan, hardware)}",
+            f"budget.host: the plan needs {needed} of RAM, this process may use {there}; "
+            f"{_to_disk(plan, hardware)}",
         )  # fmt: skip
     disk = needed_nbytes(plan, Tier.NVME)
     if disk > hardware.nvme_free_nbytes:
+        needed, there = in_one_unit(disk, hardware.nvme_free_nbytes)
         yield Shortfall(
             Tier.NVME, disk, hardware.nvme_free_nbytes, "budget.nvme",
-            f"budget.nvme: the plan needs {format_bytes(disk)} on disk, "
-            f"{format_bytes(hardware.nvme_free_nbytes)} are free under nvme.paths; free space, or "
-            "add a path to nvme.paths",
+            f"budget.nvme: the plan needs {needed} on disk, {there} are free under nvme.paths; "
+            "free space, or add a path to nvme.paths",
         )  # fmt: skip
 
 
