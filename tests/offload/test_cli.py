@@ -208,11 +208,24 @@ def test_every_example_is_valid(name: str) -> None:
     OffloadConfig.load(REPOSITORY / "examples" / f"{name}.yaml")
 
 
+def test_a_plan_for_a_gpu_that_is_not_here_names_the_command_of_memest(
+    config_file: Path, capsys: Any
+) -> None:
+    import torch
+
+    kind = "npu" if torch.cuda.is_available() else "cuda"
+    config_file.write_text(f"precision: bf16\ndevice: {kind}\n")
+    assert run("plan", str(config_file), "-o", "seed=3") == 2
+    said = capsys.readouterr().err
+    assert f"{config_file}:2: device: {kind}, but this PyTorch sees no" in said
+    assert f"memest {config_file} -o seed=3 --gpu 24GiB --ram 64GiB" in said
+
+
 @pytest.mark.parametrize("command", ["plan", "train"])
 @pytest.mark.parametrize(
     ("line", "fragment"),
     [
-        ("budget: {host: 64KiB}", ":2: budget.host: 64.0 KiB is "),
+        ("budget: {host: 64KiB}", ":2: budget.host: 0.1 MiB is "),
         ("budget: {host: 900TiB}", ":2: budget.host: 900.0 TiB is more than"),
         ("nvme: {paths: [FOLDER/missing/deeper]}", ":2: nvme.paths: "),
         ("nvme: {paths: [FOLDER, FOLDER/../FOLDER_NAME]}", "is named twice"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,10 @@ def test_every_fraction_reads_back_equal(fraction: float) -> None:
     assert parse_percent(str(Percent(fraction))) == fraction
 
 
+WORDS = {
+    "cpu": "host", "ram": "host", "memory": "host", "gpu": "device", "cuda": "device",
+    "disk": "nvme", "ssd": "nvme",
+}  # fmt: skip
 BAD_VALUES = [
     # file, then fragments the message must hold
     ("optimzer: {lr: 1}", ["run.yaml:1: optimzer: unknown key", "did you mean `optimizer`?"]),
@@ -199,7 +204,7 @@ BAD_VALUES = [
     ("placement: {optimizer: 3}", ["expected a tier", "found 3"]),
     (
         "placement: {activations: {tier: disk}}",
-        ["'disk' is not allowed; allowed: device, host, nvme"],
+        ["'disk' is not allowed; did you mean `nvme`? allowed: device, host, nvme"],
     ),
     (
         "placement: {activations: {checkpoint: often}}",
@@ -270,6 +275,100 @@ def test_a_mistake_is_named_with_file_line_and_key(
     said = message(write(text))
     for fragment in fragments:
         assert fragment in said, said
+
+
+# What newcomers write, and the remedy that the answer holds.
+NEWCOMERS = [
+    *((f"budget: {{{word}: 8GiB}}", f"did you mean `{tier}`?") for word, tier in WORDS.items()),
+    *((f"placement: {{parameters: {w}}}", f"did you mean `{t}`?") for w, t in WORDS.items()),
+    ("placement: {kv: {cpu: 50%, disk: 50%}}", "did you mean `host`?"),
+    ("placement: cpu", "for example placement: {parameters: host, optimizer: host}"),
+    ("placement: {activations: ram}", "write placement: {activations: {tier: host}}"),
+    ("optimizer: {states: {ssd: int8}}", "did you mean `nvme`?"),
+    ("device: gpu", "did you mean `cuda`?"),
+    ("device: cuda:0", "did you mean `cuda`?"),
+    ("precision: bfloat16", "did you mean `bf16`?"),
+    ("precision: torch.float16", "did you mean `fp16`?"),
+    ("precision: half", "did you mean `fp16`?"),
+    ("precision: BF16", "did you mean `bf16`?"),
+    ("precision: fp8", "'fp8' is not allowed; allowed: fp32, bf16, fp16"),
+    ("bf16: true", "did you mean `precision`?"),
+    ("optimizer: adam_w", "write optimizer: {type: adamw}"),
+    ("optimizer: {name: adamw}", "did you mean `type`?"),
+    ("optimizer: {lr: '1e-5'}", "write optimizer: {lr: 1e-05}"),
+    ("optimizer: {lr: [3e-4]}", "write optimizer: {lr: 0.0003}"),
+    ("optimizer: {betas: '0.9, 0.95'}", "write optimizer: {betas: [0.9, 0.95]}"),
+    ("learning_rate: 1e-5", "did you mean `optimizer.lr`? write optimizer: {lr: 1e-05}"),
+    ("optimizer:\nlr: 1", "indent its keys below it, or remove it"),
+    ("zero: 3", "write zero: {stage: 3}"),
+    ("zero: {stage: '3'}", "write zero: {stage: 3}"),
+    ("zero_optimization: {stage: 3}", "`offload migrate ds_config.json -o offload.yaml`"),
+    ("offload_optimizer: {device: cpu}", "`offload migrate ds_config.json -o offload.yaml`"),
+    ("train_batch_size: 8", "`offload migrate ds_config.json -o offload.yaml`"),
+    ("max_grad_norm: 1.0", "did you mean `clip_grad_norm`? write clip_grad_norm: 1.0"),
+    ("clip_grad_norm: 0", "leave it out for no clipping"),
+    ("clip_grad_norm: None", "leave it out for no clipping"),
+    ("gradient_checkpointing: true", "write placement: {activations: {checkpoint: true}}"),
+    ("grad_accum: 4", "write gradient_accumulation_steps: 4"),
+    ("gradient_accumulation_steps: 4.0", "write gradient_accumulation_steps: 4"),
+    ("batch_size: 4", "did you mean `train.batch`? write train: {batch: 4}"),
+    ("budget: 8GiB", "write budget: {host: 8GiB}"),
+    ("budget: {host: 8}", "8 is 8 bytes; write the unit, for example 8GiB, or a share"),
+    ("budget: {host: -8GiB}", "is negative; write for example 8GiB, 80% or auto"),
+    ("budget:\n  host:8GiB", "write a space after the colon: host: 8GiB"),
+    ("storage: int4", "write storage: {weights: int4}"),
+    ("storage: {}", "a value is missing; allowed: int8, int4, nf4"),
+    ("nvme: /x", "write nvme: {paths: [/x]}"),
+    ("nvme: {paths: /x}", "write nvme: {paths: [/x]}"),
+    ("nvme: {paths: [$HOME/x]}", "$HOME is not replaced in a configuration; write the path itself"),
+    ("groups: Block", "write groups: {blocks: [Block]}"),
+    ("kv: int8", "write kv: {dtype: int8}"),
+    ("threads: 4", "write threads: {optimizer: 4}"),
+    ("nvme: {checksum: yes}", "write nvme: {checksum: true}"),
+    ("train: {steps: 1_000}", "write train: {steps: 1000}"),
+    ("budget:\n  host: 8GiB\n nvme: 4GiB", "check the indentation"),
+    ("budget: {host: 8GiB", "is not closed"),
+    ("budget:\n\thost: 8GiB", "indent with spaces, not tabs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "remedy"), NEWCOMERS)
+def test_what_newcomers_write_is_answered_with_file_line_and_remedy(
+    write: Any, text: str, remedy: str
+) -> None:
+    said = message(write(text))
+    assert said.startswith("run.yaml:")
+    assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("storage=int4", "write -o storage.weights=int4"),
+        ("nvme.paths=/x", "write -o 'nvme.paths=[/x]'"),
+        ("nvme.paths=/x,/y", "write -o 'nvme.paths=[/x, /y]'"),
+        ("zero=3", "write -o zero.stage=3"),
+        ("budget=8GiB", "write -o budget.host=8GiB"),
+        ("budget=", "write for example -o budget.host=6GiB"),
+        ("lr=1e-5", "write -o optimizer.lr=1e-05"),
+        ("optimizer.betas=0.9,0.95", "write -o 'optimizer.betas=[0.9, 0.95]'"),
+        ("budget.gpu=8GiB", "did you mean `device`?"),
+        ("precision: bf16", "for example -o precision=bf16"),
+    ],
+)
+def test_an_option_of_the_wrong_shape_is_answered_with_the_option_to_write(
+    write: Any, option: str, remedy: str
+) -> None:
+    said = message(write("seed: 1"), [option])
+    assert said.startswith(f"-o {option}")
+    assert remedy in said
+    if "write -o " in remedy:
+        words = shlex.split(remedy.removeprefix("write -o "))
+        OffloadConfig.load(write("seed: 1"), words)
+
+
+def test_kibibytes_are_understood_without_their_b(write: Any) -> None:
+    assert OffloadConfig.load(write("budget: {host: 8Gi}")).budget.host == 8 << 30
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_budget_that_others_have_taken_is_said(tmp_path, gpu, monkeypatch):
     monkeypatch.setattr(module.machine, "memlock_limit_nbytes", lambda: None)
     keys = {"placement": NVME, "budget": {"host": "1GiB"}}
     (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB), gpu=gpu).warnings
-    assert "budget.host: 1.0 GiB, but 512.0 MiB of RAM are available now" in warning
+    assert "budget.host: 1.0 GiB, but 0.5 GiB of RAM are available now" in warning
 
 
 def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
@@ -167,7 +167,7 @@ def test_activations_that_find_no_room_now_are_said(tmp_path):
     root = made_up(tmp_path, available=GIB)
     assert list(activations_beyond(plan_of(keys), 100 * MIB, root)) == []
     (said,) = activations_beyond(plan_of(keys), GIB, root)
-    assert "128.0 MiB more than the 1.0 GiB that are available now" in said
+    assert "128.0 MiB more than the 1,024.0 MiB that are available now" in said
     assert "placement.activations.checkpoint: true" in said
 
 

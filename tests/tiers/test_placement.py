@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offload.tiers.eviction import furthest_first
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes, parse_bytes, parse_percent
+from offload.tiers.units import format_bytes, in_one_unit, parse_bytes, parse_percent
 
 HOST, NVME, DEVICE = Tier.HOST, Tier.NVME, Tier.DEVICE
 
@@ -133,3 +133,21 @@ def test_tiers_are_in_order_and_each_lies_in_one_medium():
     assert [tier.slower for tier in Tier] == [(HOST, NVME), (NVME,), ()]
     assert [tier for tier in Tier if tier.on_device] == [DEVICE]
     assert [tier for tier in Tier if tier.is_file] == [NVME]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "texts"),
+    [
+        ((1288490189, 800 << 20), ("1.2 GiB", "0.8 GiB")),
+        ((96 << 20, 12 << 20, 4 << 30), ("96.0 MiB", "12.0 MiB", "4,096.0 MiB")),
+        ((930 << 10, 2 << 20), ("930.0 KiB", "2,048.0 KiB")),
+        (((4 << 30) + (12 << 20), 4 << 30), ("4.01 GiB", "4.00 GiB")),  # as many as differ
+        (((4 << 30) + 4096, 4 << 30), ("4,096.004 MiB", "4,096.000 MiB")),
+        ((900, 12), ("900 B", "12 B")),
+        ((5 << 30, 5 << 30), ("5.0 GiB", "5.0 GiB")),
+    ],
+)
+def test_amounts_that_are_compared_have_one_unit_and_differ(
+    nbytes: tuple[int, ...], texts: tuple[str, ...]
+) -> None:
+    assert in_one_unit(*nbytes) == texts
