@@ -20,7 +20,7 @@ from torch import nn
 
 from offload.checkpoint.module_state import refusal_of
 from offload.lazy_tensors import LazyWeights
-from offload.materialise import MetaInitialiser
+from offload.materialise import MetaInitialiser, check_shape
 from offload.paths import StrPath
 from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import keeps
@@ -198,13 +198,18 @@ def _ask_modules(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     for key in [key for key in state if key.rpartition(".")[2] == "_extra_state"]:
         del state[key]
     state.update(buffers)
+    failure: Exception | None = None
     try:
-        found = nn.Module.load_state_dict(model, state, strict=False)
-    except Exception as error:
-        raise CheckpointError(f"weights: {refusal_of(error)}") from error
-    unused = [name for name in found.unexpected_keys if name in buffers]
-    if unused:
-        raise CheckpointError(
-            f"weights: {unused[0]} is None in the model, and {type(model).__name__} does not load "
-            "it; register it as a buffer, or leave it out of the files"
-        )
+        nn.Module.load_state_dict(model, state, strict=False)
+    except Exception as error:  # noqa: BLE001 - raised below, if nothing better can be said
+        failure = error
+    for name, saved in buffers.items():
+        here = model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]]
+        if here is None:
+            raise CheckpointError(
+                f"weights: {name} is in the files, and None in the model, whose modules do not "
+                "load it; register it as a buffer, or leave it out of the files"
+            )
+        check_shape(name, tuple(saved.shape), tuple(here.shape))
+    if failure is not None:
+        raise CheckpointError(f"weights: {refusal_of(failure)}") from failure

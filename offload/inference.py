@@ -99,7 +99,8 @@ class Dispatched(TieredModel):
     """
 
     _CLOSED = (
-        "this model's tiers are closed; build it anew, or give it to offload.dispatch with weights="
+        "this dispatched model's tiers are closed; build it anew, or give it to offload.dispatch "
+        "with weights="
     )
     _TAKEN = (
         "%s is of a model that is dispatched: one parameter cannot be in two places. Close that "
@@ -145,6 +146,7 @@ class Dispatched(TieredModel):
         self._store = WeightStore(
             discovery, self._homes, dtype, self.device, prefetch=depth, straight_from_codes=True
         )
+        self._store.closed = self._CLOSED
         self._homes.let_wait(lambda: False)  # no update will give back copies
         self._load(first)
         self.values = WeightValues(self._store)

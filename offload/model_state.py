@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,10 +103,11 @@ class StateDictHooks:
         module's own code."""
         model = self._model()
         assert model is not None, "whoever calls this has it"
-        here = [p for p in model.parameters() if loading and self._is_here(p)]
+        here = [p for p in model.parameters() if self._is_here(p)]
         self._leaves_parameters = True
         try:
-            with self._values.gathered(here):  # copied onto itself, one would count as written
+            # copied onto itself, one would count as written
+            with self._values.gathered(here) if loading else nullcontext():
                 yield
         finally:
             self._leaves_parameters = False

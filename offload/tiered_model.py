@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload import machine
 from offload.config import OffloadConfig
+from offload.conversions import Conversions
 from offload.display.progress import progress
 from offload.first_values import FirstValues
 from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
@@ -187,6 +188,7 @@ class TieredModel(abc.ABC):
         """`state_dict` has values, until the model is given away again."""
         self.state_dicts = StateDictHooks(self.module, self.store, self.values)
         self.store.on_reuse.append(self.state_dicts.remove)
+        self.store.on_close.append(Conversions(self.module, self.store).remove)
 
     def _attach_experts(self) -> None:
         """Packed experts compute with the rows that groups have; layers of ours say which of their

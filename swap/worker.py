@@ -177,9 +177,14 @@ class Worker:
             self.failure = error
             self._on_failure(error)
 
+    @property
+    def ident(self) -> int | None:
+        """Of its thread, as `threading.get_ident()` has it there."""
+        return self._thread.ident
+
     def is_this_thread(self) -> bool:
         """Whether the caller runs within `work`."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self.ident
 
     def close(self) -> None:
         """Stop after the call of `work` under way; waits for the thread to end."""

@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
         "first_values", "foreign_optimizers",
         "foreign_wrappers", "given_back", "headroom", "homes", "initialisers", "kv_cache", "kv_homes",
         "lazy_tensors", "leftovers",
-        "materialise", "model_state",
+        "materialise", "conversions", "model_state",
         "model_structure", "optimizer", "optimizer_entries", "optimizer_state_dict",
         "packed_experts", "quantised", "recording",
         "report", "safetensors_weights",

@@ -32,7 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 # costs more than the copy.
 KEPT_NBYTES = 64 << 10
 
-_NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "_compiled_call_impl"}
+_NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
+    "forward", "_apply", "_compiled_call_impl"
+}  # fmt: skip
 _PLAIN = (torch.Tensor, FakeTensor)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class Activity:
     number: int  # in its lane, from 1
     what: str  # "the all-gather of blocks.3"
     since: float  # seconds since the epoch: when it began, or ended
+    members: tuple[int, ...] = ()  # the ranks that take part in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class RankRecord:
     done: Mapping[str, Activity] = field(default_factory=dict)  # the last one, by lane
     left: str | None = None  # why, "" if it has simply closed its engine
     blames: tuple[int, ...] = ()  # ranks that it found missing itself
+    # whether it begins nothing more before a collective that it is in has ended: its model's thread
+    # waits for the ranks, and so does each thread that has collectives to begin
+    is_stuck: bool = False
 
     def number_in(self, lane: str) -> int:
         """How many collectives of a lane it has come to."""
@@ -61,10 +65,14 @@ class RankRecord:
     @classmethod
     def from_text(cls, text: str | bytes) -> RankRecord:
         raw: dict[str, Any] = json.loads(text)
-        raw["doing"] = tuple(Activity(**activity) for activity in raw["doing"])
-        raw["done"] = {lane: Activity(**activity) for lane, activity in raw["done"].items()}
+        raw["doing"] = tuple(_activity(each) for each in raw["doing"])
+        raw["done"] = {lane: _activity(each) for lane, each in raw["done"].items()}
         raw["blames"] = tuple(raw["blames"])
         return cls(**raw)
+
+
+def _activity(raw: dict[str, Any]) -> Activity:
+    return Activity(**{**raw, "members": tuple(raw["members"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +117,30 @@ class RankRecords:
 
     def read(self, rank: int) -> RankRecord | None:
         """A rank's last record, None if there is none. For one thread."""
+        return self._read(self._reading, rank)
+
+    def look(self, ranks: Iterable[int]) -> dict[int, RankRecord | None]:
+        """The last records of `ranks`. For the thread that publishes."""
+        return {rank: self._read(self._publishing, rank) for rank in ranks}
+
+    def _read(self, client: Store, rank: int) -> RankRecord | None:
         key = f"{self._prefix}/{rank}"
-        return RankRecord.from_text(self._reading.get(key)) if self._reading.check([key]) else None
+        return RankRecord.from_text(client.get(key)) if client.check([key]) else None
+
+    def settle_verdict(self, text: str | None) -> str | None:
+        """Why no rank can go on: what was published as that, else `text`, which is so now. For the
+        thread that publishes."""
+        key = f"{self._prefix}/verdict"
+        if self._publishing.check([key]):
+            return self._publishing.get(key).decode()
+        if text is not None:
+            self._publishing.set(key, text)
+        return text
+
+    def verdict(self) -> str | None:
+        """What was published as that. For the thread that reads."""
+        key = f"{self._prefix}/verdict"
+        return self._reading.get(key).decode() if self._reading.check([key]) else None
 
 
 def _without_prefix(store: Store) -> Store:

@@ -283,7 +283,8 @@ class Ranks:
     def _between(self, source: int, to: int) -> AbstractContextManager[timedelta]:
         source, to = (dist.get_global_rank(self.control, each) for each in (source, to))
         what = f"the sending of tensors from rank {source} to rank {to}"
-        return self.watch.during(f"{source} to {to}", what, members=(source, to))
+        lane = f"{source} to {to}"
+        return self.watch.during(lane, what, members=(source, to), through=self.control)
 
     def give_up(self, collectives: Collectives) -> None:
         """This engine is closed, and what it has used is destroyed where ranks meet again: another

@@ -293,6 +293,7 @@ class Reductions:
         self._log = log
         self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
+        ranks.watch.follow(self._thread)
         self.lanes = [self._thread.lane]
         self.synchronising = True  # False inside `no_sync`
         self._order: list[int] = []

@@ -79,6 +79,8 @@ class WeightStore:
         self.unusable: str | None = None  # why nothing may be read or computed (a torn load)
         self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
         self.on_close: list[Callable[[], None]] = []
+        # what is said of it once it is closed
+        self.closed = "the engine is closed; make a new one with offload.initialize"
         self.groups: list[ParamGroup] = []
         self._homes = homes
         self._packed = {id(packed.param): packed for packed in self.packed}
@@ -337,7 +339,7 @@ class WeightStore:
 
     def refuse_use(self) -> None:
         """Nothing can be read or computed any more: the engine is being closed."""
-        self.unusable = "the engine is closed; make a new one with offload.initialize"
+        self.unusable = self.closed
 
     def close(self, why: str | None) -> None:
         """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.

@@ -1,0 +1,85 @@
+"""Conversions of a model in tiers do what they do to any model, or are refused at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import StateError, UnsupportedError
+from tests.offload.engine_cases import HOST, NVME, config, on_the_cpu_alone, seeded
+
+pytestmark = on_the_cpu_alone("the table is of a model on the CPU")
+
+
+def build() -> Any:
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.LSTM(4, 4))
+
+
+CALLS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "half": (lambda m: m.half(), r"\.half\(\) .*precision: fp16"),
+    "bfloat16": (lambda m: m.bfloat16(), r"\.bfloat16\(\) .*precision: bf16"),
+    "double": (lambda m: m.double(), r"\.double\(\) .*tiers hold fp32, bf16 and fp16"),
+    "float": (lambda m: m.float(), None),
+    "to fp32": (lambda m: m.to(torch.float32), None),
+    "to fp16": (lambda m: m.to(torch.float16), r"\.to\(\) .*precision: fp16"),
+    "to meta": (lambda m: m.to("meta"), r"\.to\(\) .*on meta.*close the engine"),
+    "cpu": (lambda m: m.cpu(), None),
+    "to_empty": (lambda m: m.to_empty(device="cpu"), None),
+    "to_empty meta": (lambda m: m.to_empty(device="meta"), r"\.to_empty\(\) .*on meta"),
+    "share_memory": (lambda m: m.share_memory(), r"\.share_memory\(\)"),
+    "type": (lambda m: m.type(torch.float64), r"\.type\(\) "),
+    "_apply the same": (lambda m: m._apply(lambda t: t.detach().clone()), None),
+    "_apply half": (lambda m: m._apply(lambda t: t.half()), r"\._apply\(\) "),
+    "_apply meta": (lambda m: m._apply(lambda t: t.to("meta")), r"\._apply\(\) .*on meta"),
+    "_apply flat": (lambda m: m._apply(lambda t: t.reshape(-1)), r"\._apply\(\) .*shape"),
+}
+FLAGS: list[Callable[[bool], None]] = [
+    lambda _: None,
+    torch.__future__.set_overwrite_module_params_on_conversion,
+    torch.__future__.set_swap_module_params_on_conversion,
+]
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+@pytest.mark.parametrize("trains", [True, False], ids=["initialize", "dispatch"])
+def test_a_conversion_changes_nothing_or_is_refused_at_the_call(
+    trains: bool, placement: dict[str, Any], tmp_path: Path
+) -> None:
+    model = seeded(build).eval()
+    owner: Any
+    if trains:
+        owner = offload.initialize(model, config(tmp_path, placement))
+    else:
+        parameters = {"parameters": placement["parameters"]}
+        owner = offload.dispatched(offload.dispatch(model, config(tmp_path, parameters)))
+    with owner, torch.no_grad():
+        x, same = torch.ones(3, 4), dict(model.named_parameters())
+        expected = model(x)[0]
+        for call, refusal in CALLS.values():
+            for flag in FLAGS:
+                for part in (model, model[0]):
+                    flag(True)
+                    try:
+                        if refusal is None:
+                            assert call(part) is part
+                        else:
+                            with pytest.raises(UnsupportedError, match=refusal):
+                                call(part)
+                    finally:
+                        flag(False)
+            assert all(param is same[name] for name, param in model.named_parameters())
+            assert torch.equal(model(x)[0], expected)
+
+
+def test_a_closed_dispatched_model_is_called_that(tmp_path: Path) -> None:
+    model = offload.dispatch(build(), config(tmp_path, {"parameters": "nvme"}))
+    state = model.state_dict()
+    offload.dispatched(model).close()
+    with pytest.raises(StateError, match=r"this dispatched model's tiers are closed.*dispatch"):
+        model.load_state_dict(state)
