@@ -104,7 +104,7 @@ def test_the_exit_code_agrees_with_the_verdict(as_json: bool, tmp_path: Path, ca
     capsys.readouterr()
     with pytest.raises(typer.Exit) as ended:
         print_checks([tmp_path / "nothing"], as_json)
-    assert ended.value.exit_code == 1
+    assert ended.value.exit_code == 2, "as of any path that is not there"
     assert "not ready: " in capsys.readouterr().out
 
 

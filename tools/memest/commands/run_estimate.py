@@ -86,7 +86,10 @@ def answered(
 
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. 0 if the model fits, 1 if not."""
+    others = machine.OtherPrograms()
     question, found = answered(read_question(asked), advise=asked.output.advise)
+    if question.case.profile.here and found.step is not None and others.note:
+        found = replace(found, notes=(*found.notes, others.note))
     _show(found, asked.output)
     if asked.output.write is not None:
         _write_config(found, question, asked.output.write)
