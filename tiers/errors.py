@@ -11,7 +11,7 @@
     │   ├── StuckError          ... because the device does not answer
     │   └── ChecksumError       ... because what was read is not what was written
     ├── CheckpointError         a checkpoint that is missing, torn or of another model
-    │   └── NoCheckpointError   ... or no checkpoint at all: what was named is another; a PathError, too
+    │   └── NoCheckpointError   ... or what was named is none at all; a PathError, too
     ├── UnsupportedError        a combination that does not work (yet)
     │   └── DtypeError          ... tensors of two formats met; a RuntimeError, too
     ├── StateError              calls in an order that cannot work
