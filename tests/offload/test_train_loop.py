@@ -302,7 +302,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
     assert "interrupted after step 3 of 6; the checkpoint of step 3 is in " in output
     assert output.endswith(":\n  offload train file.yaml --run-dir RUN --resume\n")
     said = "Ctrl-C" if name == "SIGINT" else name
-    assert capfd.readouterr().err.count(f"{said}: this step ends and is saved") == 1
+    assert capfd.readouterr().err.count(f"{said}: finishing and saving this step") == 1
     assert signal.getsignal(number) is before
     run_quietly(config, tmp_path / "cut", resume=True, initialize=offload.initialize)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
