@@ -54,7 +54,7 @@ def print_checks(paths: Sequence[Path], as_json: bool) -> None:
                 console.print(f"{check.name}: {check.advice}", style="italic", soft_wrap=True)
         console.print()
         for line in found.lines:
-            console.print(line, style="green" if found.ready else "red")
+            console.print(line, style="green" if found.ready else "red", soft_wrap=True)
     if any(not path.is_dir() for path in paths):
         raise typer.Exit(EXIT_BAD_INPUT)
     if not found.ready:
