@@ -738,7 +738,7 @@ class Engine(TieredModel):
         if kind is KeyboardInterrupt and self.watching is not None:
             self.watching.interrupted()
         if kind is not None and self.own_run is not None and not self.is_closed:
-            stepper, saved = self._runtime.stepper, self.last_checkpoint
+            stepper, saved = self.runtime.stepper, self.last_checkpoint
             done = stepper.taken + stepper.skipped
             all_saved = saved is not None and saved.step == done
             self.own_run.ended_by(kind, all_saved=all_saved)

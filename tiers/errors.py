@@ -11,6 +11,7 @@
     │   ├── StuckError          ... because the device does not answer
     │   └── ChecksumError       ... because what was read is not what was written
     ├── CheckpointError         a checkpoint that is missing, torn or of another model
+    │   └── NoCheckpointError   ... or what was named is none at all; a PathError, too
     ├── UnsupportedError        a combination that does not work (yet)
     │   └── DtypeError          ... tensors of two formats met; a RuntimeError, too
     ├── StateError              calls in an order that cannot work
@@ -115,6 +116,10 @@ class ChecksumError(StorageError):
 
 class CheckpointError(OffloadError):
     """A checkpoint is missing, incomplete, damaged or made for another model."""
+
+
+class NoCheckpointError(CheckpointError, PathError):
+    """What was named as a checkpoint is not there, or is something else."""
 
 
 class UnsupportedError(OffloadError):

@@ -29,7 +29,7 @@ from offload.checkpoint.torch_archive import (
     sizes_of,
 )
 from offload.display.plain_text import plain
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, NoCheckpointError
 
 METADATA = ".metadata"
 _CLASSES = "torch.distributed.checkpoint.metadata"
@@ -91,11 +91,11 @@ class DcpFolder:
 
     def _metadata(self) -> bytes:
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: there is no such folder")
+            raise NoCheckpointError(f"{self.path}: there is no such folder")
         if not os.path.lexists(self.path / METADATA):
             ranks = sorted(self.path.glob(f"__*{METADATA}"))
             why = f"{ranks[0].name} is of one rank alone" if ranks else f"no {METADATA} in it"
-            raise CheckpointError(
+            raise NoCheckpointError(
                 f"{self.path} is no folder of torch.distributed.checkpoint ({why}); name one that "
                 "dcp.save wrote"
             )

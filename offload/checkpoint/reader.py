@@ -33,7 +33,7 @@ from offload.checkpoint.safetensors_file import (
 )
 from offload.display.progress import progress
 from offload.swap.hands import patiently
-from offload.tiers.errors import CheckpointError, StorageError, StuckError
+from offload.tiers.errors import CheckpointError, NoCheckpointError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 
 _NOT_THERE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # for this user
@@ -72,7 +72,7 @@ class CheckpointReader:
         try:
             file = self._open(MANIFEST)
         except FileNotFoundError:
-            raise CheckpointError(_foreign(self.path)) from None
+            raise NoCheckpointError(_foreign(self.path)) from None
         except OSError as error:
             raise storage_error(error, "opening", path) from None
         with file:
@@ -322,11 +322,11 @@ def _open_folder(path: Path) -> OpenFolder:
     try:
         return OpenFolder(path)
     except ValueError as error:  # a NUL
-        raise CheckpointError(f"no checkpoint at {str(path)!r}: {error}") from None
+        raise NoCheckpointError(f"no checkpoint at {str(path)!r}: {error}") from None
     except FileNotFoundError:
-        raise CheckpointError(f"no checkpoint at {path}: there is no such folder") from None
+        raise NoCheckpointError(f"no checkpoint at {path}: there is no such folder") from None
     except NotADirectoryError:
-        raise CheckpointError(f"{path} is {_kind(path)}, a checkpoint is a folder") from None
+        raise NoCheckpointError(f"{path} is {_kind(path)}, a checkpoint is a folder") from None
     except OSError as error:
         if error.errno in _NOT_THERE:
             raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from offload.cli.errors import EXIT_FAILED
+from offload.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED
 from offload.display.console import PlainConsole
 from offload.display.plain_text import echo
 from offload.doctor import Check, run_checks, verdict
@@ -38,7 +38,8 @@ def clean_up(paths: Sequence[Path]) -> None:
 
 def print_checks(paths: Sequence[Path], as_json: bool) -> None:
     """Look at the machine (and at `paths`) and print what was found, and what it comes to.
-    Exit code 1 where nothing can be trained."""
+    Exit code 1 where nothing can be trained, 2 where a path is no
+    folder."""
     checks = run_checks(paths)
     found = verdict(checks)
     if as_json:
@@ -48,8 +49,14 @@ def print_checks(paths: Sequence[Path], as_json: bool) -> None:
         console = PlainConsole()
         console.print(_table(checks))
         console.print()
+        for check in checks:
+            if check.advice:  # with commands to be copied: no table breaks them
+                console.print(f"{check.name}: {check.advice}", style="italic", soft_wrap=True)
+        console.print()
         for line in found.lines:
-            console.print(line, style="green" if found.ready else "red")
+            console.print(line, style="green" if found.ready else "red", soft_wrap=True)
+    if any(not path.is_dir() for path in paths):
+        raise typer.Exit(EXIT_BAD_INPUT)
     if not found.ready:
         raise typer.Exit(EXIT_FAILED)
 
@@ -60,8 +67,5 @@ def _table(checks: Sequence[Check]) -> Table:
     table.add_column("", no_wrap=True, width=4)
     table.add_column("found", overflow="fold")
     for check in checks:
-        found = Text(check.found)
-        if check.advice:
-            found.append(f"\n{check.advice}", style="italic")
-        table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), found)
+        table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.found)
     return table

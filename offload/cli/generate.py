@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offload.runs.forecast import Forecast
 
 _log = logging.getLogger("offload")
-_STOPPING = "Ctrl-C: ends with this token; again: at once"
+_STOPPING = "Ctrl-C: finishing this token; press Ctrl-C again to quit at once"
 
 
 @dataclass(frozen=True)

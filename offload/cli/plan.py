@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.cli.located import located
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
+from offload.machine import OtherPrograms
 from offload.planning.plan.workload import Generation
 from offload.tiers.errors import ConfigError
 
@@ -34,7 +36,7 @@ def print_plan(
     for option, number in (("--ranks", ranks), ("--nodes", nodes)):
         if not 1 <= number <= _MOST:
             raise ConfigError(f"{option} {number}: write 1 to {_MOST}")
-    config = OffloadConfig.load(file, overrides)
+    config, others = OffloadConfig.load(file, overrides), OtherPrograms()
     from offload.cli.planned_model import built_in, named
     from offload.planning.choice.plan_text import describe
 
@@ -43,6 +45,8 @@ def print_plan(
         other = model is not None or config.written_for is not None
         found = named(config, model) if other else built_in(config)
         planned = _plan(found, ranks, nodes, ep_size)
+    if planned.timed and others.note:
+        planned = replace(planned, assumed=(*planned.assumed, others.note))
     PlainConsole().print(describe(planned))
 
 

@@ -36,7 +36,13 @@ from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
 from offload.display.plain_text import plain
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
-from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
+from offload.tiers.errors import (
+    CheckpointError,
+    ConfigError,
+    NoCheckpointError,
+    OffloadError,
+    UnsupportedError,
+)
 from offload.zero.records import RecordFormat
 
 _log = logging.getLogger("offload")
@@ -94,7 +100,7 @@ def _as_deepspeed_writes(folder: Path) -> Iterator[None]:
 
 def _tag_of(source: Path) -> Path:
     if not source.is_dir():
-        raise CheckpointError(f"{source}: there is no such folder")
+        raise NoCheckpointError(f"{source}: there is no such folder")
     tag = last_tag(source)
     return source if tag is None else source / tag
 

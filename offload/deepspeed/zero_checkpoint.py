@@ -21,7 +21,7 @@ import torch
 
 from offload.checkpoint.model_files import own_file
 from offload.checkpoint.torch_archive import ArchivedTensor, Opaque, Window, read_archive
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, NoCheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -40,7 +40,7 @@ class ZeroCheckpoint:
             )
         parts = sorted(folder.glob("*_optim_states.pt"), key=_rank_of)
         if not parts or any("mp_rank_00" not in path.name for path in parts):
-            raise CheckpointError(
+            raise NoCheckpointError(
                 f"{folder}: no checkpoint of ZeRO without model parallelism (no "
                 "*mp_rank_00_optim_states.pt, or others beside); name the folder of one tag"
             )

@@ -1,21 +1,65 @@
-"""The terminal as `rich` writes on it, with texts of others as they are: no markup, no effects."""
+"""The terminal as `rich` writes on it: names without effects, commands that can be copied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
+from rich.text import Text
 
 from offload.display.plain_text import plain_lines
 
+_WORDS = re.compile(r"(?:`[^`]*`|\S)+")
+
+
+class Prose:
+    """A text that is broken between words, and nowhere within a `command`: one that is longer than
+    a line is left to the terminal to wrap, so that it can be copied."""
+
+    def __init__(self, text: str, *, first: str = "", command: bool = False) -> None:
+        """`first`: before the text, as wide as further lines are indented. `command`: all of it is
+        one."""
+        self._text = plain_lines(text)
+        self._first = first
+        self._is_command = command
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        indent = " " * cell_len(self._first)
+        for number, line in enumerate(self.lines(options.max_width - len(indent))):
+            start = indent if number else self._first
+            yield Text(start + line, no_wrap=True, overflow="ignore")
+
+    def lines(self, columns: int) -> Iterator[str]:
+        """Each at most so wide, unless a single word or command is wider."""
+        for paragraph in self._text.split("\n"):
+            line = ""
+            for word in [paragraph] if self._is_command else _WORDS.findall(paragraph):
+                if line and cell_len(line) + 1 + cell_len(word) > columns:
+                    yield line
+                    line = ""
+                line += f" {word}" if line else word
+            yield line
+
 
 class PlainConsole(Console):
-    """Whatever is printed, its control characters are shown as Python writes them."""
+    """Whatever is printed, its control characters are shown as Python writes them. A text is
+    printed as `Prose`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As `rich` does, and the parts of a group one after the other."""
+        if len(objects) != 1 or options.get("soft_wrap"):
+            super().print(*objects, **options)
+            return
+        for part in objects[0].renderables if isinstance(objects[0], Group) else objects:
+            shown = Prose(part) if isinstance(part, str) else part
+            super().print(shown, **{"crop": not isinstance(shown, Prose), **options})
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -65,10 +65,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload")
 
-_PUT_OFF = "this step ends and is saved; again: it stops at once, without that"
+_PUT_OFF = "finishing and saving this step; press Ctrl-C again to quit without saving"
 _NOTHING_SAVED = (
-    "train.checkpoint_every is 0: nothing is saved, the last step neither, unless a Ctrl-C or "
-    "SIGTERM ends the run; -o train.checkpoint_every=100 saves each 100 steps and the last one"
+    "train.checkpoint_every is 0: nothing is saved, not even at the end, unless Ctrl-C or SIGTERM "
+    "stops the run; `-o train.checkpoint_every=100` saves every 100 steps and the last one"
 )
 _NOISE_LENGTH = 40  # bytes of the sample before training
 
@@ -241,7 +241,7 @@ class Trainer:
         if start < steps:
             self._watch.begin()
             if not self._train.checkpoint_every:
-                self._console.print(_NOTHING_SAVED, soft_wrap=True)
+                self._console.print(_NOTHING_SAVED)
         else:
             self._console.print(
                 f"nothing to do: {start} of {steps} steps are done; raise train.steps to go on"
@@ -445,7 +445,7 @@ class Trainer:
             held = in_ram_nbytes(config, report), report.tiers["nvme"].peak_nbytes
             self._console.print()
             self._console.print(comparison_table(Process(rows, memory, *held), plain))
-            self._console.print(agreement(rows, plain.rows), soft_wrap=True)
+            self._console.print(agreement(rows, plain.rows))
         self._console.print(f"run folder: {self._folder.path}", soft_wrap=True)
         self._console.print(f"page: {self._folder.page}", soft_wrap=True)
         return RunResult(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from offload.machine import peak_rss_nbytes
+from offload.machine import OtherPrograms, peak_rss_nbytes
 from offload.planning.choice.run_check import (
     SETTLING_STEPS,
     Measured,
@@ -51,6 +51,7 @@ class PredictionWatch:
 
     def begin(self) -> None:
         """Steps are about to be taken: write prediction.json."""
+        self._others = OtherPrograms()
         if self._prediction is not None:
             self._folder.write_prediction(self._prediction)
 
@@ -75,6 +76,8 @@ class PredictionWatch:
         if self._prediction is None or self._forecast is None:
             return
         self._console.print(compare(self._prediction, measured).line, soft_wrap=True)
+        if self._prediction.seconds is not None and self._others.note:
+            self._console.print(f"note: {self._others.note}", soft_wrap=True)
         if measured.seconds is None:
             return
         for change in self._forecast.advice(measured.seconds):

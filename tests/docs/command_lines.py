@@ -114,6 +114,12 @@ def _make(words: list[str]) -> None:
             raise CommandError(f"make: there is no target {word}")
 
 
+def _source(words: list[str]) -> None:
+    """What `make venv` makes."""
+    if words != [".venv/bin/activate"]:
+        raise CommandError(f"source: there is no {' '.join(words)}")
+
+
 def _python(words: list[str]) -> None:
     """A module or a file of the repository, or one of the reader's: `train.py`."""
     if words[:2] == ["-m", "pip"]:
@@ -177,5 +183,5 @@ def _pip(words: list[str]) -> None:
 
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "offload": _offload, "memest": _memest, "make": _make, "python": _python,
-    "torchrun": _torchrun, "pip": _pip,
+    "torchrun": _torchrun, "pip": _pip, "source": _source,
 }  # fmt: skip

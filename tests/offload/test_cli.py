@@ -104,6 +104,55 @@ def test_bad_input_ends_with_2(
     assert "Traceback" not in error
 
 
+# Commands that take a file or a folder, NAMED; and what is wrong about it.
+TAKES_A_FILE = (
+    "train NAMED", "plan NAMED", "config show NAMED", "migrate NAMED", "memest NAMED",
+    "memest compare NAMED", "memest --params 1e6 --config NAMED", "bench step --config NAMED",
+)  # fmt: skip
+TAKES_A_FOLDER = (
+    "report NAMED", "doctor NAMED", "doctor --clean NAMED", "memest check NAMED",
+    "checkpoint inspect NAMED", "checkpoint verify NAMED", "checkpoint export NAMED out",
+    "checkpoint copy NAMED out", "checkpoint export-dcp NAMED out",
+    "checkpoint import-dcp NAMED out", "checkpoint import-deepspeed NAMED out --trust",
+)  # fmt: skip
+WRONG = {
+    "is not there": ("missing", TAKES_A_FILE + TAKES_A_FOLDER),
+    "is in a file": ("text.txt/inside", TAKES_A_FILE + TAKES_A_FOLDER),
+    "is a file": ("text.txt", TAKES_A_FILE + TAKES_A_FOLDER),
+    "is a folder of nothing": (
+        "folder",
+        tuple(each for each in TAKES_A_FILE + TAKES_A_FOLDER if not each.startswith("doctor")),
+    ),
+    "is no YAML": ("broken.yaml", TAKES_A_FILE),
+    "has an unknown key": ("unknown.yaml", TAKES_A_FILE),
+}
+OPTIONS = ("-o seed", "-o seed=x", "-o nope=1", "--nope")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(c.replace("NAMED", name) for name, commands in WRONG.values() for c in commands),
+        *(f"{command} good.yaml {option}" for option in OPTIONS
+          for command in ("train", "plan", "config show", "memest", "bench step --config")),
+    ],
+)  # fmt: skip
+def test_the_same_mistake_has_the_same_exit_code_in_every_command(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    files = {"text.txt": "words\n", "good.yaml": "seed: 1\n", "broken.yaml": "a: [\n",
+             "unknown.yaml": "optimiser: 1\n"}  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    program, *arguments = line.split() if line.startswith("memest") else ["offload", *line.split()]
+    with pytest.raises(SystemExit) as caught:
+        {"offload": main, "memest": memest}[program](arguments)
+    assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--debug", "train"], ["train", "--debug"]])
 def test_debug_adds_the_traceback(arguments: list[str], capsys: Any) -> None:
     assert run(*arguments, "nothing.yaml") == 2

@@ -10,8 +10,13 @@ import sys
 from typing import Any
 
 import pytest
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
+from offload.display.console import PlainConsole, Prose
 from offload.display.panel import Lines, LossWarning, Panel, Run
+from offload.display.plain_text import echo
 from offload.display.progress import _Progress
 from offload.display.screen import Screen
 from offload.display.words import about, of_budget, per_second, per_step, took
@@ -446,3 +451,31 @@ def test_words() -> None:
         "0 MB/s", "0.05 MB/s", "610 MB/s", "1 GB/s", "1.24 GB/s",
     ]  # fmt: skip
     assert of_budget(96 << 20, 6 << 30) == "96.0 MiB of 6.0 GiB"
+
+
+# ---------------------------------------------------------------- commands and names
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_command_in_a_text_is_never_broken(columns: int) -> None:
+    command = "`offload train a.yaml -o optimizer.lr=1e-4 --run-dir runs/a-2026 --resume`"
+    text = f"to go on from there, in the same folder as before, call {command} and wait a while"
+    console = PlainConsole(file=io.StringIO(), width=columns)
+    console.print(text)
+    console.print(Group("nothing", Prose(text, first="  · ")))
+    lines = console.file.getvalue().splitlines()
+    assert sum(command in line for line in lines) == 2
+    assert all(len(line) <= columns or command in line for line in lines)
+    assert " ".join(" ".join(lines).split()) == f"{text} nothing · {text}"
+
+
+def test_names_have_no_effect_on_a_terminal(capsys: Any) -> None:
+    name = "a\x1b[2Jb[bold]c[/bold]"
+    console = PlainConsole(file=io.StringIO(), width=80, force_terminal=True)
+    table = Table("head")
+    table.add_row(Text(name))
+    for each in (name, Text(name), table, Group(name, Prose(name))):
+        console.print(each)
+    console.print(f"page: {name}", soft_wrap=True)
+    echo(name)
+    shown = console.file.getvalue() + capsys.readouterr().out
+    assert shown.count(r"a\x1b[2Jb[bold]c[") == 7  # a table measures the name itself: cut there
+    assert "\x1b[2J" not in shown

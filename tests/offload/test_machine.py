@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from offload import machine
@@ -131,3 +135,25 @@ def test_swap_files_lie_on_a_disk_where_the_temporary_folder_is_ram(
     if asked:
         monkeypatch.setenv("TMPDIR", str(folders["temporary"]))
     assert machine.swap_folder(tmp_path) == folders[found]
+
+
+def test_other_programs_that_keep_the_cores_busy_are_said_beside_a_predicted_time() -> None:
+    others, began = machine.OtherPrograms(), time.monotonic()
+    count = psutil.cpu_count() or 1
+    spin = [sys.executable, "-c", "while True: pass"]
+    running = [subprocess.Popen(spin) for _ in range(count)]
+    try:
+        while not others.note and time.monotonic() - began < 30:
+            time.sleep(0.1)
+        assert others.note.startswith("other programs take ")
+        assert others.share > others.MUCH
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+
+
+def test_ones_own_work_is_not_that_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([(10.0, 4.0, 20.0), (20.0, 13.0, 30.0)])
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda: next(seconds))
+    assert machine.OtherPrograms().share == pytest.approx(0.1)

@@ -299,10 +299,10 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
     before = signal.getsignal(number)
     run_quietly(config, tmp_path / "whole", initialize=offload.initialize)
     output = interrupted(config, tmp_path / "cut", number)
-    assert "interrupted after step 3 of 6; the checkpoint of step 3 is in " in output
+    assert "interrupted after step 3 of 6; the checkpoint of step 3 is in\n" in output
     assert output.endswith(":\n  offload train file.yaml --run-dir RUN --resume\n")
     said = "Ctrl-C" if name == "SIGINT" else name
-    assert capfd.readouterr().err.count(f"{said}: this step ends and is saved") == 1
+    assert capfd.readouterr().err.count(f"{said}: finishing and saving this step") == 1
     assert signal.getsignal(number) is before
     run_quietly(config, tmp_path / "cut", resume=True, initialize=offload.initialize)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
@@ -333,7 +333,7 @@ def test_too_little_memory_ends_a_run_with_a_checkpoint_of_the_steps_before(
     with pytest.raises(LowMemoryError):
         run(config, RunFolder.new(tmp_path / "cut"), console=console, initialize=starving)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in " in said
+    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in\n" in said
     run_quietly(config, tmp_path / "cut", resume=True, initialize=offload.initialize)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
@@ -346,7 +346,7 @@ def test_a_second_interrupt_stops_at_once_and_saves_nothing(
     assert "interrupted after step 2 of 6; nothing was saved" in output
     config = make_config({"checkpoint_every": 1})
     output = interrupted(config, tmp_path / "one", again_s=0.02)
-    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in " in output
+    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in\n" in output
     assert not list((tmp_path / "none/checkpoints").iterdir())
 
 

@@ -292,7 +292,7 @@ def test_ctrl_c_ends_with_the_table(folder: Path, tmp_path: Path, long: bool) ->
     assert child.returncode == 130, said
     assert time.monotonic() - began < 60
     os.close(leader)
-    for part in ("Ctrl-C: ends with this token", "prefill: ", "peak RSS", "interrupted"):
+    for part in ("Ctrl-C: finishing this token", "prefill: ", "peak RSS", "interrupted"):
         assert part in said
     assert "Traceback" not in said
 

@@ -86,10 +86,13 @@ def answered(
 
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. 0 if the model fits, 1 if not."""
+    others = machine.OtherPrograms()
     question, found = answered(read_question(asked), advise=asked.output.advise)
-    _show(found, asked.output)
-    if asked.output.write is not None:
+    if question.case.profile.here and found.step is not None and others.note:
+        found = replace(found, notes=(*found.notes, others.note))
+    if asked.output.write is not None:  # before a reader of standard output goes away
         _write_config(found, question, asked.output.write)
+    _show(found, asked.output)
     return 0 if found.fits else DOES_NOT_FIT
 
 

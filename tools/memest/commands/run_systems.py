@@ -96,7 +96,7 @@ def run_max(
         title = f"{family} models on {profile.name}, {batch} x {sequence:,} tokens, bf16, Adam\n"
         own = (each.note for each in found if each.note)
         notes = [*_taken_aside(profile), *_how_to_read(found, profile), *own]
-        show(Text(title), max_table(found), "", bullets(notes))
+        show(Text(title), max_table(found), "", *bullets(notes))
 
 
 def run_max_inference(
@@ -122,7 +122,7 @@ def run_max_inference(
     )
     notes = [*assumed, *_taken_aside(profile, SERVING), *_how_to_read(found, profile)]
     notes.append("the seconds are of a decoding pass; the head of a model stays in bf16")
-    show(Text(title), max_table(found, "pass"), "", bullets(notes))
+    show(Text(title), max_table(found, "pass"), "", *bullets(notes))
 
 
 def _taken_aside(
@@ -189,7 +189,7 @@ def print_history() -> None:
         + (f". {each.headline.why}" if each.headline.why else "")
         for each in found
     ]
-    show(history_table(found), "", bullets(notes))
+    show(history_table(found), "", *bullets(notes))
 
 
 def history_table(found: Sequence[Finding]) -> Table:

@@ -85,7 +85,7 @@ def _tried(case: Case, knob: Knob, estimator: Estimator) -> Iterator[_Tried]:
 def _improvement(found: _Tried, now: Estimate) -> Change:
     assert now.step is not None, "it was judged by that"
     factor = now.step.tokens_per_s / found.tokens_per_s
-    text = f"{found.option.text}: {three_digits(1 / factor)} times as fast"
+    text = f"{found.option.text}: at least {three_digits(1 / factor)} times as fast"
     if now.step.written_nbytes:
         before, after = (s.written_nbytes / s.tokens for s in (now.step, found.after))
         part = f"{max(1, round(100 * after / before))} % of the writes per token"

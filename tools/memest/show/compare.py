@@ -79,7 +79,7 @@ def comparison_table(found: Comparison) -> RenderableType:
     for cells in _cells(found):
         table.add_row(*(Text(cell.text, style=styles[cell.state]) for cell in cells))
     title = f"{view.model_text(ours, ours.model)}\n{ours.hardware}, {view.workload_text(ours)}"
-    return Group(Text(title), table, "", bullets(found.notes))
+    return Group(Text(title), table, "", *bullets(found.notes))
 
 
 def to_values(found: Comparison) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from offload.display.console import Prose
 from offload.pages.colours import DARK
 from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate, StepEstimate
 from offload.planning.plan.experts import ExpertEstimate
@@ -42,7 +42,7 @@ def _parts(estimate: Estimate) -> Iterator[RenderableType]:
     if estimate.experts is not None:
         yield ""
         yield _experts(estimate.experts)
-        yield Padding(bullets(view.expert_facts(estimate.experts)), (0, 0, 0, 2))
+        yield from bullets(view.expert_facts(estimate.experts), indent="  ")
     if estimate.shortfalls:
         yield from _list("why not", (s.message for s in estimate.shortfalls))
     if estimate.changes and not view.has_drawbacks(estimate):
@@ -140,16 +140,16 @@ def _figures(estimate: Estimate) -> Table:
 def _changes(estimate: Estimate) -> Iterator[RenderableType]:
     yield ""
     yield Text(view.changes_title(estimate).lower(), style="bold")
-    table = plain({"justify": "right", "style": "bold", "no_wrap": True}, {"overflow": "fold"})
-    for change in estimate.changes:
-        settings = " ".join(view.settings_of(change))
-        text = Text(settings, style="cyan")
-        text.append(f"\n{change.text}" if settings else change.text, style="default")
-        table.add_row(view.cost_text(change), text)
-    yield Padding(table, (0, 0, 0, 2))
+    costs = [view.cost_text(change) for change in estimate.changes]
+    indent = " " * (width := max(map(len, costs)) + 4)
+    for change, cost in zip(estimate.changes, costs, strict=True):
+        first = f"{cost:>{width - 2}}  "
+        if settings := " ".join(view.settings_of(change)):
+            yield Prose(settings, first=first, command=True)
+        yield Prose(change.text, first=indent if settings else first)
 
 
 def _list(title: str, lines: Iterable[str]) -> Iterator[RenderableType]:
     yield ""
     yield Text(title, style="bold")
-    yield Padding(bullets(lines), (0, 0, 0, 2))
+    yield from bullets(lines, indent="  ")

@@ -121,7 +121,7 @@ def tables(question: Question, found: Sequence[Series]) -> RenderableType:
                 row = cells(point)
                 table.add_row(*(row[name] for name in columns))
             parts += [table, ""]
-    return Group(*parts, f"{_NARROW_LEGEND}\n", bullets(statements(question, found)))
+    return Group(*parts, f"{_NARROW_LEGEND}\n", *bullets(statements(question, found)))
 
 
 def to_values(question: Question, found: Sequence[Series]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from rich import box
@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offload.display.console import PlainConsole
+from offload.display.console import PlainConsole, Prose
 
 
 def ruled(*columns: str, title: str = "", left: Collection[str] = ()) -> Table:
@@ -34,11 +34,9 @@ def plain(*columns: dict[str, Any], gap: int = 2) -> Table:
     return table
 
 
-def bullets(lines: Iterable[str]) -> Table:
-    table = plain({"no_wrap": True}, {"overflow": "fold"}, gap=1)
+def bullets(lines: Iterable[str], indent: str = "") -> Iterator[Prose]:
     for line in dict.fromkeys(lines):
-        table.add_row("·", Text(line))
-    return table
+        yield Prose(line, first=f"{indent}· ")
 
 
 def show(*parts: RenderableType) -> None:
