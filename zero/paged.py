@@ -169,7 +169,7 @@ class PagedTensor(torch.Tensor):
         with torch.no_grad():
             self.copy_(value)
 
-    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         return self._like().new(*args, **kwargs)
 
     def new_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -315,7 +315,7 @@ class _Opened(AbstractContextManager[torch.Tensor]):
 
     def __enter__(self) -> torch.Tensor:
         tensor = self._values.__enter__()
-        start = tensor.storage_offset() if self._paged.views else 0
+        start = int(tensor.storage_offset()) if self._paged.views else 0
         for view in self._paged.views:
             tensor = view.of(tensor, start)
         return tensor

@@ -516,7 +516,7 @@ def _changes_nothing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _as_strided(function: Function, param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Offsets count from the parameter's start, and not from that of the memory it is gathered in."""
+    """Offsets count from the parameter's start, not from that of the memory it is gathered in."""
     return function(param, *from_start(int(param.storage_offset()), *args, **kwargs))
 
 

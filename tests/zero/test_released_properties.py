@@ -28,8 +28,9 @@ MEMORY = {
 # Of the object, not of the tensor; or an argument is missing, in other words.
 OTHERS = {
     "__hash__", "_cdata", "__iter__", "__doc__", "__torch_function__", "__deepcopy__",
-    "as_subclass", "__dir__", "_post_accumulate_grad_hooks", "__init_subclass__", "__subclasshook__",
-    "__new__", "__class__", "__init__", "__dict__", "__weakref__", "__module__", "backward",
+    "as_subclass", "__dir__", "_post_accumulate_grad_hooks", "__init_subclass__",
+    "__subclasshook__", "__new__", "__class__", "__init__", "__dict__", "__weakref__",
+    "__module__", "backward",
     "dequantize",  # PyTorch takes the parameter itself for the result, which is no leaf any more
 }  # fmt: skip
 # Documented: docs/behaviour.md. Views in a graph are copies, without gaps.
@@ -39,7 +40,6 @@ LENIENT = {
     "numpy",
     "__array__",
     "__dlpack__",
-    "diagonal",
     "values",
     "_indices",
     "_values",
@@ -221,3 +221,10 @@ def test_parameters_that_are_not_contiguous_are_named_once(
     with offload.initialize(model, config(tmp_path, NVME)) as engine:
         assert caplog.text.count("1.weight does not lie contiguous in memory") == 1
         assert engine.module[1].weight.is_contiguous()
+
+
+@pytest.mark.parametrize("begin", [offload.initialize, offload.dispatch])
+def test_a_lazy_module_that_was_never_called_is_named(tmp_path: Path, begin: Any) -> None:
+    keys = config(tmp_path, {"parameters": "nvme"})
+    with pytest.raises(UnsupportedError, match=r"1\.weight has no shape yet.*call the model once"):
+        begin(nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(4)), keys)
