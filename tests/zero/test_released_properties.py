@@ -131,7 +131,7 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
     "names": lambda p: (p.names, p.is_neg(), p.is_conj(), p.is_complex(), p.type()),
     "itself": lambda p: (p.contiguous() is p, p.to(p.dtype) is p, torch.result_type(p, 1)),
     "as_strided": lambda p: torch.as_strided(p, p.shape, p.stride(), p.storage_offset()),
-    "as_strided, from the start": lambda p: p.as_strided((2,), (1,), 1),
+    "as_strided, from the start": lambda p: p.as_strided((2,), (1,), 1).tolist(),
     "views": lambda p: [v.storage_offset() for v in p.detach().unbind()],
     "a product over a view": lambda p: torch.ones(3, 2, 3).transpose(0, 1) @ p[0, 0],
 }
