@@ -388,7 +388,9 @@ class _Guard:
         self._installed = module._compiled_call_impl
         self._call: Callable[..., Any] = self._installed or module._call_impl
         module._compiled_call_impl = self
-        self._forward = _Forward(module, self, calls) if isinstance(module, ASK_FOR_CLASSES) else None
+        self._forward = (
+            _Forward(module, self, calls) if isinstance(module, ASK_FOR_CLASSES) else None
+        )
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -80,10 +80,19 @@ class _View:
     kwargs: dict[str, Any]
     pick: int | None  # of several views that the operation gives
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = self.operation(tensor, *self.args, **self.kwargs)
+    def of(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
+        """`start` is where in their storage the values begin."""
+        args, kwargs = self.args, self.kwargs
+        if self.operation is aten.as_strided.default:  # counts from there
+            args, kwargs = from_start(start, *args, **kwargs), {}
+        found = self.operation(tensor, *args, **kwargs)
         view: torch.Tensor = found if self.pick is None else found[self.pick]
         return view
+
+
+def from_start(start: int, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """Arguments of `as_strided`, with an offset that counts from `start`."""
+    return size, stride, None if storage_offset is None else start + storage_offset
 
 
 class PagedTensor(torch.Tensor):
@@ -106,8 +115,9 @@ class PagedTensor(torch.Tensor):
                 return cls(source, like, device, views, requires_grad=requires_grad)
         _guard_data()
         made: PagedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device,
-            requires_grad=requires_grad, _extra_dispatch_keys=_KEYS,
+            cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
+            dtype=like.dtype, device=device, requires_grad=requires_grad,
+            _extra_dispatch_keys=_KEYS,
         )  # fmt: skip
         # else what takes the address below Python (`to_dlpack`) would read at address 0
         torch._C._set_throw_on_mutable_data_ptr(made)
@@ -136,10 +146,10 @@ class PagedTensor(torch.Tensor):
             if name_of(operation) in MAKE_ANOTHER:
                 kwargs = {"device": first.device, **kwargs}
                 return operation(_shape_of(first), *args[1:], **kwargs)
-        if operation._can_decompose():
-            return _in_parts(operation, args, kwargs)
-        if isinstance(first, PagedTensor) and _gives_views(operation):
-            return _view(first, operation, tuple(args[1:]), kwargs)
+            if _gives_views(operation):
+                if operation._can_decompose():
+                    return _in_parts(first, operation, args, kwargs)
+                return _view(first, operation, tuple(args[1:]), kwargs)
         return _on_values(operation, args, kwargs)
 
     # ------------------------------------------------- what does not come to __torch_dispatch__
@@ -159,7 +169,7 @@ class PagedTensor(torch.Tensor):
         with torch.no_grad():
             self.copy_(value)
 
-    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         return self._like().new(*args, **kwargs)
 
     def new_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -188,7 +198,7 @@ class PagedTensor(torch.Tensor):
         return self.values().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.values())
+        return repr(self.values().requires_grad_(self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return memo.setdefault(id(self), self.values())  # type: ignore[no-any-return]
@@ -263,14 +273,14 @@ def _gives_views(operation: Operation) -> bool:
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
-def _in_parts(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """One that PyTorch takes apart before it comes here, but not in inference mode."""
+def _in_parts(
+    paged: PagedTensor, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """In inference mode PyTorch does not take an operation apart, which may give a copy (`to`)."""
     found = operation.decompose(*args, **kwargs)
-    first = args[0] if args else None
-    if isinstance(first, PagedTensor) and first.requires_grad and _gives_views(operation):
-        for each in found if isinstance(found, (list, tuple)) else [found]:
-            if isinstance(each, PagedTensor):
-                each.requires_grad_()
+    for each in found if isinstance(found, (list, tuple)) else [found]:
+        if isinstance(each, PagedTensor) and paged.requires_grad:
+            each.requires_grad_()
     return found
 
 
@@ -305,8 +315,9 @@ class _Opened(AbstractContextManager[torch.Tensor]):
 
     def __enter__(self) -> torch.Tensor:
         tensor = self._values.__enter__()
+        start = int(tensor.storage_offset()) if self._paged.views else 0
         for view in self._paged.views:
-            tensor = view.of(tensor)
+            tensor = view.of(tensor, start)
         return tensor
 
     def __exit__(self, *error: Any) -> Any:
@@ -348,8 +359,11 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             arg._refuse(f"{operation}: another shape or memory")
         if id(arg) not in opened:
             values_of = (_writing if id(arg) in written else _reading)(arg)
-            opened[id(arg)] = values_of.__enter__()
+            tensor = values_of.__enter__()
             entered.append(values_of)
+            if arg.requires_grad and id(arg) not in written:
+                tensor = tensor.detach().requires_grad_()
+            opened[id(arg)] = tensor
             paged_of[id(opened[id(arg)])] = arg
         return opened[id(arg)]
 

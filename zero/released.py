@@ -23,6 +23,7 @@ autograd does not count what is written through that; one that stays has its own
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -39,7 +40,14 @@ from offload.zero.group import Classes, ParamGroup
 from offload.zero.handles import HandleTable
 from offload.zero.local_tensors import is_dtensor
 from offload.zero.packed import PackedParam
-from offload.zero.paged import MAKE_ANOTHER, SHARE_DATA, Operation, PagedTensor, name_of
+from offload.zero.paged import (
+    MAKE_ANOTHER,
+    SHARE_DATA,
+    Operation,
+    PagedTensor,
+    from_start,
+    name_of,
+)
 from offload.zero.placeholders import exchanging, placeholder
 from offload.zero.session import Session
 from offload.zero.transforms import refuse_in_transforms, refuse_transforms
@@ -214,6 +222,8 @@ class ReleasedParameters:
             return self._with_packed(function, name, args, kwargs, params)
         if function is torch.autograd.grad:
             return self._differentiate(function, params, args, kwargs)
+        if name == "as_strided":
+            function = functools.partial(_as_strided, function)
         groups = list(dict.fromkeys(self._group_of(param) for param in params))
         if all(group.is_lazy and group.is_entered for group in groups):
             return self._with_codes(function, name, args, kwargs, groups)
@@ -376,8 +386,9 @@ class ReleasedParameters:
                     self._handles.note(self._group_of(param))
                 found = function(*args, **kwargs)
                 return _mapped(found, lambda value: self._apart(value, params))
-        is_data = _property(function) == "data"
-        paged = {id(param): self._as_paged(param, detached=is_data) for param in params}
+        name = getattr(function, "__name__", "")
+        detached = _property(function) == "data" or (torch.is_grad_enabled() and name != "__repr__")
+        paged = {id(param): self._as_paged(param, detached=detached) for param in params}
         owners = {id(paged[id(param)]): param for param in params}
 
         def outward(value: Any) -> Any:
@@ -385,7 +396,7 @@ class ReleasedParameters:
 
         # torch's own methods would take the address of the values
         if args and type(args[0]) in self._released:
-            function = vars(PagedTensor).get(getattr(function, "__name__", ""), function)
+            function = vars(PagedTensor).get(name, function)
         found = function(*_mapped(args, outward), **_mapped(kwargs, outward))
         return owners.get(id(found), found)
 
@@ -393,7 +404,7 @@ class ReleasedParameters:
         source = ParameterSource(self._values, param, self._name_of(param))
         self._sources.add(source)
         shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
-        requires_grad = not (detached or torch.is_grad_enabled()) and param.requires_grad
+        requires_grad = not detached and param.requires_grad
         return PagedTensor(source, shape, param.device, requires_grad=requires_grad)
 
     def _differentiate(
@@ -505,6 +516,11 @@ def _changes_nothing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         each is None or each is False or each == param.dtype or _is_here(each, param)
         for each in asked
     )
+
+
+def _as_strided(function: Function, param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Offsets count from the parameter's start, not from that of the memory it is gathered in."""
+    return function(param, *from_start(int(param.storage_offset()), *args, **kwargs))
 
 
 def _is_here(value: Any, param: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ hooks in place (`start`) the model computes; `zero/runtime.py` is built on it an
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -40,6 +41,7 @@ from offload.zero.sharding import ALONE, Part, Sharding
 
 _REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
+_log = logging.getLogger("offload")
 
 
 class WeightHomes(Protocol):
@@ -90,6 +92,7 @@ class WeightStore:
         self._where: dict[int, tuple[ParamGroup, int]] = {}
         for plan in discovery.groups:
             self._add_group(plan)
+        _say_made_contiguous(self.groups)
         self._add_tables(discovery)
         self.ranks.watch(self.groups, self.trace)
         self._handles = HandleTable(self.use, keeper)
@@ -364,3 +367,18 @@ class WeightStore:
         self._released.close()
         for group in self.groups:
             group.close()
+
+
+def _say_made_contiguous(groups: Sequence[ParamGroup]) -> None:
+    names = [
+        spec.name for group in groups
+        for spec, param in zip(group.layout.params, group.params, strict=True)
+        if not param.is_contiguous()
+    ]  # fmt: skip
+    if names:
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        _log.warning(
+            "%s%s does not lie contiguous in memory (channels_last, a transposed view), and does "
+            "so in tiers: operations that go by its strides may add up in another order; give "
+            "inputs as channels_last where that is meant", names[0], more,
+        )  # fmt: skip

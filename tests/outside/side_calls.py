@@ -105,9 +105,7 @@ def _builder(info: Any, case: Any) -> Callable[[], nn.Module]:
     made = case.constructor_input
 
     def build() -> nn.Module:
-        module: nn.Module = info.module_cls(
-            *copy.deepcopy(made.args), **copy.deepcopy(made.kwargs)
-        )
+        module: nn.Module = info.module_cls(*copy.deepcopy(made.args), **copy.deepcopy(made.kwargs))
         return module
 
     return build
@@ -186,7 +184,13 @@ def _masked(name: str, **how: Any) -> Callable[[], tuple[Any, dict[str, Any]]]:
 
 def own_recipes() -> Iterator[Recipe]:
     pad = "src_key_padding_mask"
-    for how in ({}, {"norm_first": True}, {"activation": "gelu"}, {"dropout": 0.0}, {"bias": False}):
+    for how in (
+        {},
+        {"norm_first": True},
+        {"activation": "gelu"},
+        {"dropout": 0.0},
+        {"bias": False},
+    ):
         name = "".join(how)
         yield Recipe(
             f"encoder {name}", lambda how=how: nn.TransformerEncoder(_layer(**how), 2), _masked(pad)
@@ -231,7 +235,9 @@ def own_recipes() -> Iterator[Recipe]:
         )  # fmt: skip
     yield Recipe("max_norm", lambda: nn.Embedding(11, 16, max_norm=1.0), lambda: ((_ids(9),), {}))
     yield Recipe(
-        "bag with max_norm", lambda: nn.EmbeddingBag(11, 16, max_norm=1.0), lambda: ((_ids(3, 4),), {})
+        "bag with max_norm",
+        lambda: nn.EmbeddingBag(11, 16, max_norm=1.0),
+        lambda: ((_ids(3, 4),), {}),
     )
     yield Recipe("bilinear", lambda: nn.Bilinear(16, 8, 5), lambda: ((_x(3, 16), _x(3, 8)), {}))
     over: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -256,8 +262,12 @@ def own_recipes() -> Iterator[Recipe]:
             nn.BatchNorm1d(16), nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(4, 16)
         ), _one(6, 16),
     )  # fmt: skip
-    yield Recipe("quantised linear", lambda: _quantised(lambda: nn.Linear(8, 4), {nn.Linear}), _one(3, 8))
-    yield Recipe("quantised LSTM", lambda: _quantised(lambda: nn.LSTM(8, 4), {nn.LSTM}), _one(5, 3, 8))
+    yield Recipe(
+        "quantised linear", lambda: _quantised(lambda: nn.Linear(8, 4), {nn.Linear}), _one(3, 8)
+    )
+    yield Recipe(
+        "quantised LSTM", lambda: _quantised(lambda: nn.LSTM(8, 4), {nn.LSTM}), _one(5, 3, 8)
+    )
     config = torch.ao.quantization.get_default_qat_qconfig("x86")
     yield Recipe("qat", lambda: qat.Linear(16, 8, qconfig=config), _one(3, 16))
     yield Recipe(

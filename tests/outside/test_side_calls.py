@@ -121,7 +121,9 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def blocks_of(model: nn.Module, cut: int) -> dict[str, Any]:
-    names = sorted({type(m).__name__ for m in model.modules() if next(m.parameters(), None) is not None})
+    names = sorted(
+        {type(m).__name__ for m in model.modules() if next(m.parameters(), None) is not None}
+    )
     return {"groups": {"blocks": [names[cut % len(names)]]}} if cut and names else {}
 
 

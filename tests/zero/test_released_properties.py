@@ -1,0 +1,230 @@
+"""Whatever code may ask of a released parameter or a gradient: plain PyTorch's answer, or a typed
+error. And what is made after them, and written to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.errors import UnsupportedError
+from tests.offload.engine_cases import MARKS, NVME, ON, config, seeded
+
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore")]
+
+MODES = {
+    "grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode
+}  # fmt: skip
+# Their memory: UnsupportedError, as values may be anywhere.
+MEMORY = {
+    "data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type",
+}  # fmt: skip
+# Of the object, not of the tensor; or an argument is missing, in other words.
+OTHERS = {
+    "__hash__", "_cdata", "__iter__", "__doc__", "__torch_function__", "__deepcopy__",
+    "as_subclass", "__dir__", "_post_accumulate_grad_hooks", "__init_subclass__",
+    "__subclasshook__", "__new__", "__class__", "__init__", "__dict__", "__weakref__",
+    "__module__", "backward",
+    "dequantize",  # PyTorch takes the parameter itself for the result, which is no leaf any more
+}  # fmt: skip
+# Documented: docs/behaviour.md. Views in a graph are copies, without gaps.
+LENIENT = {
+    "diagonal",
+    "unbind",
+    "numpy",
+    "__array__",
+    "__dlpack__",
+    "values",
+    "_indices",
+    "_values",
+}
+PRIVATE = {"_lazy_clone"}
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Conv2d(2, 3, 3))
+
+    def loss(self) -> Tensor:
+        x, image = torch.ones(2, 4, device=ON), torch.ones(1, 2, 5, 5, device=ON)
+        loss: Tensor = self[0](x).sum() + self[1](image).square().sum()
+        return loss
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    plain, ours = seeded(Net).to(ON), seeded(Net)
+    with offload.initialize(ours, config(tmp_path_factory.mktemp("swap"), NVME)):
+        for model in plain, ours:
+            model.loss().backward()
+        yield plain, ours
+
+
+def described(value: Any) -> Any:
+    """Without the class, which is a subclass of torch.Tensor in both."""
+    if isinstance(value, Tensor):
+        values = value.detach().clone().flatten().tolist()
+        values = [None if isinstance(each, float) and math.isnan(each) else each for each in values]
+        meta = value.requires_grad, value.is_leaf, value.is_inference(), value.storage_offset()
+        return tuple(value.shape), value.stride(), value.dtype, value.device, meta, values
+    if isinstance(value, (list, tuple)):
+        return [described(each) for each in value]
+    return repr(value)
+
+
+def asked(tensor: Tensor, question: Callable[[Tensor], Any], mode: str) -> Any:
+    torch.manual_seed(3)
+    try:
+        with MODES[mode]():
+            return described(question(tensor))
+    except Exception as error:  # noqa: BLE001 - whatever PyTorch raises
+        return type(error).__name__
+
+
+def attribute(name: str) -> Callable[[Tensor], Any]:
+    def question(tensor: Tensor) -> Any:
+        value = getattr(tensor, name)
+        return value() if callable(value) else value
+
+    return question
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_attribute_of_a_released_parameter_is_plain_pytorchs(
+    pair: tuple[Any, Any], mode: str
+) -> None:
+    plain, ours = (model[1].weight for model in pair)
+    names = {n for n in dir(Tensor) if not n.endswith("_") or n.endswith("__")} - OTHERS - PRIVATE
+    assert len(names) > 400
+    wrong = []
+    for name in sorted(names - LENIENT):
+        expected, found = (asked(tensor, attribute(name), mode) for tensor in (plain, ours))
+        if found != ("UnsupportedError" if name in MEMORY else expected):
+            wrong.append(f"{name}: {found}, not {expected}")
+    assert not wrong, "\n".join(wrong)
+
+
+QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "is_contiguous(channels_last)": lambda p: p.is_contiguous(memory_format=torch.channels_last),
+    "strides": lambda p: (p.stride(0), p.stride(), p.storage_offset(), p.is_contiguous()),
+    "dim_order": lambda p: p.dim_order(),
+    "suggest_memory_format": lambda p: torch._prims_common.suggest_memory_format(p),
+    "is_non_overlapping_and_dense": lambda p: torch.ops.aten.is_non_overlapping_and_dense(p),
+    "overlap": lambda p: torch._debug_has_internal_overlap(p),
+    "bytes": lambda p: (p.nbytes, p.itemsize, p.element_size(), p.numel()),
+    "layout": lambda p: (
+        p.layout,
+        p.is_sparse,
+        p.is_quantized,
+        p.is_mkldnn,
+        p.is_meta,
+        p.is_nested,
+    ),
+    "leaf": lambda p: (p.is_leaf, p.grad_fn is None, p.output_nr, p._is_view(), p._base is None),
+    "shared": lambda p: (p.is_shared(), p.is_pinned(), p.is_inference(), p.is_set_to(p)),
+    "names": lambda p: (p.names, p.is_neg(), p.is_conj(), p.is_complex(), p.type()),
+    "itself": lambda p: (p.contiguous() is p, p.to(p.dtype) is p, torch.result_type(p, 1)),
+    "as_strided": lambda p: torch.as_strided(p, p.shape, p.stride(), p.storage_offset()),
+    "as_strided, from the start": lambda p: p.as_strided((2,), (1,), 1).tolist(),
+    "views": lambda p: [v.storage_offset() for v in p.detach().unbind()],
+    "a product over a view": lambda p: torch.ones(3, 2, 3).transpose(0, 1) @ p[0, 0],
+}
+MADE: dict[str, Callable[[Tensor], Any]] = {
+    "new": lambda p: p.new(2, 3).shape,
+    "new(data)": lambda p: p.new([1, 2]),
+    "new_tensor": lambda p: p.new_tensor([1, 2.5]),
+    "new_tensor(p)": lambda p: p.new_tensor(p),
+    "new_tensor(dtype=)": lambda p: p.new_tensor(data=[1], dtype=torch.int32, requires_grad=False),
+    "new_empty": lambda p: p.new_empty(2, 3).shape,
+    "new_empty_strided": lambda p: p.new_empty_strided((2, 3), (1, 2)).stride(),
+    "new_zeros": lambda p: p.new_zeros((2, 3)),
+    "new_ones": lambda p: p.new_ones(2, dtype=torch.float64, requires_grad=True),
+    "new_full": lambda p: p.new_full((2,), 3),
+    "empty_like": lambda p: (torch.empty_like(p).shape, torch.empty_like(p).stride()),
+    "empty_like(meta)": lambda p: torch.empty_like(p, device="meta").stride(),
+    "zeros_like": lambda p: torch.zeros_like(p, dtype=torch.int32),
+    "ones_like": lambda p: torch.ones_like(p, requires_grad=True),
+    "full_like": lambda p: torch.full_like(p, 2),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda p: torch.randint_like(p, 9),
+    "torch.tensor": lambda p: torch.tensor(p),
+    "bernoulli": lambda p: torch.bernoulli(p.abs().clamp(0, 1)),
+    "normal": lambda p: torch.normal(p, 1.0),
+    "type_as": lambda p: torch.ones(2, dtype=torch.float64).type_as(p),
+    "expand_as": lambda p: torch.ones(1).expand_as(p),
+    "empty_strided": lambda p: torch.empty_strided(p.shape, p.stride()).stride(),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("of", ["weight", "bias", "weight.data", "bias.data", "weight.grad"])
+def test_what_code_branches_on_and_makes_after_a_tensor_is_plain_pytorchs(
+    pair: tuple[Any, Any], of: str, mode: str
+) -> None:
+    wrong = []
+    for name, question in {**QUESTIONS, **MADE}.items():
+        tensors = [eval(f"model[1].{of}", {"model": model}) for model in pair]
+        expected, found = (asked(tensor, question, mode) for tensor in tensors)
+        if found != expected:
+            wrong.append(f"{name}: {found}, not {expected}")
+    assert not wrong, "\n".join(wrong)
+
+
+INITIALISERS = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("_")]
+VALUES = {"constant_": (2.0,), "sparse_": (0.5,)}
+
+
+@pytest.mark.parametrize("of", ["[0].weight", "[0].bias", "[1].weight", "[1].weight.grad"])
+def test_initialisers_write_through_to_released_parameters(pair: tuple[Any, Any], of: str) -> None:
+    for name in INITIALISERS:
+        found = []
+        for model in pair:
+            tensor: Tensor = eval(f"model{of}", {"model": model})
+            torch.manual_seed(3)
+            try:
+                returned = getattr(nn.init, name)(tensor, *VALUES.get(name, ()))
+                found.append((returned is tensor, described(tensor.detach())))
+            except (ValueError, RuntimeError) as error:  # of one dimension too few
+                found.append(type(error).__name__)
+        assert found[0] == found[1], name
+
+
+def test_memory_is_refused_in_and_out_of_graphs_and_ties_are_found_by_the_object(
+    tmp_path: Path,
+) -> None:
+    """A storage that all parameters of a group shared would look like a tie of all of them."""
+    with offload.initialize(seeded(Net), config(tmp_path, NVME)) as engine:
+        weight, bias = engine.module[0].weight, engine.module[0].bias
+        for mode in MODES.values():
+            with mode(), pytest.raises(UnsupportedError, match=r"untyped_storage\(\) of 0\.weight"):
+                weight.untyped_storage()
+        assert weight.is_set_to(weight)
+        with torch.no_grad():
+            assert not weight.is_set_to(bias)
+        stored = {
+            value.untyped_storage().data_ptr() for value in engine.module.state_dict().values()
+        }
+        assert len(stored) == 4
+
+
+def test_parameters_that_are_not_contiguous_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = seeded(Net).to(memory_format=torch.channels_last)
+    with offload.initialize(model, config(tmp_path, NVME)) as engine:
+        assert caplog.text.count("1.weight does not lie contiguous in memory") == 1
+        assert engine.module[1].weight.is_contiguous()
+
+
+@pytest.mark.parametrize("begin", [offload.initialize, offload.dispatch])
+def test_a_lazy_module_that_was_never_called_is_named(tmp_path: Path, begin: Any) -> None:
+    keys = config(tmp_path, {"parameters": "nvme"})
+    with pytest.raises(UnsupportedError, match=r"1\.weight has no shape yet.*call the model once"):
+        begin(nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(4)), keys)
