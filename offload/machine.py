@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -211,6 +212,56 @@ def rss_nbytes() -> int:
     """Bytes of RAM this process holds now."""
     with open("/proc/self/statm", "rb") as file:  # psutil takes three times as long
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """RAM of this process, in bytes: `rss_nbytes` now, of which `files_nbytes` are libraries and
+    other files, and `peak_nbytes` at most so far. The C library's heap, which has the tensors of
+    PyTorch on a CPU, holds `heap_nbytes` in use and `holes_nbytes` that are free, at most (of which
+    pages may have been given back); both are 0 where it is not glibc 2.33 or newer."""
+
+    rss_nbytes: int
+    peak_nbytes: int
+    files_nbytes: int
+    heap_nbytes: int
+    holes_nbytes: int
+
+
+def process_memory(root: Path = _ROOT) -> ProcessMemory:
+    """As it is now."""
+    lines = (_read(root / "proc/self/status") or "").splitlines()
+    pairs = (line.split() for line in lines if line.endswith(" kB"))
+    kib = {name: int(number) for name, number, _ in pairs}
+    heap = _heap()
+    return ProcessMemory(
+        rss_nbytes=kib.get("VmRSS:", 0) * 1024,
+        peak_nbytes=kib.get("VmHWM:", 0) * 1024,
+        files_nbytes=kib.get("RssFile:", 0) * 1024,
+        heap_nbytes=heap.uordblks + heap.hblkhd,
+        holes_nbytes=heap.fordblks,
+    )
+
+
+class _Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def _heap() -> _Heap:
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return _Heap()
+    ask.restype = _Heap
+    found: _Heap = ask()
+    return found
 
 
 def peak_rss_nbytes(root: Path = _ROOT) -> int:

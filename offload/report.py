@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from offload.machine import process_memory
 from offload.swap.link_use import LinkUse
 from offload.swap.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount
@@ -42,6 +43,53 @@ def tier_reports(accounts: Mapping[Tier, TierAccount]) -> dict[str, TierReport]:
     return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in Tier}
 
 
+@dataclass(frozen=True)
+class ProcessReport:
+    """RAM of the process in bytes, `rss_nbytes` now and `peak_nbytes` at most so far, and what it
+    consists of. Each part but the last was asked of the system; the sum is `rss_nbytes`.
+
+        tiers      pages of host and, on a CPU, of device that were touched
+        heap       of the C library, in use: tensors beside the tiers (activations, gradients that
+                   autograd has just made, logits), and what libraries allocate
+        holes      in that heap: freed, and not given back to the system
+        libraries  code and data of files: PyTorch's, Python's. The kernel drops them when it must
+        other      Python's objects, compiled kernels, stacks, memory of a GPU's driver
+    """
+
+    rss_nbytes: int
+    peak_nbytes: int
+    tiers_nbytes: int
+    heap_nbytes: int
+    holes_nbytes: int
+    libraries_nbytes: int
+
+    @classmethod
+    def now(cls, tiers_nbytes: int) -> ProcessReport:
+        seen = process_memory()
+        left = seen.rss_nbytes - seen.files_nbytes
+        tiers = min(tiers_nbytes, left)
+        heap = min(seen.heap_nbytes, left - tiers)
+        holes = min(seen.holes_nbytes, left - tiers - heap)
+        return cls(seen.rss_nbytes, seen.peak_nbytes, tiers, heap, holes, seen.files_nbytes)
+
+    @property
+    def other_nbytes(self) -> int:
+        known = self.tiers_nbytes + self.heap_nbytes + self.holes_nbytes + self.libraries_nbytes
+        return self.rss_nbytes - known
+
+    def __str__(self) -> str:
+        rss, peak = format_bytes(self.rss_nbytes), format_bytes(self.peak_nbytes)
+        parts = [
+            (self.tiers_nbytes, "tiers"),
+            (self.heap_nbytes, "heap (tensors beside the tiers)"),
+            (self.holes_nbytes, "holes in it"),
+            (self.libraries_nbytes, "libraries"),
+            (self.other_nbytes, "Python and the rest"),
+        ]
+        terms = [f"{what} {format_bytes(nbytes)}" for nbytes, what in parts]
+        return f"{rss} of RAM, {peak} at most: {', '.join(terms)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TierTraffic:
     """What tiers hold, and bytes moved between them so far, of this rank.
@@ -62,7 +110,8 @@ class TierTraffic:
     together, where there are files, and beside a GPU `host to device` and `device to host`.
 
     `memory` says what is left of the machine's RAM, or of the cgroup that has least, and which
-    copies were given up for it (`MemoryGuardReport`).
+    copies were given up for it (`MemoryGuardReport`). `process` says what the RAM of this process
+    consists of (`ProcessReport`).
     """
 
     tiers: dict[str, TierReport]
@@ -75,6 +124,7 @@ class TierTraffic:
     waits: dict[str, float] = field(default_factory=dict)
     links: dict[str, LinkUse] = field(default_factory=dict)
     memory: MemoryGuardReport
+    process: ProcessReport
 
     def __str__(self) -> str:
         """A few lines to read: what tiers hold, what moved, what was waited for, how links spent
@@ -95,6 +145,7 @@ class TierTraffic:
             *lines, f"moved   {', '.join(moved) or 'nothing'}",
             f"waited  {', '.join(waited) or 'for nothing'}",
             *([f"links   {'; '.join(used)}"] if used else []),
+            f"process {self.process}",
             *([f"memory  {self.memory}"] if self.memory.times else []),
         ])  # fmt: skip
 

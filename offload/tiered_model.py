@@ -37,7 +37,7 @@ from offload.paths import StrPath
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan
-from offload.report import tier_reports
+from offload.report import ProcessReport, tier_reports
 from offload.spread_experts import SpreadExperts
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
@@ -248,6 +248,7 @@ class TieredModel(abc.ABC):
             "prefetch_misses": store.trace.misses,
             "evictions": self._homes.pool.evictions,
             "memory": self._homes.guard.report(),
+            "process": ProcessReport.now(self._homes.ram_nbytes),
             "placements": {str(c): p.describe() for c, p in self.plan.placements.items()},
         }
 
