@@ -74,7 +74,7 @@ class ClientOptimizer:
     def lend(self, engine: Engine, schedulers: Sequence[Any] = ()) -> None:
         """The engine's optimizer goes on where the given one was. A program that kept the given one
         changes the engine's param groups, and so do `schedulers`, made with the given one; until
-        the engine is closed, or begins anew."""
+        the engine is closed, or begins anew. `detach` lets schedulers have the given one again."""
         given, optimizer = self.given, engine.optimizer
         if given.state:
             optimizer.load_state_dict(given.state_dict())
@@ -88,10 +88,15 @@ class ClientOptimizer:
 
         def take_back() -> None:
             given.param_groups = [{**given.defaults, **group} for group in given.param_groups]
-            for scheduler in schedulers:
-                _attach(scheduler, given)
+            self.detach(schedulers)
 
         engine.before_close(take_back)
+
+    def detach(self, schedulers: Sequence[Any]) -> None:
+        """Let `schedulers` be those of the given optimizer, as the program has made them. They
+        change the same param groups."""
+        for scheduler in schedulers:
+            _attach(scheduler, self.given)
 
     def is_lent_to(self, engine: Engine | None) -> bool:
         """Whether the given optimizer's states are those of this engine's optimizer."""

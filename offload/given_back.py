@@ -149,7 +149,9 @@ class GivenBack:
         """
         with torch.inference_mode(False), torch.no_grad():
             self._take_gradients()
-            copied = since = 0
+            self._homes.begin_emptying()
+            copied = 0
+            since = _GIVE_BACK_NBYTES  # the buffers of updates are free now
             for group in self._store.groups:
                 nbytes = self._take_group(group, place)
                 self.close_states(group)
@@ -239,7 +241,7 @@ class _File:
 
     def put(self, given: _Given, first: int, values: torch.Tensor) -> None:
         stored = values.to(device="cpu", dtype=given.dtype).contiguous()
-        pages = memoryview(stored.view(torch.uint8).numpy())
+        pages = stored.view(torch.uint8).numpy().data
         start = given.start + first * given.dtype.itemsize
         file = self._file
         call = FileCall("writing", file.path, _write, file.fd, pages, start)

@@ -85,6 +85,7 @@ class TieredHomes:
         self._timeout_s = nvme.timeout_s
         self.spare = OldBytes()  # of the budgets, and of what is free on the disks
         self._staging: list[Lease] = []
+        self._update_buffers: list[Lease] = []
         # as many threads as PyTorch computes with; they start when there is much to decode
         self._run = ParallelRunner(torch.get_num_threads(), min_share=1)
         with ExitStack() as opened:
@@ -327,7 +328,7 @@ class TieredHomes:
                     state_class=StateClass.STAGING,
                 )
             )  # fmt: skip
-        self._staging += buffers
+        self._update_buffers = buffers
         return [lease.tensor for lease in buffers]
 
     def held_nbytes(self) -> dict[str, int]:
@@ -380,10 +381,17 @@ class TieredHomes:
         in_ram = [Tier.HOST] if self.plan.gpu else [Tier.HOST, Tier.DEVICE]
         return sum(self.plan.budgets[tier] for tier in in_ram)
 
+    def begin_emptying(self) -> None:
+        """No update is made any more, and parameters leave the tiers."""
+        self.guard.close()  # which would set other limits than `hold_within`
+        buffers, self._update_buffers = self._update_buffers, []
+        with self.lock:
+            for lease in buffers:
+                lease.free()
+
     def hold_within(self, limit_nbytes: int) -> None:
         """While the tiers are emptied: give up copies in host memory down to so many bytes, and
         the RAM of all that is free there."""
-        self.guard.close()  # which would set another limit
         self.pool.keep_within(max(0, limit_nbytes))
         self.guard.give_back()
 

@@ -24,7 +24,8 @@ FLOORS: list[set[str]] = [
     {
         "activations", "cache_pieces", "caches", "client_optimizers", "device_homes",
         "first_values", "foreign_optimizers",
-        "foreign_wrappers", "given_back", "headroom", "homes", "initialisers", "kv_cache", "kv_homes",
+        "foreign_wrappers", "given_back", "headroom", "homes", "initialisers", "kv_cache",
+        "kv_homes",
         "lazy_tensors", "leftovers",
         "materialise", "conversions", "model_state",
         "model_structure", "optimizer", "optimizer_entries", "optimizer_state_dict",

@@ -511,7 +511,7 @@ class Runtime:
         dropped together with its model."""
         return partial(_end, self.updates, self.rank_work.ending())
 
-    def close(self, why: str | None) -> None:
+    def close(self, why: str | None = None) -> None:
         """Stop the update thread, remove the hooks, let go of all parameters (see
         `WeightStore.close`)."""
         self.store.refuse_use()

@@ -344,7 +344,7 @@ class WeightStore:
         """Nothing can be read or computed any more: the engine is being closed."""
         self.unusable = self.closed
 
-    def close(self, why: str | None) -> None:
+    def close(self, why: str | None = None) -> None:
         """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.
         `why` the model has no values then, which hooks of their own say; None where it gets
         them."""

@@ -4,8 +4,9 @@
     fabric = lightning.Fabric(strategy=OffloadFabricStrategy("offload.yaml"))
 
 The engine is made when Trainer sets up the model, or in `fabric.setup(model, optimizer)`, from the
-optimizer that the program makes. It stays open afterwards, for what follows (`trainer.test`,
-`trainer.save_checkpoint`), until `strategy.engine.close()`, or until nobody holds the strategy.
+optimizer that the program makes. It belongs to the model and stays open afterwards, for what
+follows (`trainer.test`, `trainer.save_checkpoint`, another Trainer), until
+`strategy.engine.close()`, which gives the model its parameters back.
 """
 
 from __future__ import annotations
@@ -225,6 +226,8 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
         super().__init__(**kwargs)
         self._maker = _EngineMaker(config, weights)
         self._states: Path | None = None  # of the checkpoint that is being loaded
+        # lets schedulers have the program's optimizer, with which another Trainer may be given them
+        self._detach: Callable[[], None] = lambda: None
 
     @property
     def engine(self) -> Engine:
@@ -253,7 +256,9 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
             )
         client = ClientOptimizer.of(self.optimizers[0])
         engine = self._make(trainer, client)
-        client.lend(engine, [each.scheduler for each in self.lr_scheduler_configs])
+        schedulers = [each.scheduler for each in self.lr_scheduler_configs]
+        client.lend(engine, schedulers)
+        self._detach = partial(client.detach, schedulers)
         self.optimizers = [engine.optimizer]
 
     def _make(self, trainer: Any, client: ClientOptimizer | None) -> Engine:
@@ -305,6 +310,7 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """The model stays in the engine's tiers."""
+        self._detach()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

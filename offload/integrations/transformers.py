@@ -6,8 +6,9 @@
     class Mine(OffloadMixin, SFTTrainer): ...
 
 The engine is made when the model is first needed: to train, evaluate or predict, or to load a
-checkpoint. It stays open after training, for `evaluate`, `save_model` and `model.generate`, until
-`trainer.engine.close()`, or until nobody holds the trainer or the model any more.
+checkpoint. It belongs to the model and stays open after training, for `evaluate`, `save_model` and
+`model.generate`, until `trainer.engine.close()`, which gives the model its parameters back. Another
+trainer of the same model goes on with it, or takes the weights over.
 """
 
 from __future__ import annotations
@@ -116,9 +117,9 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if isinstance(self._offload, Engine) or self.model is None:
             return self.engine
         before, engine = self._own, self._engine
-        if before is not None and engine is not None and not engine.is_closed:
-            if engine.module is self.model and engine.optimizer is before:
-                return engine
+        is_open = engine is not None and not engine.is_closed and engine.module is self.model
+        if engine is not None and is_open and engine.optimizer is before:
+            return engine
         if before is not None and before.engine.module is self.model:
             _log.warning(
                 "the optimizer begins anew, with the model's weights: its states went when the "

@@ -54,7 +54,7 @@ def test_use_after_close_is_an_error(make: MakeEngine) -> None:
         engine = make(seeded(TinyLM), placement)
         losses_of(engine, batches(1))
         optimizer = engine.optimizer
-        engine.close()
+        engine.close("drop")
         engine.close()
         with pytest.raises(StateError, match="closed"), engine.gathered():
             pass
@@ -77,7 +77,7 @@ def test_a_closed_engines_model_goes_on_with_weights_and_a_checkpoint(
         engine = make(model, placement)
         found = losses_of(engine, batches(4)[:2])
         engine.save_checkpoint(tmp_path / "checkpoint")
-        engine.close()
+        engine.close("drop")
         with pytest.raises(StateError, match="weights="):
             make(model, placement)
         with pytest.raises(StateError, match="engine is closed"):  # the refusal changed nothing
@@ -100,7 +100,7 @@ def test_a_closed_engines_model_that_gets_no_values_stays_without(
     make: MakeEngine, tmp_path: Path
 ) -> None:
     model = seeded(TinyLM)
-    make(model).close()
+    make(model).close("drop")
     save_file({"nothing": torch.ones(1)}, tmp_path / "model.safetensors")
     for _ in range(2):
         with pytest.raises(CheckpointError, match="no tensor"):
@@ -201,6 +201,7 @@ def test_close_gives_back_ram_although_the_model_lives_on() -> None:
             engine.settle()
             held = engine.report().tiers["host"].used_nbytes
             before = process.memory_info().rss
+            engine.close("drop")
         return model, held, before - process.memory_info().rss
 
     process = psutil.Process()
@@ -257,29 +258,20 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
         gc.enable()
 
 
-def test_a_model_whose_engine_was_dropped_says_so(tmp_path: Path) -> None:
-    model = seeded(TinyLM)
-    offload.initialize(model, config(tmp_path))
+def test_a_model_keeps_the_engine_that_it_trains_through(tmp_path: Path) -> None:
+    model, alone = seeded(TinyLM), seeded(TinyLM)
+    with offload.initialize(alone, config(tmp_path)) as engine:
+        expected = losses_of(engine, batches(4))
+    found = losses_of(offload.initialize(model, config(tmp_path)), batches(4)[:2])
     gc.collect()
-    with pytest.raises(StateError, match=r"engine was dropped|engine is closed"):
-        model(batches(1)[0])
-    wait_until_closed()
-
-
-def test_an_engine_that_is_dropped_amid_a_forward_stays_until_its_end(tmp_path: Path) -> None:
-    model, tokens = seeded(TinyLM), batches(1)[0][:, :-1]
-    with offload.initialize(seeded(TinyLM), config(tmp_path, groups={"blocks": ["Block"]})) as e:
-        expected = e.module(tokens)
-    kept = [offload.initialize(model, config(tmp_path, groups={"blocks": ["Block"]}))]
-
-    def drop(*_: Any) -> None:
-        kept.clear()
-        gc.collect()
-
-    model.blocks[0].register_forward_pre_hook(drop)
-    assert torch.equal(model(tokens), expected)
+    kept = offload.engine_of(model)
+    assert kept is not None
+    assert found + losses_of(kept, batches(4)[2:]) == expected
+    gone = weakref.ref(kept)
+    del model, kept
     gc.collect()
     wait_until_closed()
+    assert gone() is None
 
 
 def test_an_optimizer_keeps_the_engine_it_belongs_to(tmp_path: Path) -> None:

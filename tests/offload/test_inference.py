@@ -286,7 +286,7 @@ def test_a_closed_one_takes_weights_again(tmp_path: Path) -> None:
     expected, saved = logits(model), tmp_path / "w.safetensors"
     save_file({n: p.detach().cpu().clone() for n, p in model.named_parameters()}, saved)
     dispatched = offload.dispatched(offload.dispatch(model, placed(tmp_path)))
-    dispatched.close()
+    dispatched.close("drop")
     dispatched.close()
     with pytest.raises(StateError, match="closed"):
         model(tokens())

@@ -1,0 +1,205 @@
+"""What closing gives back: the model is an ordinary one, with the values that it had."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import machine
+from offload.errors import BudgetError, ConfigError, NoSpaceError, StateError
+from offload.homes import TieredHomes
+from offload.swap.swap_file import SwapFile
+from offload.taking_over import engine_for, tiers_of
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    gradients_of,
+    losses_of,
+    on_the_cpu_alone,
+    seeded,
+)
+
+pytestmark = on_the_cpu_alone("what is given back is on the CPU")
+PLACED = pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+
+
+def entries_of(model: nn.Module) -> dict[str, Any]:
+    """What hangs on each module."""
+    return {
+        name: {key: len(value) if hasattr(value, "__len__") else None
+               for key, value in vars(module).items()}
+        for name, module in model.named_modules()
+    }  # fmt: skip
+
+
+@PLACED
+@pytest.mark.parametrize("keep", ["host", "file", None])
+def test_a_closed_engines_model_is_an_ordinary_one(
+    placement: dict[str, Any], keep: Any, tmp_path: Path
+) -> None:
+    model = seeded(TinyLM)
+    params, entries = dict(model.named_parameters()), entries_of(model)
+    engine = offload.initialize(model, config(tmp_path, placement))
+    losses_of(engine, batches(2))
+    engine.backward(model.loss(batches(3)[2]))
+    gradients = gradients_of(engine)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine.close(keep)
+    assert entries_of(model) == entries
+    assert {name: id(p) for name, p in model.named_parameters()} == {
+        name: id(p) for name, p in params.items()
+    }
+    assert_same_bits(model.state_dict(), before)
+    assert_same_bits({n: p.grad for n, p in params.items() if p.grad is not None}, gradients)
+    for param in params.values():
+        assert type(param) is nn.Parameter
+        assert param.untyped_storage().nbytes() == param.nbytes
+    assert offload.engine_of(model) is None
+    file = io.BytesIO()
+    torch.save(model, file)
+    other = copy.deepcopy(model)
+    model.zero_grad()  # a copy has no gradients
+    for each in (model, other):
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad])
+        each.loss(batches(1)[0]).backward()
+        optimizer.step()
+    assert_same_bits(model.state_dict(), other.state_dict())
+    assert list(tmp_path.iterdir()) == []
+
+
+@PLACED
+@pytest.mark.parametrize("keep", ["host", "file"])
+def test_engine_dispatch_engine_is_one_training(
+    placement: dict[str, Any], keep: Any, tmp_path: Path
+) -> None:
+    model, alone = seeded(TinyLM), seeded(TinyLM)
+    keys = config(tmp_path, placement)
+    for _ in range(2):  # the optimizer begins anew
+        with offload.initialize(alone, keys) as engine:
+            expected = losses_of(engine, batches(2))
+    engine = offload.initialize(model, keys)
+    losses_of(engine, batches(2))
+    logits = model(batches(1)[0][:, :-1]).detach()
+    engine.close(keep)
+    offload.dispatch(model, keys)
+    with torch.no_grad():
+        assert torch.equal(model(batches(1)[0][:, :-1]), logits)
+    offload.dispatched(model).close(keep)
+    with offload.initialize(model, keys) as engine:
+        assert losses_of(engine, batches(2)) == expected
+    assert_same_bits(model.state_dict(), alone.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_parameter_comes_back_in_the_format_it_was_given_in(
+    precision: str, tmp_path: Path
+) -> None:
+    model = seeded(TinyLM)
+    engine = offload.initialize(model, config(tmp_path, precision=precision))
+    losses_of(engine, batches(1))
+    masters = {
+        name: engine.values.read(p, "master") if precision == "bf16" else p.detach().clone()
+        for name, p in model.named_parameters() if p.requires_grad
+    }  # fmt: skip
+    engine.close()
+    named = dict(model.named_parameters())
+    assert {p.dtype for p in named.values()} == {torch.float32}
+    assert_same_bits({name: named[name].detach() for name in masters}, masters)
+
+
+def test_more_than_the_budget_is_dropped_unless_it_is_asked_for(tmp_path: Path) -> None:
+    def engine() -> Any:
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(64)))
+        return offload.initialize(
+            model, config(tmp_path, budget={"host": "1500KiB", "nvme": "64MiB"})
+        )
+
+    dropped = engine()
+    dropped.close()
+    with pytest.raises(StateError, match=r"4\.0 MiB of parameters are more than budget\.host"):
+        dropped.module(torch.ones(1, 128))
+    kept = engine()
+    expected = kept.module(torch.ones(1, 128))
+    kept.close("host")
+    assert torch.equal(kept.module(torch.ones(1, 128)), expected)
+
+
+def test_no_room_is_an_error_that_leaves_the_engine_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise NoSpaceError("no space left")
+
+    model = seeded(TinyLM)
+    engine = offload.initialize(model, config(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "available_memory_nbytes", lambda *_: -(1 << 40))
+        patch.setattr(SwapFile, "reserve", full)
+        with pytest.raises(BudgetError, match=r"1024\.0 GiB are missing"):
+            engine.close("host")
+        with pytest.raises(NoSpaceError, match="keep='file'"):
+            engine.close("file")
+    with pytest.raises(ConfigError, match="expected one of host, file, drop"):
+        engine.close("ram")  # type: ignore[arg-type]
+    assert losses_of(engine, batches(1))
+    engine.close()
+
+
+def test_tiers_give_up_ram_as_parameters_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = TieredHomes.hold_within, []
+
+    def hold_within(homes: TieredHomes, limit: int) -> None:
+        real(homes, limit)
+        seen.append((homes.pool.tier.touched_nbytes, limit))
+
+    monkeypatch.setattr(TieredHomes, "hold_within", hold_within)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+    budget = {"host": "64MiB", "nvme": "256MiB"}
+    with offload.initialize(model, config(tmp_path, NVME, budget=budget)) as engine:
+        model(torch.ones(2, 1024)).sum().backward()
+        engine.optimizer.step()
+    assert len(seen) > 2
+    assert all(touched <= limit for touched, limit in seen), seen  # limit: budget - what came back
+
+
+def test_a_trainer_goes_on_with_an_engine_of_the_same_configuration(tmp_path: Path) -> None:
+    keys = offload.OffloadConfig.load(config(tmp_path))
+    model, alone = seeded(TinyLM), seeded(TinyLM)
+    expected = []
+    for _ in range(2):
+        with offload.initialize(alone, keys) as engine:
+            expected += losses_of(engine, batches(3))
+    first = engine_for(model, keys)
+    found = losses_of(first, batches(3))
+    optimizer = first.optimizer
+    assert engine_for(model, keys) is first
+    assert found + losses_of(first, batches(3)) == expected
+    with pytest.raises(StateError, match="given to another trainer"):
+        optimizer.step()
+    other = engine_for(model, keys.model_copy(update={"seed": 5}))
+    assert first.is_closed
+    assert tiers_of(nn.Sequential(model)) == [other] == tiers_of(model.blocks)
+    assert_same_bits(model.state_dict(), alone.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "Adam", "Adagrad", "SGD", "Lion"]
+)  # fmt: skip
+def test_an_optimizer_has_the_name_of_its_rule(kind: str, tmp_path: Path) -> None:
+    keys = config(tmp_path, HOST, optimizer={"type": kind.lower()})
+    with offload.initialize(nn.Linear(2, 2), keys) as engine:
+        assert type(engine.optimizer).__name__ == kind

@@ -1,0 +1,359 @@
+"""A model that is trained, computed with, closed, copied, saved and trained again, in drawn orders
+and by every way that leads into an engine, is at each point what it is in plain PyTorch.
+
+Each program is a list of steps, and is run twice: `Plain` takes them as a program without offload
+does, `Ours` through engines, dispatch and our integrations. After each step the values are
+compared, those that the step does not train bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import importlib.util
+import io
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import offload
+from offload.errors import StateError
+from offload.taking_over import tiers_of
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config
+from tests.outside.trainer_cases import Rows, quiet, tiny_llama, transformers
+
+accelerate = pytest.importorskip("accelerate")
+ours = importlib.import_module("offload.integrations.transformers")
+deepspeed = importlib.import_module("offload.deepspeed")
+
+LR, PASSES, CLOSE = 1e-3, 2, 1e-6
+EPS = 1e-3  # with torch's 1e-8 a step divides rounding by rounding
+LAYER = "LlamaDecoderLayer"
+KEEP = ["host", "file", None]
+
+
+def is_there(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+def rows(seed: int) -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Rows(2 * PASSES, seed), batch_size=2)
+
+
+def forget() -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+    forget()
+
+
+def adamw(model: nn.Module, lr: float = LR) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=EPS)
+
+
+class Stop(Exception):
+    """Raised amid a loop."""
+
+
+class Plain:
+    """The steps of a program, without offload."""
+
+    trainer: Any = transformers.Trainer
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model: Any = tiny_llama()
+        self.saved: dict[str, Tensor] = {}
+        self.kept: list[Any] = []  # what a notebook's variables hold
+
+    # ---------------------------------------------------------------- training
+    def own_loop(self, seed: int, lr: float, **_: Any) -> None:
+        self.model.zero_grad()  # Lightning leaves the last gradients, and an engine begins without
+        optimizer = adamw(self.model, lr)
+        for batch in rows(seed):
+            self.model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def broken_loop(self, seed: int, **_: Any) -> None:
+        """An exception ends a loop between backward and step."""
+        self.model.zero_grad()
+        self.model(**next(iter(rows(seed)))).loss.backward()
+        self.model.zero_grad()
+
+    def arguments(self, seed: int, lr: float) -> Any:
+        return transformers.TrainingArguments(
+            output_dir=str(self.folder / "out"), max_steps=PASSES, per_device_train_batch_size=2,
+            learning_rate=lr, adam_epsilon=EPS, weight_decay=0.01,
+            lr_scheduler_type="constant", max_grad_norm=0.0, report_to=[],
+            use_cpu=True, disable_tqdm=True, seed=seed, save_strategy="no", logging_steps=1,
+        )  # fmt: skip
+
+    def make_trainer(self, seed: int, lr: float, **_: Any) -> Any:
+        forget()
+        return self.trainer(
+            model=self.model, args=self.arguments(seed, lr), eval_dataset=Rows(4, 9),
+            train_dataset=Rows(2 * PASSES, seed),
+        )  # fmt: skip
+
+    def hf_trainer(self, seed: int, again: bool, **keys: Any) -> list[float]:
+        trainer = self.make_trainer(seed, **keys)
+        self.kept.append(trainer)
+        trainer.train()
+        if again:
+            trainer.train()
+        return [trainer.evaluate()["eval_loss"]]
+
+    def evaluate(self, seed: int, **keys: Any) -> list[float]:
+        """By a trainer that has trained nothing."""
+        return [self.make_trainer(seed, **keys).evaluate()["eval_loss"]]
+
+    def lightning(self, seed: int, lr: float, **_: Any) -> None:
+        import lightning
+
+        class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
+            def __init__(self, model: nn.Module) -> None:
+                super().__init__()
+                self.model = model
+
+            def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+                loss: Tensor = self.model(**batch).loss
+                return loss
+
+            def configure_optimizers(self) -> Any:
+                return adamw(self, lr)
+
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, logger=False,
+            enable_model_summary=False, enable_checkpointing=False,
+            default_root_dir=self.folder, **self.strategy(),
+        )  # fmt: skip
+        trainer.fit(Lit(self.model), rows(seed))
+
+    def strategy(self) -> dict[str, Any]:
+        return {}
+
+    def accelerate(self, seed: int, lr: float, **_: Any) -> None:
+        forget()
+        self.model.zero_grad()
+        accelerator, optimizer = self.accelerator(lr)
+        model, optimizer, loader = accelerator.prepare(self.model, optimizer, rows(seed))
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def accelerator(self, lr: float) -> tuple[Any, Any]:
+        return accelerate.Accelerator(cpu=True), adamw(self.model, lr)
+
+    def peft(self, seed: int, merges: bool, **keys: Any) -> None:
+        """Adapters are trained, and merged into the model or taken off."""
+        import peft
+
+        torch.manual_seed(seed)
+        keys_of = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        self.model = peft.get_peft_model(self.model, keys_of)
+        self.hf_trainer(seed, **keys)
+        self.before_merge()
+        self.model = self.model.merge_and_unload() if merges else self.model.unload()
+        self.model.requires_grad_(True)
+
+    def before_merge(self) -> None:
+        pass
+
+    def deepspeed(self, seed: int, lr: float, **keys: Any) -> None:
+        self.own_loop(seed, lr)
+
+    # ---------------------------------------------------------------- the rest
+    def dispatch(self, seed: int, **_: Any) -> list[float]:
+        with torch.no_grad():
+            out: Tensor = self.model(**next(iter(rows(seed)))).logits
+        return out.flatten().tolist()
+
+    def close(self, **_: Any) -> None:
+        pass
+
+    def duplicate(self, **_: Any) -> None:
+        self.model = copy.deepcopy(self.model)
+
+    def pickle(self, **_: Any) -> None:
+        file = io.BytesIO()
+        torch.save(self.model, file)
+        file.seek(0)
+        self.model = torch.load(file, weights_only=False)
+
+    def collect(self, **_: Any) -> None:
+        self.kept.clear()
+        gc.collect()
+
+    def save(self, **_: Any) -> None:
+        self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def load(self, **_: Any) -> None:
+        if self.saved:
+            self.model.load_state_dict(self.saved)
+
+
+class Ours(Plain):
+    """The same steps through engines. `placement` and `keep` are drawn."""
+
+    trainer = ours.OffloadTrainer
+
+    def configuration(self, **keys: Any) -> dict[str, Any]:
+        return config(
+            self.folder, self.placement, budget={"host": "4MiB", "nvme": "16MiB"},
+            groups={"blocks": [LAYER]}, **keys,
+        )  # fmt: skip
+
+    def own_loop(self, seed: int, lr: float, **_: Any) -> None:
+        engine = self.initialized(lr)
+        for batch in rows(seed):
+            self.model(**batch).loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+    def initialized(self, lr: float) -> offload.Engine:
+        keys = self.configuration(optimizer={"type": "adamw", "lr": lr, "eps": EPS})
+        if tiers_of(self.model):  # a loop of one's own is told what to do
+            with pytest.raises(StateError, match="close"):
+                offload.initialize(self.model, keys)
+            self.close()
+        return offload.initialize(self.model, keys)
+
+    def broken_loop(self, seed: int, **_: Any) -> None:
+        keys = self.configuration()
+        self.close()
+
+        def loop() -> None:
+            with offload.initialize(self.model, keys):
+                self.model(**next(iter(rows(seed)))).loss.backward()
+                raise Stop
+
+        with pytest.raises(Stop):
+            loop()
+        assert all(p.grad is not None for p in self.model.parameters())
+        self.model.zero_grad()
+
+    def make_trainer(self, seed: int, lr: float, **_: Any) -> Any:
+        forget()
+        return self.trainer(
+            model=self.model, args=self.arguments(seed, lr), eval_dataset=Rows(4, 9),
+            train_dataset=Rows(2 * PASSES, seed), offload=self.configuration(),
+        )  # fmt: skip
+
+    def strategy(self) -> dict[str, Any]:
+        from offload.integrations.lightning import OffloadStrategy
+
+        return {"strategy": OffloadStrategy(self.configuration())}
+
+    def accelerator(self, lr: float) -> tuple[Any, Any]:
+        from offload.integrations.accelerate import OffloadAccelerator
+
+        return OffloadAccelerator(cpu=True), self.initialized(lr).optimizer
+
+    def before_merge(self) -> None:
+        self.close()
+
+    def deepspeed(self, seed: int, lr: float, **keys: Any) -> None:
+        numbers = {"type": "AdamW", "params": {"lr": lr, "eps": EPS, "weight_decay": 0.01}}
+        engine, *_ = deepspeed.initialize(
+            model=self.model,
+            config={
+                "train_micro_batch_size_per_gpu": 2, "optimizer": numbers,
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"stage": 3}, "offload": self.configuration(),
+            },
+        )  # fmt: skip
+        for batch in rows(seed):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+    def dispatch(self, seed: int, **keys: Any) -> list[float]:
+        self.close()
+        offload.dispatch(self.model, self.configuration())
+        return super().dispatch(seed)
+
+    def close(self, **_: Any) -> None:
+        for owner in tiers_of(self.model):
+            owner.close(self.keep) if self.keep else owner.close()
+        assert all(type(p) is nn.Parameter for p in self.model.parameters())
+
+    def duplicate(self, **_: Any) -> None:
+        self.close()
+        super().duplicate()
+
+    def pickle(self, **_: Any) -> None:
+        self.close()
+        super().pickle()
+
+
+TRAINS = ["own_loop", "hf_trainer", "accelerate", "deepspeed", "broken_loop"]
+OTHERS = ["evaluate", "dispatch", "close", "duplicate", "pickle", "collect", "save", "load"]
+LIBRARIES = {"lightning": "lightning", "peft": "peft"}
+KINDS = ["hf_trainer", "lightning", "accelerate", "peft", "deepspeed", "own_loop", "dispatch"]
+ORDERS = 30  # of each kind
+
+
+def program(kind: str, number: int) -> list[tuple[str, dict[str, Any]]]:
+    """Steps, of which two are of this kind, with something between them."""
+    draw = random.Random(f"{kind} {number}")
+    there = [name for name, library in LIBRARIES.items() if is_there(library)]
+    between = [draw.choice([*TRAINS, *there, *OTHERS]) for _ in range(draw.randint(0, 2))]
+    after = [draw.choice([*TRAINS, *there, *OTHERS]) for _ in range(draw.randint(1, 2))]
+    names = [draw.choice(TRAINS + OTHERS), kind, *between, kind, *after]
+    return [(name, settings_of(draw)) for name in names]
+
+
+def settings_of(draw: random.Random) -> dict[str, Any]:
+    return {
+        "seed": draw.randint(0, 3), "lr": draw.choice([LR, 3 * LR]), "again": draw.random() < 0.3,
+        "merges": draw.random() < 0.5, "keep": draw.choice(KEEP),
+        "placement": draw.choice([HOST, NVME]),
+    }  # fmt: skip
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def run(steps: list[tuple[str, dict[str, Any]]], folder: Path) -> None:
+    plain, lives = Plain(folder / "plain"), Ours(folder)
+    for number, (name, keys) in enumerate(steps):
+        where = f"step {number} of {[name for name, _ in steps]}: {keys}"
+        lives.keep, lives.placement = keys["keep"], keys["placement"]
+        before = values_of(lives.model)
+        take: Callable[..., Any] = getattr(lives, name)
+        compare(take(**keys), getattr(plain, name)(**keys), 1e-5, where)
+        if name in OTHERS and name != "load":
+            assert_same_bits(before, values_of(lives.model))
+        compare(values_of(lives.model), values_of(plain.model), CLOSE, where)
+    lives.keep = None
+    lives.close()
+
+
+def compare(found: Any, expected: Any, atol: float, where: str) -> None:
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=atol, msg=lambda text: f"{where}: {text}"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_models_second_life_is_that_of_plain_pytorch(
+    kind: str, long: bool, tmp_path: Path
+) -> None:
+    if kind in LIBRARIES:
+        pytest.importorskip(LIBRARIES[kind])
+    for number in range(ORDERS if long else 1):
+        run(program(kind, number), tmp_path)
