@@ -428,9 +428,11 @@ class ParamGroup:
         if _uses(flat) > self._uses - left:
             names = ", ".join(self.layout.params[index].name for index in rebound)
             raise UnsupportedError(
-                f"{names}: .data was set to another tensor while something else (backup = p.data) "
-                "refers to the values from before, which are overwritten in the engine's tiers; "
-                "keep copies (backup = p.data.clone()), or write with p.data.copy_(...)"
+                f"{names}: .data was set to another tensor while something else refers to the "
+                "values from before, which are overwritten in the engine's tiers: a tensor of the "
+                "program (backup = p.data), or the graph of a forward whose output is still there; "
+                "keep copies (backup = p.data.clone()), compute that forward within "
+                "torch.no_grad(), or write with p.data.copy_(...)"
             )
 
     def _find_addresses(self) -> list[int]:
