@@ -155,7 +155,8 @@ class ParamGroup:
         self.is_lazy = False
         self._addresses: list[int] = []  # of the parameters' values, as they were gathered last
         self._uses = 0  # tensors over the buffer's memory then
-        self.version = 0  # counts updates; a saved handle of an older version is stale
+        self.version = 0  # counts updates and users' writes
+        self.updated_at = 0  # the version that the last update made
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
@@ -359,6 +360,7 @@ class ParamGroup:
     def invalidate(self) -> None:
         """An update was submitted: values read before it are old."""
         self.version += 1
+        self.updated_at = self.version
         self.copies.invalidate_gathered()
 
     def changed(self) -> list[int]:
@@ -426,9 +428,11 @@ class ParamGroup:
         if _uses(flat) > self._uses - left:
             names = ", ".join(self.layout.params[index].name for index in rebound)
             raise UnsupportedError(
-                f"{names}: .data was set to another tensor while something else (backup = p.data) "
-                "refers to the values from before, which are overwritten in the engine's tiers; "
-                "keep copies (backup = p.data.clone()), or write with p.data.copy_(...)"
+                f"{names}: .data was set to another tensor while something else refers to the "
+                "values from before, which are overwritten in the engine's tiers: a tensor of the "
+                "program (backup = p.data), or the graph of a forward whose output is still there; "
+                "keep copies (backup = p.data.clone()), compute that forward within "
+                "torch.no_grad(), or write with p.data.copy_(...)"
             )
 
     def _find_addresses(self) -> list[int]:

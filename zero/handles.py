@@ -230,7 +230,7 @@ class HandleTable:
         if handle.counter._version != handle.counted:
             _refuse(handle.counter, handle.counted, _name_of(handle))
         trainable = group.dtype is not handle.dtype or handle.offset < group.layout.numel_trainable
-        if group.version != handle.version and trainable:
+        if group.updated_at > handle.version and trainable:
             raise StateError(
                 f"backward needs the parameters of {group.name} as they were in the forward, but "
                 "an optimizer step has changed them since; run backward before optimizer.step() "
@@ -239,8 +239,9 @@ class HandleTable:
         if group.version != handle.version and _was_written(handle):
             raise ModifiedError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {_name_of(handle)} was written after the forward; make the "
-                "change before the forward or after the backward, or compute with a copy"
+                f"inplace operation: {_name_of(handle)} was written (or its .data was set) after "
+                "the forward; make the change before the forward or after the backward, or compute "
+                "the forward within torch.no_grad() if no backward follows"
             )
         self._use(group)
         flat = group.flat()
@@ -281,9 +282,10 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
 
 
 def _was_written(handle: Handle) -> bool:
-    """By a user, of parameters that no update changes."""
+    """By a user. Any parameter of the group counts where it is unknown which one was saved."""
     written = handle.group.written_at
-    return any(written.get(index, 0) > handle.version for index, _ in _params_of(handle))
+    indices = [index for index, _ in _params_of(handle)] or list(written)
+    return any(written.get(index, 0) > handle.version for index in indices)
 
 
 def _name_of(handle: Handle) -> str:

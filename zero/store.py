@@ -27,7 +27,7 @@ from offload.zero.closed_engine import Refusal
 from offload.zero.discovery import Discovery, GroupPlan, Unit
 from offload.zero.fetching import Fetchable, Fetcher
 from offload.zero.graph_capture import refuse_capture
-from offload.zero.group import ParamGroup, RankCopies
+from offload.zero.group import GroupState, ParamGroup, RankCopies
 from offload.zero.handles import HandleTable, Keeper
 from offload.zero.hooks import ASK_FOR_CLASSES, UnitHooks
 from offload.zero.layout import Layout, ParamSpec, lay_out
@@ -177,6 +177,8 @@ class WeightStore:
     def adopt(self, group: ParamGroup) -> None:
         """A group's state has its first values."""
         group.adopt()
+        if group.residing is GroupState.GATHERED:
+            self._handles.note(group)  # no module that brings it may ever be called
         self.ranks.refresh([group])
         if group.table is not None and group is group.table.groups[-1]:
             for packed in group.table.packed.values():
