@@ -113,7 +113,7 @@ class GivenBack:
     @property
     def promised_nbytes(self) -> int:
         """RAM that the configuration has given to the tiers."""
-        return self._homes.ram_nbytes
+        return self._homes.ram_budget_nbytes
 
     def missing_in_ram(self) -> int:
         """Bytes that RAM lacks: what the tiers hold there goes as the values come."""

@@ -376,8 +376,8 @@ class TieredHomes:
         return [*files, *self._device.lanes()]
 
     @property
-    def ram_nbytes(self) -> int:
-        """Of the budgets, those of memory that is RAM."""
+    def ram_budget_nbytes(self) -> int:
+        """The sum of the budgets of memory that is RAM."""
         in_ram = [Tier.HOST] if self.plan.gpu else [Tier.HOST, Tier.DEVICE]
         return sum(self.plan.budgets[tier] for tier in in_ram)
 

@@ -32,7 +32,8 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
         echo(f"warning: {warning}", err=True)
     if out is None:
         typer.echo(text, nl=False)
-        print(told, end="\n" if told else "", file=sys.stderr)
+        if told:
+            echo(told, err=True)
         return
     try:
         out.write_text(text, encoding="utf-8")

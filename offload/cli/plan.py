@@ -92,24 +92,6 @@ def _check_device(
     )
 
 
-def _check_device(
-    config: OffloadConfig, file: Path, overrides: Sequence[str], model: str | None, *options: str
-) -> None:
-    """ConfigError for a file of a machine with another device, which memest plans for."""
-    from offload.tiers.accelerator import KINDS
-
-    kind = KINDS.get(config.device)
-    if kind is None or kind.is_available():
-        return
-    words = [str(file)] if model is None else [model, "--config", str(file)]
-    words += [word for text in overrides for word in ("-o", text)]
-    command = shlex.join(["memest", *words, *options, "--gpu", "24GiB", "--ram", "64GiB"])
-    raise ConfigError(
-        f"device: {config.device}, but this PyTorch sees no {kind.title} device, and `offload "
-        f"plan` plans for this machine; for another one give memest its sizes: {command}"
-    )
-
-
 def _plan_generation(
     model: GeneratingModel, generation: Generation, notes: tuple[str, ...]
 ) -> Planned:
