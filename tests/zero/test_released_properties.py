@@ -223,6 +223,15 @@ def test_parameters_that_are_not_contiguous_are_named_once(
         assert engine.module[1].weight.is_contiguous()
 
 
+def test_parameters_on_the_meta_device_are_not_called_noncontiguous(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 4))
+    with offload.initialize(model, config(tmp_path, NVME)):
+        assert "contiguous" not in caplog.text
+
+
 @pytest.mark.parametrize("begin", [offload.initialize, offload.dispatch])
 def test_a_lazy_module_that_was_never_called_is_named(tmp_path: Path, begin: Any) -> None:
     keys = config(tmp_path, {"parameters": "nvme"})
