@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -78,11 +78,19 @@ class _StateSource:
         return NotImplemented
 
 
-class _Mapping(MutableMapping[Any, Any], dict[Any, Any]):  # type: ignore[misc]
+if TYPE_CHECKING:
+    _Methods = dict[Any, Any]
+else:
+
+    class _Methods(MutableMapping, dict):
+        """A dict whose methods are made of the five that a mapping has to have."""
+
+
+class _Mapping(_Methods):
     """A dict for those that ask for one (also below Python: `dict(x)`, `{**x}`), whose contents
     come from `__iter__` and `__getitem__`."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -91,7 +99,7 @@ class _Mapping(MutableMapping[Any, Any], dict[Any, Any]):  # type: ignore[misc]
         return any(True for _ in self)
 
     def __reversed__(self) -> Iterator[Any]:
-        return reversed(list(self))
+        return iter(list(self)[::-1])
 
     def copy(self) -> Any:
         return dict(self)
@@ -319,7 +327,7 @@ class OptimizerEntries(_Mapping):
         if tiers is not None:
             tiers.part()
             if sys.getrefcount(entry) > 2:  # this variable and the argument
-                entry.part()  # type: ignore[union-attr]
+                entry.part()
 
     def pop(self, param: Any, *default: Any) -> Any:
         """The entry, with its values."""
