@@ -79,21 +79,18 @@ class _StateSource:
 
 
 if TYPE_CHECKING:
-
-    class _Base(dict[Any, Any]):  # mypy knows no class that is both
-        pass
-
+    _Methods = dict[Any, Any]
 else:
 
-    class _Base(MutableMapping, dict):
-        pass
+    class _Methods(MutableMapping, dict):
+        """A dict whose methods are made of the five that a mapping has to have."""
 
 
-class _Mapping(_Base):
+class _Mapping(_Methods):
     """A dict for those that ask for one (also below Python: `dict(x)`, `{**x}`), whose contents
     come from `__iter__` and `__getitem__`."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -102,7 +99,7 @@ class _Mapping(_Base):
         return any(True for _ in self)
 
     def __reversed__(self) -> Iterator[Any]:
-        yield from list(self)[::-1]
+        return iter(list(self)[::-1])
 
     def copy(self) -> Any:
         return dict(self)
