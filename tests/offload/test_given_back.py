@@ -167,7 +167,7 @@ def test_tiers_give_up_ram_as_parameters_come_back(
 
     monkeypatch.setattr(TieredHomes, "hold_within", hold_within)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
-    budget = {"host": "64MiB", "nvme": "256MiB"}
+    budget = {"host": "96MiB", "nvme": "512MiB"}
     with offload.initialize(model, config(tmp_path, NVME, budget=budget)) as engine:
         model(torch.ones(2, 1024)).sum().backward()
         engine.optimizer.step()
