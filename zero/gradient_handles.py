@@ -19,6 +19,7 @@ gradients would keep the C library's heap from returning those.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ from offload.zero.local_tensors import is_dtensor, like, local_of, spread_as
 from offload.zero.norms import Place
 from offload.zero.optimizer_state import OptimizerState
 from offload.zero.packed import PackedParam
-from offload.zero.packed_gradients import PackedGradients
+from offload.zero.packed_gradients import PackedGradients, there
 from offload.zero.paged import Operation, PagedTensor
 from offload.zero.rank_work import AnyRankWork
 from offload.zero.reduction import ReducedGradients
@@ -45,20 +46,35 @@ _MOST = torch.finfo(torch.float32).max
 
 
 class GradientSource:
-    """One parameter's gradient, from the pass that began it until it is cleared."""
+    """One parameter's gradient, from the pass that began it until it is cleared.
 
-    __slots__ = ("_table", "index", "kept", "param", "state", "used_up", "zeroed")
+    It keeps no model: the garbage collector does not see that a parameter has it in `.grad`, and
+    would take what it keeps for used."""
+
+    __slots__ = ("_param", "_state", "_table", "index", "kept", "used_up", "zeroed")
 
     def __init__(
         self, table: GradientHandles, state: OptimizerState, index: int, param: nn.Parameter
     ) -> None:
-        self._table = table
-        self.state = state
+        self._table = weakref.ref(table)
+        self._state = weakref.ref(state)
         self.index = index
-        self.param = param
+        self._param = weakref.ref(param)
         self.zeroed = False  # it is zero, and the accumulator has nothing of it
         self.kept: torch.Tensor | None = None  # its value, if the accumulator has another
         self.used_up: str | None = None  # why its value is gone
+
+    @property
+    def table(self) -> GradientHandles:
+        return there(self._table)
+
+    @property
+    def state(self) -> OptimizerState:
+        return there(self._state)
+
+    @property
+    def param(self) -> nn.Parameter:
+        return there(self._param)
 
     @property
     def key(self) -> Place:
@@ -70,19 +86,23 @@ class GradientSource:
 
     @contextmanager
     def reading(self) -> Iterator[torch.Tensor]:
-        yield self._table.value_of(self)
+        yield self.table.value_of(self) if self.kept is None else self.kept.clone()
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
-        value = self._table.value_of(self)
+        if self.kept is not None:
+            yield self.kept
+            return
+        table = self.table
+        value = table.value_of(self)
         yield value
-        self._table.write(self, value)
+        table.write(self, value)
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.kept is not None:
             return NotImplemented
         rule = _RULES.get(operation)
-        return NotImplemented if rule is None else rule(self, self._table, args, kwargs)
+        return NotImplemented if rule is None else rule(self, self.table, args, kwargs)
 
 
 class GradientHandles:

@@ -91,7 +91,7 @@ class Gradients(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class OptimizerState:
     """The optimizer records of one group: one per chunk of its trainable part, or of this rank's
     part of that. Chunks count elements from the first one of the part."""

@@ -12,9 +12,10 @@ step moves them, too (weight decay, moments), once they are needed (zero/missed_
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,16 +28,35 @@ if TYPE_CHECKING:
     from offload.zero.gradient_handles import GradientHandles, GradientSource
 
 aten = torch.ops.aten
+T = TypeVar("T")
+
+
+def there(reference: weakref.ref[T]) -> T:
+    """What an engine has, for a gradient's handle. StateError where it was dropped."""
+    found = reference()
+    if found is None:
+        raise StateError(
+            "a gradient whose engine is gone has no value any more; .clone() it before"
+        )
+    return found
 
 
 class PackedGradientSource:
-    """The gradient of a packed parameter."""
+    """The gradient of a packed parameter. It keeps no model (see `GradientSource`)."""
 
     def __init__(self, table: PackedGradients, packed: PackedParam) -> None:
-        self._table = table
-        self.packed = packed
+        self._table = weakref.ref(table)
+        self._packed = weakref.ref(packed)
         self.kept: torch.Tensor | None = None  # its value, after it was cleared
         self.used_up: str | None = None  # why its value is gone
+
+    @property
+    def table(self) -> PackedGradients:
+        return there(self._table)
+
+    @property
+    def packed(self) -> PackedParam:
+        return there(self._packed)
 
     @property
     def name(self) -> str:
@@ -45,7 +65,7 @@ class PackedGradientSource:
     @contextmanager
     def reading(self) -> Iterator[torch.Tensor]:
         self._check()
-        yield self._table.value_of(self) if self.kept is None else self.kept
+        yield self.table.value_of(self) if self.kept is None else self.kept
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
@@ -53,15 +73,15 @@ class PackedGradientSource:
         if self.kept is not None:
             yield self.kept
             return
-        value = self._table.value_of(self)
+        value = self.table.value_of(self)
         yield value
-        self._table.write(self.packed, value)
+        self.table.write(self.packed, value)
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._check()
         if self.kept is not None:
             return NotImplemented
-        return self._table.answer(self, operation, args, kwargs)
+        return self.table.answer(self, operation, args, kwargs)
 
     def _check(self) -> None:
         if self.used_up is not None:
