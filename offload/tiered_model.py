@@ -337,6 +337,7 @@ class TieredModel(abc.ABC):
         try:
             with self._store.one_thread:
                 self._store.check_usable()
+                _refuse_amid_use(self._store)
                 self._settle()
                 place = self._place(back, keep)
         except OffloadError as error:
@@ -540,6 +541,15 @@ def refuse_shared(model: nn.Module) -> None:
             if taken or (is_trained_here(param) and not any(each.has(param) for each in closed)):
                 kind = type(owner) if isinstance(owner, TieredModel) else TieredModel
                 raise StateError(kind._TAKEN % name)
+
+
+def _refuse_amid_use(store: WeightStore) -> None:
+    """StateError where something is being written that is not in the tiers yet."""
+    for name in store.in_use():
+        raise StateError(
+            f"close() while {name} is gathered, inside `with engine.gathered(...)` or amid a "
+            "forward: its parameters cannot be given back; leave the block first"
+        )
 
 
 def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:
