@@ -298,11 +298,12 @@ class TieredModel(abc.ABC):
         first folder of `nvme.paths`; "drop", no values: the model can be given to
         `offload.initialize` or `offload.dispatch` again with `weights=`. By default "host" where
         the parameters fit into the RAM that the configuration gave to the tiers and into what is
-        free, else "drop"; who uses the model then is told why.
+        free, else, and on several ranks, "drop"; a later use of the model is an error that says
+        why.
 
         BudgetError, PathError or NoSpaceError where "host" or "file" have no room, and what a
-        pending update raises: it is open then, as before. On several ranks all call it with the
-        same `keep`; gradients are not given back there. Calling it again does nothing.
+        pending update raises: it is open then, as before. On several ranks all pass the same
+        `keep`, and gradients are not given back. Calling it again does nothing.
         """
         check_keep(keep)
         if self._closed:
@@ -332,6 +333,12 @@ class TieredModel(abc.ABC):
     def _prepared(self, keep: Keep | None) -> Callable[[], None] | None:
         """What takes the parameters out of the tiers; None where they are dropped."""
         if keep == "drop" or self._store is None:
+            return None
+        if keep is None and self._ranks is not None:
+            # a rank that ends alone, after an error for instance, cannot gather from the others
+            self._why_dropped = (
+                "on several ranks all have to ask for the parameters: engine.close(keep='host')"
+            )
             return None
         back = self._given_back(self._store)
         try:
