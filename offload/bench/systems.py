@@ -112,7 +112,7 @@ class Ours:
     def close(self) -> None:
         self._engine.settle()
         self._engine.check_integrity()
-        self._engine.close()
+        self._engine.close("drop")
 
 
 # ---------------------------------------------------------------- turns

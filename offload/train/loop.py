@@ -288,7 +288,7 @@ class Trainer:
         try:
             if not self._engine.checkpoint_saved(wait=False):
                 self._console.print("a checkpoint is being completed; Ctrl-C: it is given up")
-                self._engine.close()
+                self._engine.close("drop")  # the run has ended: what is wanted was saved
         except KeyboardInterrupt:
             _log.info("a checkpoint was given up")  # the run ends by the one before
         except OffloadError as error:
