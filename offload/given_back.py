@@ -28,7 +28,7 @@ from offload.tiers.errors import BudgetError, ConfigError, NoSpaceError, Storage
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.group import ParamGroup
-from offload.zero.local_tensors import hold
+from offload.zero.local_tensors import hold, local_of
 from offload.zero.paged import PagedTensor
 from offload.zero.placeholders import exchanging
 from offload.zero.store import WeightStore
@@ -178,7 +178,7 @@ class GivenBack:
                 values = self.master_of(param) if given.dtype is not group.dtype else None
                 if values is None:
                     values = group.flat()[spec.offset : spec.stop]
-                place.put(given, store.whole_of(param)[1], values.reshape(-1))
+                place.put(given, store.whole_of(param)[1], local_of(values).reshape(-1))
                 copied += values.numel() * given.dtype.itemsize
         return copied
 
