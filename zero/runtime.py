@@ -509,7 +509,7 @@ class Runtime:
     def ending(self) -> Callable[[], None]:
         """Ends all threads. It keeps no model, unless an update is pending: for an engine that is
         dropped together with its model."""
-        return partial(_end, self.updates, self.rank_work.ending())
+        return partial(_end, weakref.ref(self.store), self.updates, self.rank_work.ending())
 
     def close(self, why: str | None = None) -> None:
         """Stop the update thread, remove the hooks, let go of all parameters (see
@@ -527,7 +527,10 @@ class Runtime:
         self.gradients.clear("the engine is closed")
 
 
-def _end(updates: UpdateQueue, ranks: Callable[[], None]) -> None:
+def _end(store: weakref.ref[WeightStore], updates: UpdateQueue, ranks: Callable[[], None]) -> None:
+    alive = store()
+    if alive is not None:  # at the end of the program: what is finalised later finds it closed
+        alive.refuse_use()
     try:
         updates.close()
     finally:
