@@ -455,9 +455,8 @@ class _Guard:
 
     def remove(self) -> None:
         if self._module._compiled_call_impl is self:
-            del (
-                self._module._compiled_call_impl
-            )  # an entry of the module's own, for the class has one
+            # an entry of the module's own: the class has one, too
+            del self._module._compiled_call_impl
             if self._installed is not None:
                 self._module._compiled_call_impl = self._installed
         if self._forward is not None:
