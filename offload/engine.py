@@ -29,7 +29,7 @@ from offload.lazy_tensors import LazyWeights
 from offload.model_structure import ModelStructure
 from offload.moe.gate import Gate
 from offload.optimizer import OffloadOptimizer, optimizer_class
-from offload.paths import StrPath, path_of
+from offload.paths import StrPath, path_of, path_text
 from offload.planning.plan.plan import spare_host_nbytes
 from offload.recording import Recording
 from offload.report import Report
@@ -596,8 +596,8 @@ class Engine(TieredModel):
         from offload.checkpoint import save, save_behind
         from offload.checkpoint.stores import refuse_url
 
-        path = path_of(path, "path")
-        refuse_url(path, "save_checkpoint")
+        refuse_url(path_text(path, "path"), "save_checkpoint")
+        path = Path(path)
         _refuse_parts("save_checkpoint", self._open())
         if state is None:
             self.tell_of_scheduler()
@@ -651,8 +651,8 @@ class Engine(TieredModel):
         from offload.checkpoint import load
         from offload.checkpoint.stores import refuse_url
 
-        path = path_of(path, "path")
-        refuse_url(path, "load_checkpoint")
+        refuse_url(path_text(path, "path"), "load_checkpoint")
+        path = Path(path)
         _refuse_parts("load_checkpoint", self._open())
         self._saves.wait()
         self.values.adopt_changes()

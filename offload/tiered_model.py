@@ -347,10 +347,10 @@ class TieredModel(abc.ABC):
                 _refuse_amid_use(self._store)
                 self._settle()
                 place = self._place(back, keep)
-        except OffloadError as error:
+        except Exception as error:
             if keep is not None:
                 raise
-            self._why_dropped = str(error)
+            self._why_dropped = str(error)  # a pending update's failure, which can be of any type
             return None
         return partial(self._take, back, place, is_wanted=keep is not None)
 

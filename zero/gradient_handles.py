@@ -43,6 +43,7 @@ from offload.zero.stepper import Stepper
 
 aten = torch.ops.aten
 _MOST = torch.finfo(torch.float32).max
+_CUT_SHORT = "the backward pass that it came in was cut short"
 
 
 class GradientSource:
@@ -335,10 +336,11 @@ class GradientHandles:
         if isinstance(source.state.gradients, ReducedGradients):
             # all ranks would have to take part, and perhaps only this rank kept the handle
             return "it was cleared, and its parts are on several ranks; .clone() it before"
-        if not source.zeroed and not self._has(source.state, source.index):
-            # parts from other micro-batches are still missing
-            return "the backward pass that it came in was cut short"
-        return None
+        return _CUT_SHORT if self._is_incomplete(source) else None
+
+    def _is_incomplete(self, source: GradientSource) -> bool:
+        """Whether parts from other micro-batches are still missing."""
+        return not source.zeroed and not self._has(source.state, source.index)
 
     def _is_kept(self, key: Place) -> bool:
         """Whether there are references to a handle, or to its source, beside ours."""
@@ -376,7 +378,7 @@ class GradientHandles:
     # ---------------------------------------------------------------- values
     def value(self, param: nn.Parameter, state: OptimizerState, index: int) -> torch.Tensor | None:
         """A copy of a parameter's gradient, in the accumulator's format and on the parameter's
-        device; None if it has none."""
+        device; None if it has none, or one that is incomplete."""
         self.drop_cleared()
         gradient = param.grad
         if gradient is None:
@@ -384,7 +386,10 @@ class GradientHandles:
         if not self.is_current((state.group.index, index), gradient):
             return gradient.clone()
         source = self._sources[state.group.index, index]
-        return None if self._is_spent(source) else self._read(source)
+        if self._is_spent(source):
+            return None
+        whole_here = not isinstance(state.gradients, ReducedGradients)
+        return None if whole_here and self._is_incomplete(source) else self._read(source)
 
     def value_of(self, source: GradientSource) -> torch.Tensor:
         """A copy, in the parameter's format."""
@@ -410,7 +415,8 @@ class GradientHandles:
             found: torch.Tensor | None = self._whole(gradients, state, index)
         else:
             found = gradients.read(index)
-        assert found is not None, "there is a handle of it"
+        if found is None:
+            raise StateError(f"{source.name} has no value: {_CUT_SHORT}")
         found = found.to(state.group.device)  # the accumulator may be in another memory
         scale = self._loss_scale
         return like(source.param, found if scale == 1.0 else found.float() / scale)

@@ -80,6 +80,6 @@ def test_a_conversion_changes_nothing_or_is_refused_at_the_call(
 def test_a_closed_dispatched_model_is_called_that(tmp_path: Path) -> None:
     model = offload.dispatch(build(), config(tmp_path, {"parameters": "nvme"}))
     state = model.state_dict()
-    offload.dispatched(model).close()
+    offload.dispatched(model).close(keep="drop")
     with pytest.raises(StateError, match=r"this dispatched model's tiers are closed.*dispatch"):
         model.load_state_dict(state)

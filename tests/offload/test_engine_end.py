@@ -156,9 +156,10 @@ def our_threads() -> set[str]:
 
 
 def wait_until_closed() -> None:
-    """What closes a dropped engine is a thread of its own."""
+    """What closes a dropped engine is a thread of its own, after an update that is under way."""
     until = time.monotonic() + 30
     while (our_threads() or swap_files()) and time.monotonic() < until:
+        gc.collect()
         time.sleep(0.01)
     assert not our_threads()
 

@@ -175,7 +175,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def train(model: nn.Module, optimizer: Any, steps: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    dtype = next(model.parameters()).dtype
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     for _ in range(steps):
         model(torch.randn(3, WIDTH, generator=generator).to(ON, dtype)).square().mean().backward()
         optimizer.step()

@@ -184,10 +184,8 @@ def _optimizer(
 ) -> Iterator[str]:  # fmt: skip
     update: dict[str, Any] = {"chunk": estimate.plan.chunk_numel, "master": asked.master}
     lr = "yours to choose"
-    if pretrained and (asked.optimizer.type, asked.optimizer.lr) == (
-        "adamw",
-        _DEFAULTS.optimizer.lr,
-    ):
+    is_open = "lr" not in asked.optimizer.model_fields_set
+    if pretrained and is_open and asked.optimizer.type == "adamw":
         update["lr"] = _PRETRAINED_LR
         lr = "usual for a pretrained model; from random weights 3e-4 would be"
     optimizer = asked.optimizer.model_copy(update=update)
