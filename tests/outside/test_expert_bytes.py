@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import offload
-from benchmarks import expert_bytes
 from offload.kernels.variants import Master
 from offload.tiered_model import TieredModel
 from offload.tiers.units import round_up
@@ -21,7 +20,6 @@ from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
 from tests.planning.test_step_time import let_all_be_done_at_once
 
 LAYERS, STEPS, CHUNK, PAGE = 3, 8, 2048, 4096
-TOUCHED = 128 * (1 - (1 - 1 / 128) ** 64)  # expected of a router without preferences
 
 
 @pytest.fixture(autouse=True)
@@ -146,18 +144,3 @@ def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stay
             engine.runtime.updates.settle()
             said = counter.step([set(chosen.flatten().tolist()) for chosen in routing])
             assert Moved.until_now(engine) - before == said, number
-
-
-def test_few_tokens_move_few_experts(tmp_path: Path, long: bool) -> None:
-    """Switch, whose experts are in a module dictionary: 64 tokens, one of 128 experts each."""
-    if not long:
-        pytest.skip("six seconds: --long")
-    few, whole = (
-        expert_bytes.measure(
-            seeded(lambda: expert_bytes.switch(32)), tmp_path, to_all=to_all, settling=0, steps=1
-        )
-        for to_all in (False, True)
-    )
-    assert whole.touched == expert_bytes.EXPERTS
-    assert few.touched <= 1.05 * TOUCHED
-    assert few.nbytes <= 0.45 * whole.nbytes

@@ -7,8 +7,7 @@ counts, since other programs slow the others; for a disk, or two things at once,
 What a model costs beside its products is measured on small models, forward and backward, and
 expressed in the very terms in which facts are counted: bytes that operations touch, and calls.
 Interference is measured as it happens in a step: a product runs while the optimizer's kernel or the
-store's backend runs beside it, and what it loses is counted (`benchmarks/contention.py` does the
-same with a whole model).
+store's backend runs beside it, and what it loses is counted.
 """
 
 from __future__ import annotations
