@@ -142,26 +142,6 @@ def copy(
 
 
 @bench_app.command()
-def codec(
-    context: typer.Context,
-    numel: Annotated[
-        int | None,
-        typer.Option("--numel", min=1, metavar="N", help="Weights. Default: 64 Mi if they fit."),
-    ] = None,
-    group_size: Annotated[
-        int, typer.Option("--group-size", metavar="N", help="Weights that share a scale.")
-    ] = 64,
-    rounds: Rounds = 7,
-    threads: Annotated[int, typer.Option("--threads", min=1, metavar="N", help="Threads.")] = 1,
-    json: Json = None,
-) -> None:
-    """Weights to and from 8 and 4 bits, against memory."""
-    from offload.bench.codec import COLUMNS, CodecOptions
-
-    _run(context, CodecOptions(numel, group_size, rounds, threads), COLUMNS, json)
-
-
-@bench_app.command()
 def step(
     context: typer.Context,
     config: Config = None,
@@ -188,29 +168,6 @@ def step(
     overrides = [*(option or []), *([f"precision={precision}"] if precision else [])]
     options = StepOptions(config, tuple(overrides), path, _names(systems), rounds)
     _run(context, options, COLUMNS, json)
-
-
-@bench_app.command()
-def save(
-    context: typer.Context,
-    config: Config = None,
-    option: Override = None,
-    path: Folder = None,
-    steps: Annotated[
-        int,
-        typer.Option(
-            "--steps", min=0, metavar="N",
-            help="N training steps with one save beside them, against N without.",
-        ),
-    ] = 0,
-    rounds: Rounds = 5,
-    json: Json = None,
-) -> None:  # fmt: skip
-    """A checkpoint against raw sequential writing of as many bytes; --steps: what it takes from
-    training."""
-    from offload.bench.save import COLUMNS, SaveOptions
-
-    _run(context, SaveOptions(config, tuple(option or []), path, rounds, steps), COLUMNS, json)
 
 
 @bench_app.command()

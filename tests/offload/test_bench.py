@@ -45,9 +45,7 @@ TINY_MODEL = [
 ADAM = ["adam", "--numel", "70000", "--threads", "2"]
 IO = ["io", "--size", "1MiB", "--block", "128KiB", "--in-flight", "256KiB"]
 COPY = ["copy", "--size", "256KiB", "--piece", "100KiB", "--threads", "2"]
-CODEC = ["codec", "--numel", "70000", "--threads", "2"]
 STEP = ["step", *TINY_MODEL]
-SAVE = ["save", *TINY_MODEL]
 
 
 def run(*arguments: str) -> int:
@@ -137,42 +135,6 @@ def test_copy_without_a_device_says_so(recorded: Any, monkeypatch: pytest.Monkey
     assert "no device" in printed
 
 
-def test_codec_compares_both_ways_of_every_code_with_memory(recorded: Any) -> None:
-    record, printed = recorded(*CODEC)
-    rows = check(record, "codec")
-    numel = record["options"]["numel"]
-    for name, bits in [("int8", 8.5), ("int4", 4.5), ("nf4", 4.5)]:
-        for work in ("encode", "decode"):
-            speeds = rows[f"{work} {name}"]["measures"]
-            stored = np.divide(speeds["stored_bytes_per_s"], speeds["weights_per_s"])
-            assert stored == pytest.approx(bits / 8)
-    assert numel % 64 == 0
-    assert "GB/s stored" in printed
-
-
-def test_save_compares_a_checkpoint_with_raw_loops_of_its_bytes(
-    recorded: Any, tmp_path: Path
-) -> None:
-    record, printed = recorded(*SAVE, "--path", str(tmp_path))
-    rows = check(record, "save")
-    assert [row["kind"] for row in rows.values()] == ["limit", "limit", "ours"]
-    assert rows["ours"]["measures"]["extra_rss_nbytes"]
-    assert "are read from nvme" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
-    assert max(map(len, printed.splitlines())) <= 100
-
-
-def test_steps_with_a_save_beside_them_are_compared_with_steps_alone(
-    recorded: Any, tmp_path: Path
-) -> None:
-    record, printed = recorded(*SAVE, "--steps", "3", "--path", str(tmp_path))
-    rows = check(record, "save")
-    assert list(rows) == ["steps", "and a save"]
-    assert record["ratios"][0]["target"] == "<= 1.05"
-    assert "3 steps, and one save of" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
-
-
 @pytest.mark.gpu
 def test_copy_measures_both_directions_and_both_at_once(recorded: Any) -> None:
     record, _ = recorded(*COPY)
@@ -235,15 +197,11 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["io", "--block", "1000"], "--block: 1000 is no multiple of 4096"),
         (["copy", "--size", "900TiB"], "do not fit"),
         (["copy", "--size", "0"], "or are under a page; choose 4KiB to"),
-        (["codec", "--numel", "10"], "--numel: 10 is too few"),
-        (["codec", "--numel", str(10**13)], "are free; at most"),
-        (["codec", "--group-size", "48"], "--group-size: expected one of 32, 64, 128, 256, got 48"),
         (["copy", "--piece", "0"], "--piece: pieces of 0 bytes move nothing"),
         (["step", "--systems", "plain,fancy"], "--systems: 'fancy' is unknown"),
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
         (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["step", "--precision", "fp16"], "set precision: fp32 or bf16"),
-        (["save", "--path", "nowhere"], "--path: nowhere is not a folder"),
         (["ranks", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["ranks", "-o", "precision=fp16"], "set precision: fp32 or bf16"),
         (["ranks", "--ranks", "1"], "--ranks: 1 is not several"),
