@@ -116,7 +116,7 @@ def test_options_win_over_the_file(yaml: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "start"),
-    [("a.html", b"<!DOCTYPE html>"), ("a.png", b"\x89PNG"), ("a.json", b"{\n"), ("a.txt", b"fits")],
+    [("a.html", b"<!DOCTYPE html>"), ("a.json", b"{\n"), ("a.txt", b"fits")],
 )
 def test_the_file_s_name_says_the_format(name: str, start: bytes, tmp_path: Path) -> None:
     assert run(*SMALL, "--out", str(tmp_path / name)) == 0
@@ -272,10 +272,8 @@ def test_compare_has_every_system_and_ours_last(capsys: Any) -> None:
     assert "ZeRO-Infinity, nvme" in capsys.readouterr().out
 
 
-def test_compare_s_page_and_picture_have_the_numbers_of_its_json(
-    tmp_path: Path, capsys: Any
-) -> None:
-    page, picture = tmp_path / "compare.html", tmp_path / "compare.png"
+def test_compare_s_page_has_the_numbers_of_its_json(tmp_path: Path, capsys: Any) -> None:
+    page = tmp_path / "compare.html"
     assert run("compare", *SMALL, "--format", "json") == 0
     systems = json.loads(capsys.readouterr().out)["systems"]
     assert run("compare", *SMALL, "--out", str(page)) == 0
@@ -287,8 +285,6 @@ def test_compare_s_page_and_picture_have_the_numbers_of_its_json(
             assert place["peak_nbytes"] == 0 or format_bytes(place["peak_nbytes"]) in text
             assert format_bytes(place["capacity_nbytes"]) in text
     assert "<script" not in page.read_text()
-    assert run("compare", *SMALL, "--out", str(picture)) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("command", [[], ["compare"]])
@@ -373,16 +369,9 @@ def test_deepspeed_s_figures_for_seven_billion(capsys: Any) -> None:
     assert "1 node with 1 GPU;" in text
 
 
-def test_deepspeed_takes_the_sizes_that_other_commands_take(capsys: Any) -> None:
-    assert run("deepspeed", "--params", "7e9", "--layers", "32", "--hidden", "4096") == 0
-    assert capsys.readouterr().out.startswith("7,000,000,000 parameters, the largest layer")
-
-
-def test_lists_of_parts_and_of_headlines_have_their_sources(capsys: Any) -> None:
+def test_the_list_of_parts_has_its_sources(capsys: Any) -> None:
     assert run("profiles") == 0
     assert "data sheet" in capsys.readouterr().out
-    assert run("history") == 0
-    assert "arXiv 1910.02054" in capsys.readouterr().out
 
 
 def test_check_prints_predicted_and_measured(tmp_path: Path, capsys: Any) -> None:
@@ -439,7 +428,6 @@ BAD: list[tuple[list[str], str]] = [
     ([*TINY, "--profile", "DGX-2", "--gpu", "24GiB"], "--profile DGX-2 contradicts --gpu"),
     ([*TINY, "-o", "device=cuda", "--gpu", "none"], "has no GPU"),
     ([*TINY, "--format", "pdf"], "pdf"),
-    ([*TINY, "--format", "png"], "add --out FILE.png"),
     ([*TINY, "--dark"], "--dark"),
     ([*TINY, "--force"], "--force"),
     ([*TINY, "--out", "missing/x.html"], "there is no folder missing"),
@@ -539,14 +527,6 @@ def test_a_full_standard_output_is_not_a_verdict() -> None:
 def test_debug_shows_where(capsys: Any) -> None:
     assert run("nothing.json", "--debug") == 2
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_without_matplotlib_a_png_says_what_to_install(
-    capsys: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert run(*SMALL, "--out", str(tmp_path / "x.png")) == 2
-    assert "pip install 'offload[report]'" in capsys.readouterr().err
 
 
 def test_an_output_that_has_no_blocks_gets_question_marks(monkeypatch: Any) -> None:

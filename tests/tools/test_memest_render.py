@@ -10,7 +10,6 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -45,7 +44,6 @@ from offload.tools.memest.show.bars import (
 from offload.tools.memest.show.estimate_sheet import estimate_sheet
 from offload.tools.memest.show.render_html import to_html
 from offload.tools.memest.show.render_json import SCHEMA, to_dict
-from offload.tools.memest.show.render_png import draw, text_width, to_png, wrapped
 from offload.tools.memest.show.render_table import to_table
 from offload.tools.memest.show.sheet import (
     Bar,
@@ -455,13 +453,11 @@ def words_of(sheet: Sheet) -> Iterator[str]:
 
 
 @every_case
-def test_table_page_and_picture_have_the_same_numbers_and_those_are_json_s(case: Estimate) -> None:
+def test_table_and_page_have_the_same_numbers_and_those_are_json_s(case: Estimate) -> None:
     value, sheet = to_dict(case), sheet_of(case)
-    drawn = [text.get_text() for text in draw(sheet, LIGHT).axes[0].texts]
     shown = {
         "table": text_of(case, 200),
         "page": Page(page_of(case)).text,
-        "picture": " ".join(drawn),
         "sheet": "\n".join(words_of(sheet)),
     }
     expected = [format_bytes(value["checkpoint_nbytes"])]
@@ -515,55 +511,6 @@ def test_a_class_has_its_colour_in_bars_table_and_terminal(case: Estimate) -> No
             assert f"\x1b[38;2;{red};{green};{blue}m■ \x1b[0m{name}" in printed
 
 
-# ---------------------------------------------------------------- PNG
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_png_is_drawn_in_the_colours_asked_for(dark: bool) -> None:
-    from PIL import Image
-
-    image = Image.open(io.BytesIO(to_png(sheet_of(CASES["tiny"]), dark=dark))).convert("RGB")
-    assert image.width == 1440
-    page = (DARK if dark else LIGHT).page
-    assert image.getpixel((2, 2)) == tuple(int(page[i : i + 2], 16) for i in (1, 3, 5))
-
-
-@every_case
-def test_no_text_of_a_png_overlaps_another_or_leaves_the_page(case: Estimate) -> None:
-    figure = draw(sheet_of(case), LIGHT)
-    boxes = _text_boxes(figure)
-    for index, (text, box) in enumerate(boxes):
-        assert box.x0 >= 0, text
-        assert box.x1 <= figure.bbox.x1, text
-        for other, there in boxes[index + 1 :]:
-            apart = (
-                box.x1 <= there.x0 + 1 or there.x1 <= box.x0 + 1
-                or box.y1 <= there.y0 + 2 or there.y1 <= box.y0 + 2
-            )  # fmt: skip
-            assert apart, f"{text!r} overlaps {other!r}"
-
-
-def _text_boxes(figure: Any) -> list[tuple[str, Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text
-
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw(renderer)  # keys are laid out while they are drawn
-    found = figure.findobj(Text)
-    return [
-        (t.get_text(), t.get_window_extent(renderer))
-        for t in found
-        if t.get_text() and t.get_visible()
-    ]
-
-
-def test_lines_are_as_wide_as_there_is_room_and_lose_no_letter() -> None:
-    text = f"several words and {'one' * 80} that has no room for itself"
-    lines = wrapped(text, 9.5, 2.0)
-    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-    assert all(text_width(line, 9.5) <= 2.0 for line in lines)
-    assert wrapped("", 9.5, 2.0) == []
-    assert len(wrapped("WWW", 9.5, 0.01)) == 3
-
-
 @settings(max_examples=5, deadline=None)
 @given(st.text(max_size=200), sizes)
 def test_any_name_and_any_sizes_can_be_drawn(name: str, nbytes: list[int]) -> None:
@@ -571,7 +518,6 @@ def test_any_name_and_any_sizes_can_be_drawn(name: str, nbytes: list[int]) -> No
     text_of(case, 80)
     to_dict(case)
     Page(page_of(case))
-    draw(sheet_of(case), LIGHT)
 
 
 def test_places_have_one_order_and_one_name_everywhere() -> None:

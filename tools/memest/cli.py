@@ -20,12 +20,9 @@ from offload.tools.memest.commands.cli_group import DEFAULT, MemestGroup
 from offload.tools.memest.commands.options import (
     Batch,
     EstimateOptions,
-    Gpus,
     Inference,
     MachineOptions,
-    ModelOptions,
     NewTokens,
-    Nodes,
     NoMeasure,
     Prompt,
     Sequence,
@@ -134,17 +131,6 @@ def compare(asked: EstimateOptions) -> int:
     return run_compare(asked)
 
 
-@_command("scale")
-def scale(asked: EstimateOptions) -> int:
-    """MODEL on 1 to 4096 GPUs of a named machine (--profile), simulated: bytes, collectives, steps.
-
-    --nodes is the most machines; -o zero.stage and -o zero.shard_group say what is sharded.
-    """
-    from offload.tools.memest.commands.run_scale import run_scale
-
-    return run_scale(asked)
-
-
 @_command("max")
 def largest(
     machine: MachineOptions,
@@ -170,32 +156,6 @@ def largest(
         )
     else:
         run_max(family, machine, batch, sequence or 2048, as_json=as_json, measure=not no_measure)
-
-
-@_command("history")
-def history() -> None:
-    """Published capacities of other systems, computed again, with their sources."""
-    from offload.tools.memest.commands.run_systems import print_history
-
-    print_history()
-
-
-@_command("deepspeed")
-def deepspeed(
-    model: ModelOptions,
-    largest_layer: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Parameters of the largest module.")
-    ] = None,
-    stage: Annotated[
-        int | None, typer.Option(min=2, max=3, help="ZeRO stage. Default: both.")
-    ] = None,
-    gpus: Annotated[int | None, Gpus] = None,
-    nodes: Annotated[int | None, Nodes] = None,
-) -> None:
-    """What DeepSpeed's own estimator says, figure for figure."""
-    from offload.tools.memest.commands.run_systems import run_deepspeed
-
-    run_deepspeed(model, gpus, nodes, stage, largest_layer)
 
 
 @_command("profiles")

@@ -42,7 +42,6 @@ class Format(enum.StrEnum):
     TABLE = "table"
     JSON = "json"
     HTML = "html"
-    PNG = "png"
 
 
 class Precision(enum.StrEnum):
@@ -220,7 +219,6 @@ class OutputOptions:
     out: Annotated[Path | None, _given(_ANSWER, "Instead of standard output.", metavar="FILE")] = (
         None
     )
-    dark: Annotated[bool, _given(_ANSWER, "A dark PNG.", "--dark")] = False
     write: Annotated[
         Path | None, _given(_ANSWER, "Write a configuration to train with.", metavar="FILE")
     ] = None
@@ -236,7 +234,7 @@ class OutputOptions:
         if self.format is not None:
             return self.format
         suffix = self.out.suffix.lstrip(".").lower() if self.out is not None else ""
-        return Format(suffix) if suffix in ("json", "html", "png") else Format.TABLE
+        return Format(suffix) if suffix in ("json", "html") else Format.TABLE
 
     def check(self) -> None:
         """ConfigError or PathError for what could not be written in the end."""
@@ -248,10 +246,6 @@ class OutputOptions:
             check_target(self.write, "--write", replace=self.force)
 
     def _problems(self) -> Iterator[str]:
-        if self.chosen is Format.PNG and self.out is None:
-            yield "--format png: where to? add --out FILE.png"
-        if self.dark and self.chosen is not Format.PNG:
-            yield "--dark: for --format png alone; a page follows what the reader's system prefers"
         if self.force and self.write is None:
             yield "--force: replaces the file of --write; add --write FILE, or leave it out"
         if self.out is not None and self.out == self.write:

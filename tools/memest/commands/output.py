@@ -32,10 +32,6 @@ def show_answer(
             _deliver(_text(table()), output.out)
     elif output.chosen is Format.JSON:
         _deliver(json.dumps(values(), indent=2, allow_nan=False) + "\n", output.out)
-    elif output.chosen is Format.PNG:
-        from offload.tools.memest.show.render_png import to_png
-
-        _deliver(to_png(sheet(), dark=output.dark), output.out)
     else:
         from offload.tools.memest.show.render_html import to_html
 
@@ -59,9 +55,9 @@ def _text(table: RenderableType) -> str:
     return text.getvalue()
 
 
-def _deliver(answer: str | bytes, out: Path | None) -> None:
+def _deliver(answer: str, out: Path | None) -> None:
     """To the file of --out, or to standard output; a letter that UTF-8 has not becomes `?`."""
-    content = answer if isinstance(answer, bytes) else answer.encode(errors="replace")
+    content = answer.encode(errors="replace")
     if out is not None:
         write_file(out, content, "--out")
     else:

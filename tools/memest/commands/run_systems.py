@@ -1,4 +1,4 @@
-"""`memest compare`, `max`, `history` and `deepspeed`: other systems, as tables or JSON."""
+"""`memest compare` and `max`: other systems, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.tools.memest.commands.options import EstimateOptions, MachineOptions, ModelOptions
+from offload.tools.memest.commands.options import EstimateOptions, MachineOptions
 from offload.tools.memest.commands.output import show_answer
 from offload.tools.memest.commands.run_estimate import (
     DOES_NOT_FIT,
@@ -20,12 +20,10 @@ from offload.tools.memest.commands.run_estimate import (
     profile_of,
     read_question,
     refuse_inference,
-    source_of,
     speeds_of,
 )
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import HardwareProfile
-from offload.tools.memest.hardware.read_profile import read_count
 from offload.tools.memest.show import view
 from offload.tools.memest.show.compare import (
     Comparison,
@@ -36,8 +34,6 @@ from offload.tools.memest.show.compare import (
 from offload.tools.memest.show.render_json import places
 from offload.tools.memest.show.tables import bullets, ruled, show, show_json
 from offload.tools.memest.systems.compare import ROUGH, compare
-from offload.tools.memest.systems.deepspeed_estimator import estimate, lines
-from offload.tools.memest.systems.headlines import Finding, findings
 from offload.tools.memest.systems.largest import (
     SERVING,
     Largest,
@@ -50,7 +46,6 @@ from offload.tools.memest.systems.memory import (
     System,
 )
 from offload.tools.memest.systems.shapes import Shape
-from offload.tools.memest.systems.subject import Ranks
 
 _BOUNDS = {Tier.DEVICE: "GPU", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
@@ -178,64 +173,3 @@ def _largest_values(each: Largest) -> dict[str, Any]:
         "places": places(each.places),
         "note": each.note,
     }
-
-
-# ---------------------------------------------------------------- history
-def print_history() -> None:
-    """Published capacities beside what the formulas say of the same machines."""
-    found = findings()
-    notes = [
-        f"{each.headline.system} {view.counted(each.headline.claim)}: {each.headline.source}"
-        + (f". {each.headline.why}" if each.headline.why else "")
-        for each in found
-    ]
-    show(history_table(found), "", *bullets(notes))
-
-
-def history_table(found: Sequence[Finding]) -> Table:
-    table = ruled("system", "published", "computed", "apart", "machine", left=["machine"])
-    for each in found:
-        style = "" if each.within else "yellow"
-        table.add_row(
-            str(each.headline.system), view.counted(each.headline.claim),
-            view.counted(each.numel), Text(f"{each.difference:+.0%}", style=style),
-            each.headline.machine,
-        )  # fmt: skip
-    return table
-
-
-# ---------------------------------------------------------------- deepspeed
-def run_deepspeed(
-    model: ModelOptions, gpus: int | None, nodes: int | None, stage: int | None,
-    largest_layer: str | None,
-) -> None:  # fmt: skip
-    """What DeepSpeed's own estimator says of the same model."""
-    from offload.tools.memest.source.stated_sizes import parse_count
-
-    numel, layer = _numel_and_layer(model)
-    if largest_layer is not None:
-        layer = parse_count(largest_layer)
-    ranks = Ranks(read_count(gpus, "--gpus", 1) or 1, read_count(nodes, "--nodes", 1) or 1)
-    stages = (2, 3) if stage is None else (stage,)
-    found = [line for each in stages for line in lines(each, estimate(each, numel, layer, ranks))]
-    print(
-        f"{numel:,} parameters, the largest layer {layer:,}; {_several(ranks.nodes, 'node')} "
-        f"with {_several(ranks.per_node, 'GPU')}; DeepSpeed 0.19.8's estimator, which counts "
-        "no activations"
-    )
-    print("\n".join(found))
-
-
-def _several(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def _numel_and_layer(asked: ModelOptions) -> tuple[int, int]:
-    """All parameters, and those of the largest module without its children."""
-    shape = source_of(asked).shape
-    owners: dict[str, int] = {}
-    for group in shape.groups:
-        for param in group.params:
-            owner = param.names[0].rpartition(".")[0]
-            owners[owner] = owners.get(owner, 0) + param.numel
-    return shape.numel, max(owners.values(), default=0)

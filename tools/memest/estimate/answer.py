@@ -68,7 +68,7 @@ def _missing(case: Case) -> Iterator[str]:
         yield "no times: speeds are not known; `memest calibrate` measures this machine's"
 
 
-def spread_notes(case: Case) -> Iterator[str]:
+def _spread_notes(case: Case) -> Iterator[str]:
     """What is assumed, and what is left out, where experts are spread over ranks."""
     if case.ep_size == 1:
         return
@@ -109,7 +109,7 @@ def _ranks(case: Case, *, by_node: bool) -> Iterator[str]:
             f"memory and disk (but for the checkpoint) are of one of {case.profile.ranks} ranks"
             f"{groups}, ZeRO stage {stage}{experts}"
         )
-    yield from spread_notes(case)
+    yield from _spread_notes(case)
     if stage in (1, 2):
         yield "under `no_sync` a rank holds whole gradients, which are not counted here"
     if by_node:

@@ -6,7 +6,7 @@ capacity, where all capacities end at the same line, and all together on one sca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -95,18 +95,6 @@ def lanes(step: StepEstimate) -> Bars:
     return Bars("", tuple(bars), ticks(length, _FEW_TICKS), about, tuple(keys))
 
 
-def step_bars(title: str, steps: Iterable[tuple[str, float, float]]) -> Bars:
-    """Names, seconds of a step, and the share of it in which the model computes; the rest is
-    waiting."""
-    steps = list(steps)
-    longest = max(seconds for _, seconds, _ in steps)
-    bars = tuple(
-        Bar(name, tuple(_work_and_wait(seconds, working, longest)), duration(seconds), track=0.0)
-        for name, seconds, working in steps
-    )
-    return Bars(title, bars, ticks(longest, _FEW_TICKS), keys=_STEP_KEYS)
-
-
 def span_meaning(link: str, label: str) -> str:
     """Of the colour of a stretch: links have one each, and what the model computes has two."""
     if link == COMPUTE:
@@ -117,14 +105,6 @@ def span_meaning(link: str, label: str) -> str:
 def step_length(step: StepEstimate) -> float:
     """Seconds that the time axis covers."""
     return max([step.seconds, *(span.stop_s for span in step.spans)]) or 1.0
-
-
-def _work_and_wait(seconds: float, working: float, longest: float) -> Iterator[Piece]:
-    end, turn = seconds / longest, seconds * working / longest
-    yield Piece("compute", "compute", duration(seconds * working), share(working), 0.0, turn)
-    if turn < end:
-        rest = 1 - working
-        yield Piece("waiting", "waiting", duration(seconds * rest), share(rest), turn, end)
 
 
 def _of_capacity(held: Held, length: float, value: str) -> Bar:
