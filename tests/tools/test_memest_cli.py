@@ -252,7 +252,7 @@ def test_the_command_that_is_left_out_is_estimate(capsys: Any) -> None:
 def test_help_shows_the_options_and_the_other_commands(capsys: Any) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
-    for word in ("--params", "--gpu", "--write", "compare", "max", "history", "calibrate"):
+    for word in ("--params", "--gpu", "--write", "compare", "max", "calibrate"):
         assert word in text
     assert "estimate " not in text
 
@@ -361,14 +361,6 @@ def test_max_says_what_the_next_larger_model_does_not_fit_into(capsys: Any) -> N
     assert "2.0 GiB are left to the system" in text
 
 
-def test_deepspeed_s_figures_for_seven_billion(capsys: Any) -> None:
-    assert run("deepspeed", "--params", "7e9", "--largest-layer", "1.3e8") == 0
-    text = capsys.readouterr().out
-    assert "176.02 GiB RAM per node |   0.48 GiB per GPU" in text
-    assert "156.46 GiB RAM per node |  13.04 GiB per GPU" in text
-    assert "1 node with 1 GPU;" in text
-
-
 def test_the_list_of_parts_has_its_sources(capsys: Any) -> None:
     assert run("profiles") == 0
     assert "data sheet" in capsys.readouterr().out
@@ -437,13 +429,8 @@ BAD: list[tuple[list[str], str]] = [
     (["compare", *TINY, "--write", "a.yaml"], "compare: writes no configuration"),
     (["max", "bert"], "bert"),
     (["max", "llama", "--batch", "0"], "--batch 0"),
-    (["deepspeed"], "which model?"),
     (["check", "nothing"], "nothing cannot be checked"),
     (["calibrate", "missing/folder"], "missing/folder does not exist"),
-    (["deepspeed", "--params", "7e9", "--largest-layer", "8e9"], "is none"),
-    (["deepspeed", "--params", "7e9", "--stage", "5"], "--stage"),
-    (["deepspeed", "--params", "7e9", "--gpus", "0"], "--gpus 0: write 1 to"),
-    (["deepspeed", "--params", "7e9", "--nodes", "0"], "--nodes 0: write 1 to"),
     (["calibrate", "absent"], "absent does not exist"),
     (["calibrate", os.devnull], "is not a folder"),
     (["--bathc", "3"], "no such option: --bathc"),

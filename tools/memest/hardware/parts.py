@@ -89,7 +89,6 @@ LINKS = (PCIE3, PCIE4, PCIE5, NVLINK_C2C)
 NVLINK2 = LinkPart("NVLink 2", 150.0 * GB, "NVIDIA V100 data sheet (SXM): 300 GB/s both ways")
 NVLINK3 = LinkPart("NVLink 3", 300.0 * GB, "NVIDIA A100 data sheet (SXM): 600 GB/s both ways")
 NVLINK4 = LinkPart("NVLink 4", 450.0 * GB, "NVIDIA H100 data sheet (SXM): 900 GB/s both ways")
-INSIDE_LINKS = (NVLINK2, NVLINK3, NVLINK4)
 
 
 @dataclass(frozen=True)

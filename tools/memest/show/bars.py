@@ -20,7 +20,6 @@ from offload.tools.memest.show.view import duration, filled, share, used_text
 LEAST_WIDTH = 0.004  # of a piece that is there at all: it can be seen, and pointed at
 _MOST_CAPACITIES = 3.0  # that a drawing is long: what is longer is broken off
 _FEW_TICKS = 3  # so that their texts have room on a narrow page
-_STEP_KEYS = (("compute", "the model computes"), ("waiting", "it waits"))
 _BROKEN = f"a broken bar goes on beyond {_MOST_CAPACITIES:g} capacities"
 _OF_BYTES = "a line is a capacity; one that is not drawn lies beyond the longest bar"
 _LATER = "right of the line is what a step leaves to be done during the next one"
