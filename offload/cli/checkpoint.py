@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.compress import Format, GroupSize, Skip, Storage
+from offload.cli.compress import GroupSize, Skip, Storage
 from offload.cli.errors import EXIT_FAILED, GuardedGroup, print_error
 from offload.display.plain_text import echo
 
@@ -109,10 +109,9 @@ def export(
             help="With the tokenizer's files. Default: the folder that the model came from.",
         ),
     ] = None,
-    storage: Storage = None,
+    storage: Annotated[str | None, Storage] = None,
     group_size: GroupSize = 64,
     skip: Skip = None,
-    library: Format = None,
 ) -> None:
     """Write the model of PATH to OUT, in safetensors files that any program reads. A folder OUT of
     a transformers model is one that from_pretrained opens."""
@@ -121,12 +120,13 @@ def export(
     from offload.checkpoint.exporting import export as run
     from offload.integrations.changed_weights import Change
     from offload.integrations.hub_export import write_hub_format
+    from offload.quantised.writing import Target
     from offload.tiers.units import format_bytes
 
     write = write_hub_format
-    if storage is not None or library is not None:
+    if storage is not None:
         _check_folder(path, out)
-        change = Change.of(None, storage, group_size, skip, library)
+        change = Change(Target.of(storage, group_size), skip)
         write = partial(write_hub_format, change=change)
     files = run(path, out, None if dtype is None else str(dtype), source, write)
     nbytes = sum(file.stat().st_size for file in files)

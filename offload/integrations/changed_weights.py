@@ -1,9 +1,8 @@
-"""Weights on their way into a folder: pruned, or in codes."""
+"""Weights on their way into a folder, in codes."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,38 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from offload import machine
-from offload.integrations.pruning import Pruning
 from offload.integrations.weight_files import Tensors, Write
-from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import Target, configuration, described, encoded
 from offload.tiers.errors import ConfigError
 from offload.zero.storage import HEAD, is_named
 
 _log = logging.getLogger("offload")
-_NUMBER = re.compile(r"\.\d+\.")
-_EXPERT = re.compile(r"\.\d+\.[^.]+\.weight$")
 
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of the weights of linear layers and experts, but those that `skip` names."""
+    """The codes of the weights of linear layers and experts, but those that `skip` names."""
 
-    pruning: Pruning | None = None
-    target: Target | None = None
+    target: Target
     skip: Sequence[str] | None = None  # None: HEAD, where there is one
-
-    @staticmethod
-    def of(
-        prune: str | None, storage: str | None, group_size: int, skip: Sequence[str] | None,
-        library: str | None = None,
-    ) -> Change:  # fmt: skip
-        """ConfigError for what there is not."""
-        if storage is None and library is not None:
-            raise ConfigError(
-                f"format: {library!r:.40} has codes: say which by storage (int4, ...)"
-            )
-        target = None if storage is None else Target.of(storage, group_size, library)
-        return Change(None if prune is None else Pruning(prune), target, skip)
 
     def skips(self, name: str) -> bool:
         """Whether a parameter stays as it is."""
@@ -71,22 +52,15 @@ class ChangedWeights:
         """ConfigError for a weight that cannot be changed so; where nothing would be."""
         self._saved = saved
         self._change = change
-        own_transposed = transposed_weights(model)
-        self._transposed = {saved.names.get(name, name) for name in own_transposed}
-        linear, self._unchanged = _linear_layers(saved, model, change, own_transposed)
+        linear, self._unchanged = _linear_layers(saved, model, change)
         self._modules = [name.removesuffix(".weight") for name in linear]
-        self._experts, left = _experts(saved, change)
-        self._unchanged += left
+        self._experts = _experts(saved, change)
         self._names = {saved.names[name] for name in linear} | self._experts  # in files
         _check(saved, model, change, self._names)
-        if change.target is not None and change.target.of_blocks_alone:
-            _check_blocks(self._modules, model, change.target.library)
         self._raw: dict[str, tuple[Tensor, int]] = {}  # bytes, and how many have come
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in saved.tensors.items():
-            if name in self._names and change.pruning is not None:
-                change.pruning.check(name, tuple(self._as_linear(name, tensor).shape))
-            if name in self._names and change.target is not None:
+            if name in self._names:
                 parts = described(name, tensor, change.target, expert=name in self._experts)
                 self.tensors |= {_part(name, end): part for end, part in parts.items()}
             else:
@@ -94,16 +68,13 @@ class ChangedWeights:
 
     def config(self) -> Mapping[str, Any]:
         """What config.json says of it."""
-        target = self._change.target
-        if target is None:
-            return {}
         dtype = next(self._saved.tensors[name].dtype for name in self._names)
         others = dict.fromkeys(self._unchanged)
         for name in self._unchanged:
             file = self._saved.names.get(f"{name}.weight", f"{name}.weight")
             others[file.removesuffix(".weight")] = None
         said = configuration(
-            target, self._modules, list(others), dtype, experts=bool(self._experts)
+            self._change.target, self._modules, list(others), dtype, experts=bool(self._experts)
         )
         return {"quantization_config": said}
 
@@ -124,18 +95,10 @@ class ChangedWeights:
             return
         del self._raw[name]
         tensor = whole.view(like.dtype).view(like.shape)
-        if self._change.pruning is not None:
-            self._change.pruning.apply(self._as_linear(name, tensor))
-        if self._change.target is None:
-            write(name, tensor.view(-1).view(torch.uint8))
-            return
         made = encoded(name, tensor, self._change.target, expert=name in self._experts)
         for end, part in made.items():
             write(_part(name, end), part.contiguous().view(-1).view(torch.uint8))
         machine.trim_memory()  # else what was freed of each tensor adds up
-
-    def _as_linear(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor.t() if name in self._transposed else tensor
 
 
 def _part(name: str, end: str) -> str:
@@ -143,7 +106,7 @@ def _part(name: str, end: str) -> str:
 
 
 def _linear_layers(
-    saved: NamedTensors, model: nn.Module, change: Change, transposed: Collection[str]
+    saved: NamedTensors, model: nn.Module, change: Change
 ) -> tuple[list[str], list[str]]:
     """Of the model: names of the weights to be changed, and of the linear layers that are not."""
     for pattern in change.skip or ():
@@ -155,37 +118,29 @@ def _linear_layers(
     shared = {*tied, *tied.values()}
     chosen, others = [], []
     for name, module in model.named_modules():
-        weight = f"{name}.weight"
-        linear = type(module) is nn.Linear
-        if not isinstance(module, nn.Linear) and weight not in transposed:
+        if not isinstance(module, nn.Linear):
             continue
+        weight = f"{name}.weight"
         # what files have in another shape (fused) stays as it is
-        may = weight in saved.names and (linear or change.target is None)
+        may = weight in saved.names and type(module) is nn.Linear
         if may and weight not in shared and not change.skips(weight):
             chosen.append(weight)
-        elif isinstance(module, nn.Linear):  # libraries take subclasses (routers) for linear layers
+        else:  # libraries take subclasses (routers) for linear layers
             others.append(name)
     return chosen, others
 
 
-def _experts(saved: NamedTensors, change: Change) -> tuple[set[str], list[str]]:
-    """In files: names of the experts' matrices to be changed, and of modules of experts that are
-    not."""
-    if change.target is not None and not change.target.holds_experts:
-        return set(), []
-    chosen, left = set(), {}
-    for name, packed in saved.experts.items():
+def _experts(saved: NamedTensors, change: Change) -> set[str]:
+    """In files: names of the experts' matrices to be changed."""
+    if not change.target.holds_experts:
+        return set()
+    for packed in saved.experts.values():
         if change.skips(packed):
-            left[_EXPERT.sub("", name)] = packed
-        else:
-            chosen.add(name)
-    if left and change.target is not None and change.target.library == "compressed-tensors":
-        raise ConfigError(
-            f"{next(iter(left.values()))} is skipped, and transformers looks for codes of all "
-            "experts in a folder of compressed-tensors, and for nothing else: skip no experts, or "
-            "write another format (nf4, or int4 for gptq or awq)"
-        )
-    return chosen, list(left)
+            raise ConfigError(
+                f"{packed} is skipped, and transformers looks for codes of all experts in a folder "
+                "of compressed-tensors, and for nothing else: skip no experts, or write nf4"
+            )
+    return set(saved.experts)
 
 
 def _check(saved: NamedTensors, model: nn.Module, change: Change, chosen: Collection[str]) -> None:
@@ -204,25 +159,3 @@ def _check(saved: NamedTensors, model: nn.Module, change: Change, chosen: Collec
             "%d tensors of experts stay as they are (%s, ...): they are skipped, files have them "
             "fused, or it is bitsandbytes, which knows linear layers alone", len(left), left[0],
         )  # fmt: skip
-    elif saved.experts and change.target is not None and change.target.of_blocks_alone:
-        _log.warning(
-            "%d matrices of experts are in codes of %s, for offload and what computes with experts "
-            "one by one; transformers itself does not read them (it would initialise them anew): "
-            "for it, skip the experts",
-            len(saved.experts), change.target.library,
-        )  # fmt: skip
-
-
-def _check_blocks(modules: Sequence[str], model: nn.Module, library: str) -> None:
-    """ConfigError for linear layers in which the format's libraries look for no codes."""
-    blocks = dict.fromkeys(_NUMBER.split(name, maxsplit=1)[0] for name in modules)
-    outside = [name for name in modules if not _NUMBER.search(name)]
-    if outside or len(blocks) > 1:
-        named = outside or [next(n for n in modules if n.startswith(f"{b}.")) for b in blocks]
-        raise ConfigError(
-            f"{library} has codes for one list of blocks alone, and {', '.join(named[:4])} would "
-            f"be chosen of {type(model).__name__}; skip what is outside of its blocks"
-        )
-    last = [name for name, _ in model.named_parameters()][-1].removesuffix(".weight")
-    if library == "awq" and last in modules:
-        raise ConfigError(f"{last}: of awq, transformers never reads a model's last layer; skip it")

@@ -1,4 +1,4 @@
-"""A folder of transformers made smaller: fewer blocks, pruned weights, weights in 8 or 4 bits."""
+"""A folder of transformers made smaller: weights in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_files
 from offload.integrations.pretrained import open_pretrained
 from offload.paths import StrPath, path_of
-from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.quantised.writing import Target
+from offload.tiers.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from offload.integrations.hub_format import ModelInHubFormat
@@ -29,12 +30,9 @@ def compress(
     source: StrPath | nn.Module,
     out: StrPath,
     *,
-    layers: Sequence[int] | None = None,
-    prune: str | None = None,
-    storage: str | None = None,
+    storage: str,
     group_size: int = 64,
     skip: Sequence[str] | None = None,
-    format: str | None = None,  # noqa: A002
 ) -> list[Path]:
     """Write a folder that transformers' `from_pretrained` opens; its files. One tensor is in RAM at
     a time.
@@ -42,28 +40,23 @@ def compress(
     `source`: a folder that `offload.open_pretrained` opens (quantised ones, too), or a model: of
     `open_pretrained`, dispatched, or an engine's. `out` must not exist, and is complete or absent.
 
-    `layers` are the numbers of the blocks that are kept, from 0. `prune` sets weights to zero:
-    "2:4", in every four inputs the two smallest, or a share of each weight ("30%"). `storage`
-    quantises: "int4", "int8" or "nf4", with `group_size` elements per scale, each rounded to the
-    nearest. `format` is whose files have the codes: "compressed-tensors" (int4, int8; the default),
-    "gptq" (int4, int8), "awq" (int4) or "bitsandbytes" (nf4). The codes are those of `storage:` in
-    the configuration: a model whose weights are stored so computes with the same values
-    (`quantised.writing` names what is rounded otherwise). Pruning and quantising are of the weights
-    of linear layers, and of experts where files have each by itself (not in bitsandbytes), but
-    those that `skip` names (modules, or ends of their names; by default `lm_head`).
+    `storage` is "int4", "int8" or "nf4", with `group_size` elements per scale; each weight is
+    rounded to the nearest code. Files of int4 and int8 are those of compressed-tensors, files of
+    nf4 those of bitsandbytes. The codes are those of `storage:` in the configuration: a model whose
+    weights are stored so computes with the same values (`quantised.writing` names what is rounded
+    otherwise). Quantised are the weights of linear layers, and of experts where files have each by
+    itself (not in bitsandbytes), but those that `skip` names (modules, or ends of their names; by
+    default `lm_head`).
 
     ConfigError for what cannot be done with this model, PathError where `out` cannot be made,
     CheckpointError for values that the format does not hold.
     """
     from offload.integrations.hub_format import ModelInHubFormat
 
-    change = Change.of(prune, storage, group_size, skip, format)
-    asked = change if prune is not None or storage is not None else None
-    if asked is None and layers is None:
-        raise ConfigError("nothing is asked for: give layers, prune or storage")
+    change = Change(Target.of(storage, group_size), skip)
     out = path_of(out, "out")
     check_new(out)
-    model = _model_of(source, layers)
+    model = _model_of(source)
     saved = ModelInHubFormat(model)
     _check(saved, change)
     record = model_record(model)
@@ -73,24 +66,17 @@ def compress(
     with pending_output(out) as pending:
         with storage_errors("creating", pending):
             make_folder(pending)
-        files = write_files(saved, model, pending, asked)
+        files = write_files(saved, model, pending, change)
         config = {**files.config, "dtype": _SPELT[saved.dtype]}
         names = [*files.names, *write_others(record, folder, config, pending)]
     return [out / name for name in names]
 
 
-def _model_of(source: StrPath | nn.Module, layers: Sequence[int] | None) -> Any:
+def _model_of(source: StrPath | nn.Module) -> Any:
     import transformers
 
     if not isinstance(source, nn.Module):
-        model = open_pretrained(source)
-        if layers is not None:
-            from offload.integrations.layer_reduction import keep_layers
-
-            keep_layers(model, layers)
-        return model
-    if layers is not None:
-        raise UnsupportedError("layers are taken out of a folder; give that, and not the model")
+        return open_pretrained(source)
     if not isinstance(source, transformers.PreTrainedModel):
         raise UnsupportedError(
             f"{type(source).__name__} is no model of transformers; only those say what a folder "
@@ -109,7 +95,7 @@ def _check(saved: ModelInHubFormat, change: Change) -> None:
             "and write it with offload checkpoint export --storage"
         )
     target = change.target
-    if target is None or kept is None or kept.weights != target.weights.name:
+    if kept is None or kept.weights != target.weights.name:
         return
     experts = any(not change.skips(packed) for packed in saved.experts.values())
     if not target.keeps_codes(saved.dtype, expert=experts):

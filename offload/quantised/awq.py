@@ -10,7 +10,7 @@ A value is (code - zero point) x scale in the scales' format, rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from offload.quantised.gptq import UNPACK
-from offload.quantised.grouped import Grouped
-from offload.quantised.matrix import Matrix, packed, piece_rows, unpacked
+from offload.quantised.matrix import Matrix, piece_rows, unpacked
 from offload.quantised.parts import FLOATS, Parts, groups_in, number
 from offload.tensor_file import Stored
 from offload.tiers.errors import UnsupportedError
 
-LARGEST_GROUP = 128  # that kernels of its libraries know
-_ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # where each of 8 rows is in a word
 
 
@@ -75,32 +72,3 @@ def _matrix(module: str, group_size: int, parts: Parts) -> _Interleaved:
     qzeros = parts.take(f"{module}.qzeros", ints, (groups, rows // 8), name)
     scales = parts.take(f"{module}.scales", FLOATS, (groups, rows), name)
     return _Interleaved(scales.dtype, (rows, columns), qweight, qzeros, scales, columns // groups)
-
-
-def pack(made: Grouped) -> dict[str, Tensor]:
-    """The parts that a weight becomes, by the ends of their names."""
-    rows, columns = made.shape
-    assert made.zeros is not None, "of 4 bits"
-    qweight = torch.empty(columns, rows // 8, dtype=torch.int32, device=made.words.device)
-    step = piece_rows(rows, 8)
-    for start in range(0, columns, step):
-        stop = min(start + step, columns)
-        codes = unpacked(made.words[:, start // 8 : stop // 8], 4).flatten(1)
-        qweight[start:stop] = _interleaved(codes.t())
-    return {
-        "qweight": qweight, "qzeros": _interleaved(made.zeros.t()),
-        "scales": made.scale.t().contiguous(),
-    }  # fmt: skip
-
-
-def _interleaved(codes: Tensor) -> Tensor:
-    eights = codes.unflatten(-1, (-1, 8)).index_select(-1, _ORDER.to(codes.device))
-    return packed(eights.flatten(-2), 4)
-
-
-def configuration(group_size: int, unquantised: Collection[str]) -> Mapping[str, Any]:
-    """`quantization_config` of a folder."""
-    return {
-        "quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm",
-        "zero_point": True, "modules_to_not_convert": list(unquantised),
-    }  # fmt: skip

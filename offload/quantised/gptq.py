@@ -12,16 +12,14 @@ the carry, which is what a borrow had left there when it was written.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.quantised.grouped import Grouped
-from offload.quantised.matrix import Matrix, packed, piece_rows, unpacked
+from offload.quantised.matrix import Matrix, piece_rows, unpacked
 from offload.quantised.parts import FLOATS, Parts, group_of, groups_in, names, number
 from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError, UnsupportedError
@@ -107,37 +105,3 @@ def _matrix(
         scales.dtype, (rows, columns), qweight, qzeros, scales, group, bits,
         _ONES[bits] if version == 1 else 0,
     )  # fmt: skip
-
-
-def pack(made: Grouped) -> dict[str, Tensor]:
-    """The parts that a weight becomes in format v1, by the ends of their names. Zero points are at
-    least 1: libraries differ in what they make of a 0 less 1."""
-    columns = made.shape[1]
-    scales = made.scale.t().contiguous()
-    zeros = torch.full_like(scales, 1 << (made.bits - 1), dtype=torch.uint8)
-    if made.zeros is not None:
-        zeros = made.zeros.t().contiguous()
-    return {
-        "qweight": made.words.t().contiguous(), "qzeros": packed(zeros - 1, made.bits),
-        "scales": scales, "g_idx": torch.arange(columns, dtype=torch.int32) // made.group_size,
-    }  # fmt: skip
-
-
-def configuration(
-    bits: int, group_size: int, chosen: Collection[str], unquantised: Collection[str]
-) -> Mapping[str, Any]:
-    """`quantization_config` of a folder. optimum, for transformers, quantises the linear layers of
-    blocks whose names end with one of a list; GPTQModel and vLLM all but those of patterns."""
-    return {
-        "quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": False,
-        "sym": bits == 8, "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32",
-        "modules_in_block_to_quantize": [_ends(chosen, unquantised)],
-        "dynamic": {rf"-:^{re.escape(name)}(\..*)?$": {} for name in unquantised},
-    }  # fmt: skip
-
-
-def _ends(chosen: Collection[str], others: Collection[str]) -> list[str]:
-    """Names within a block, where those are of no other layer; else whole ones."""
-    found = sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in chosen})
-    is_other = any(name.endswith(end) for name in others for end in found)
-    return sorted(chosen) if is_other else found

@@ -372,7 +372,7 @@ def open_pretrained(given: Given, folder: Path) -> Any:
 @gives("compress(source)", "compress(out)")
 def compress(given: Given, folder: Path) -> Any:
     out = given("compress(out)", folder / "out")
-    offload.compress(given("compress(source)", TINY[-1]), out, prune="2:4")
+    offload.compress(given("compress(source)", TINY[-1]), out, storage="int4", group_size=32)
     return names_in(folder / "out")
 
 

@@ -1,5 +1,5 @@
-"""`offload.compress`: folders with fewer blocks, pruned and quantised weights, which transformers
-(and the libraries of the formats, where they are installed) load with the values that they say."""
+"""`offload.compress`: folders with quantised weights, which transformers (and the libraries of the
+formats, where they are installed) load with the values that they say."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from offload.errors import CheckpointError, ConfigError, PathError, UnsupportedE
 from offload.integrations import compress, hub_export
 from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_hub_format
-from offload.integrations.pruning import Pruning
 from offload.kernels.floats import Float
 from offload.kernels.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
+from offload.quantised.writing import Target
 from tests.offload.engine_cases import HOST, bits, config
 from tests.outside.pretrained_cases import FILE, edit, saved
 from tests.outside.test_causal_lm_zoo import transformers
@@ -165,8 +165,6 @@ def test_models_in_tiers_are_written_as_their_folders_are(
         owner = offload.initialize(model, keys)
     with owner:
         offload.compress(model, tmp_path / "out", storage=code)
-        with pytest.raises(UnsupportedError, match="out of a folder"):
-            offload.compress(model, tmp_path / "other", layers=[0])
     offload.compress(folder, tmp_path / "expected", storage=code)
     found, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
     assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
@@ -218,10 +216,9 @@ def test_int8_of_16_bits_is_not_written_with_other_values(folder: Path, tmp_path
                   storage={"weights": "int8"})  # fmt: skip
     model: Any = offload.dispatch(offload.open_pretrained(folder), keys)
     with offload.dispatched(model):
-        for library in ("compressed-tensors", "gptq"):
-            with pytest.raises(UnsupportedError, match=r"to other values of torch\.bfloat16"):
-                offload.compress(model, tmp_path / "out", storage="int8", format=library)
-        offload.compress(model, tmp_path / "out", prune="2:4")
+        with pytest.raises(UnsupportedError, match=r"to other values of torch\.bfloat16"):
+            offload.compress(model, tmp_path / "out", storage="int8")
+        offload.compress(model, tmp_path / "out", storage="int4")
 
 
 def test_packed_experts_of_a_dispatched_model_are_written(tmp_path: Path) -> None:
@@ -229,8 +226,8 @@ def test_packed_experts_of_a_dispatched_model_are_written(tmp_path: Path) -> Non
     keys = config(tmp_path, HOST, budget={"host": "64MiB"})
     model: Any = offload.dispatch(offload.open_pretrained(folder), keys)
     with offload.dispatched(model):
-        offload.compress(model, tmp_path / "out", prune="2:4", skip=["q_proj"])
-    offload.compress(folder, tmp_path / "expected", prune="2:4", skip=["q_proj"])
+        offload.compress(model, tmp_path / "out", storage="int4", group_size=32)
+    offload.compress(folder, tmp_path / "expected", storage="int4", group_size=32)
     found, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
     assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
 
@@ -271,7 +268,7 @@ def test_a_checkpoint_of_an_unknown_class_is_not_exported_in_codes(tmp_path: Pat
         engine.save_checkpoint(tmp_path / "checkpoint")
     from functools import partial
 
-    change = Change.of(None, "int4", 32, [])
+    change = Change(Target.of("int4", 32), [])
     with pytest.raises(UnsupportedError, match="has no model Own"):
         export(
             tmp_path / "checkpoint", tmp_path / "out",
@@ -345,107 +342,15 @@ def test_a_scale_that_the_format_does_not_hold_is_named(tmp_path: Path) -> None:
     assert not opened(tmp_path / "out")[name].any()
 
 
-# ------------------------------------------------------------------------------------ pruning
-def test_of_four_inputs_the_two_largest_stay() -> None:
-    weight = torch.tensor([[1.0, -4, 3, 2, 0, 0, 0, 5], [2, 2, -2, 2, 9, -8, 7, -6]])
-    Pruning("2:4").apply(weight)
-    assert weight.tolist() == [[0, -4, 3, 0, 0, 0, 0, 5], [0, 0, -2, 2, 9, -8, 0, 0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("share", [10, 50, 99])
-def test_a_share_of_the_smallest_goes(share: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(17, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
-    before = weight.clone()
-    Pruning(f"{share}%").apply(weight)
-    count = int(weight.numel() * share / 100)
-    assert int((weight == 0).sum()) == count
-    least = before.abs().flatten().sort().values[count - 1]
-    assert bool((before[weight == 0].abs() <= least).all())
-    assert torch.equal(weight[weight != 0], before[weight != 0])
-
-
-@pytest.mark.parametrize("storage", [None, "int4", "int8", "nf4"])
-def test_zeros_stay_zeros_in_codes(storage: str | None, folder: Path, tmp_path: Path) -> None:
-    offload.compress(folder, tmp_path / "out", prune="2:4", storage=storage)
-    before = values(folder)
-    for name, value in opened(tmp_path / "out").items():
-        if is_linear(name):
-            fours = before[name].view(-1, 4)
-            order = fours.abs().argsort(dim=1, stable=True)
-            assert not value.view(-1, 4).gather(1, order[:, :2]).any(), name
-            if storage is None:
-                assert torch.equal(value.view(-1, 4).gather(1, order[:, 2:]),
-                                   fours.gather(1, order[:, 2:]))  # fmt: skip
-        else:
-            assert bits(value) == bits(before[name])
-
-
-def test_layers_with_the_columns_first_are_pruned_by_inputs(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    shape = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
-    transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path / "model")
-    offload.compress(tmp_path / "model", tmp_path / "out", prune="2:4")
-    for name, value in values(tmp_path / "out").items():
-        if ".c_" in name and name.endswith("weight"):
-            assert bool(((value.t().unflatten(-1, (-1, 4)) == 0).sum(-1) == 2).all())
-    with pytest.raises(ConfigError, match="no weight of GPT2LMHeadModel is left to be changed"):
-        offload.compress(tmp_path / "model", tmp_path / "other", storage="nf4")
-
-
-# ------------------------------------------------------------------------------------- layers
-@pytest.mark.parametrize("kept", [[0, 2], [1], [0, 1, 2]])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "mixtral", "gemma2"])
-def test_the_blocks_that_are_kept_compute_as_before(
-    model_type: str, kept: list[int], tmp_path: Path, long: bool
-) -> None:
-    if not long and kept != [0, 2] and model_type != "llama":
-        pytest.skip("other blocks: with --long")
-    name = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
-    keys: dict[str, Any] = {name: 3}
-    if model_type in ("gemma2", "qwen3"):
-        keys["layer_types"] = ["full_attention", "full_attention", "sliding_attention"]
-    if model_type == "qwen3":
-        keys |= {"sliding_window": 4, "use_sliding_window": True}
-    folder = saved(tmp_path / "model", model_type, **keys)
-    offload.compress(folder, tmp_path / "out", layers=kept)
-    plain = CAUSAL.from_pretrained(folder)
-    (blocks,) = [m for m in plain.modules() if type(m) is torch.nn.ModuleList and len(m) == 3]
-    found = CAUSAL.from_pretrained(tmp_path / "out")
-    lists = [m for m in found.modules() if type(m) is torch.nn.ModuleList and len(m) == len(kept)]
-    ours = lists[0]
-    for block, number in zip(ours, kept, strict=True):
-        theirs = dict(blocks[number].named_parameters())
-        assert {n: bits(p.detach()) for n, p in block.named_parameters()} == {
-            n: bits(p.detach()) for n, p in theirs.items()
-        }
-    tokens = torch.arange(8)[None] % 60 + 1
-    assert found(input_ids=tokens).logits.shape == plain(input_ids=tokens).logits.shape
-    if "layer_types" in keys:
-        assert found.config.layer_types == [keys["layer_types"][each] for each in kept]
-
-
-def test_a_block_whose_place_matters_is_not_moved(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
-    with pytest.raises(UnsupportedError, match=r"scaling is 0\.\d* in its old place"):
-        offload.compress(folder, tmp_path / "out", layers=[0, 2])
-
-
 # ------------------------------------------------------------------------------------ refusals
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "nothing is asked for"),
         ({"storage": "int3"}, "expected one of int8, int4, nf4, got 'int3'"),
         ({"storage": "int4", "group_size": 48}, "group_size: expected one of"),
         ({"storage": "int4", "group_size": 256}, "no whole groups of 256"),
         ({"storage": "int4", "skip": ["*"]}, "is left to be changed"),
         ({"storage": "int4", "skip": ["lm_haed"]}, "'lm_haed' names no module"),
-        ({"prune": "1:4"}, "expected 2:4, or a share"),
-        ({"prune": "0%"}, "expected 2:4"), ({"prune": "100%"}, "expected 2:4"),
-        ({"layers": []}, "expected numbers from 0 to 1"),
-        ({"layers": [1, 0]}, "in order"), ({"layers": [0, 0]}, "in order"),
-        ({"layers": [2]}, "expected numbers from 0 to 1"), ({"layers": [-1]}, "expected numbers"),
     ],
     ids=str,
 )  # fmt: skip
@@ -460,11 +365,11 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
 def test_what_is_there_is_not_replaced(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(PathError, match="exists; remove it"):
-        offload.compress(folder, tmp_path / "out", prune="2:4")
+        offload.compress(folder, tmp_path / "out", storage="int4")
     with pytest.raises(PathError, match="is no folder; make it"):
-        offload.compress(folder, tmp_path / "none/out", prune="2:4")
+        offload.compress(folder, tmp_path / "none/out", storage="int4")
     with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):
-        offload.compress(torch.nn.Linear(4, 4), tmp_path / "other", prune="2:4")
+        offload.compress(torch.nn.Linear(4, 4), tmp_path / "other", storage="int4")
 
 
 def test_what_somebody_else_has_written_meanwhile_stays(
@@ -473,31 +378,26 @@ def test_what_somebody_else_has_written_meanwhile_stays(
     write_files = hub_export.write_files
 
     def late(*args: Any) -> Any:
-        offload.compress(folder, tmp_path / "out", prune="2:4")
+        offload.compress(folder, tmp_path / "out", storage="int4")
         return write_files(*args)
 
     with monkeypatch.context() as patched:
         calls = iter([late, write_files])
         patched.setattr(compress, "write_files", lambda *args: next(calls)(*args))
         with pytest.raises(PathError, match="out exists; remove it"):
-            offload.compress(folder, tmp_path / "out", storage="int4")
+            offload.compress(folder, tmp_path / "out", storage="nf4")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-
-
-@pytest.mark.parametrize("text", ["", "a", "0-", "3-x", "0,,1", "1e3", "9" * 30])
-def test_layers_of_the_command_are_numbers(text: str, folder: Path, tmp_path: Path) -> None:
-    command = ["compress", str(folder), str(tmp_path / "out"), "--layers", text]
-    assert CliRunner().invoke(app, command).exit_code == 2
+    said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "compressed-tensors"
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
-    command = ["compress", str(folder), str(tmp_path / "out"), "--layers", "0-0", "--prune", "30%"]
+    command = ["compress", str(folder), str(tmp_path / "out")]
     result = CliRunner().invoke(app, [*command, "--storage", "nf4"])
     assert result.exit_code == 0, result.output
     assert "wrote" in result.output
     assert (tmp_path / "out/tokenizer_config.json").is_file()
     found = opened(tmp_path / "out")
-    assert sum(is_linear(name) for name in found) == 7
+    assert sum(is_linear(name) for name in found) == 14
     (folder / "tokenizer_config.json").unlink()
