@@ -105,7 +105,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        leave_to_long(config, items)
     begin_long_files_first(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
@@ -127,6 +129,28 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # libraries look for what is left at the end
+
+
+def leave_to_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked `slow`, and all cases of one marked `sample` but those it names, or but
+    each n-th."""
+    numbers: Counter[str] = Counter()
+    left: list[pytest.Item] = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        number, numbers[name] = numbers[name], numbers[name] + 1
+        sample = item.get_closest_marker("sample")
+        stays = item.get_closest_marker("slow") is None
+        if sample is not None and isinstance(sample.args[0], int):
+            stays &= number % sample.args[0] == 0
+        elif sample is not None:
+            stays &= item.nodeid[len(name) + 1 : -1] in sample.args
+        if not stays:
+            left.append(item)
+    if left and len(left) < len(items):  # a test that is named alone runs
+        config.hook.pytest_deselected(items=left)
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
 
 
 def begin_long_files_first(items: list[pytest.Item]) -> None:

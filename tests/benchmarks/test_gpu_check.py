@@ -45,6 +45,7 @@ def test_without_a_gpu_it_says_so_in_one_line_and_succeeds(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_make_uses_a_named_interpreter_as_it_is() -> None:
     inherited = {name: os.environ[name] for name in os.environ if not name.startswith("MAKE")}
     environment = {**inherited, "CUDA_VISIBLE_DEVICES": ""}

@@ -112,6 +112,7 @@ def test_what_was_measured_before_it_hung_is_kept(ended: Any, tmp_path: Path) ->
     assert (outcome.status, outcome.result) == (Status.TIMED_OUT, {"found": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fails only where there is no GPU")
 def test_a_part_without_its_gpu_is_a_line(tmp_path: Path) -> None:
     outcome = run_part("kernels", {}, 120, tmp_path)

@@ -52,6 +52,7 @@ def test_what_ram_cannot_hold_spills_and_what_the_disk_cannot_is_made_smaller() 
     assert "GiB short of" in smaller.why[0]
 
 
+@pytest.mark.slow
 def test_half_of_the_records_spill_where_that_is_asked_for_and_ends_in_time() -> None:
     found = {}
     for time_s in (300.0, 100.0, 25.0):
@@ -70,6 +71,7 @@ def test_half_of_the_records_spill_where_that_is_asked_for_and_ends_in_time() ->
     assert slower.numel < found[100.0].numel
 
 
+@pytest.mark.slow
 def test_thirty_billion_need_memory_and_disk() -> None:
     case, refused = choose(H200, 1e6, shapes=[LARGE])
     assert case is None
@@ -110,6 +112,7 @@ def test_a_machine_with_nothing_gets_nothing_and_every_reason() -> None:
     assert len(refused) == len(SHAPES)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("peers", [(), (DEEPSPEED,)], ids=["ours", "both"])
 def test_the_planner_accepts_what_is_chosen(

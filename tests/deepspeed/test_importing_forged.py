@@ -23,6 +23,8 @@ from tests.offload.json_changes import changed, changes
 from tests.offload.test_checkpoint_forged import in_time
 from tests.offload.test_dcp_forged import BROKEN, OPCODES
 
+pytestmark = pytest.mark.sample(4)
+
 STATES, MODEL = "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 
 

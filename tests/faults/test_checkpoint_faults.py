@@ -10,6 +10,8 @@ import pytest
 from offload.errors import NoSpaceError, PathError, StorageError, StuckError
 from tests.faults.checkpoint_bench import BESIDE, Bench, Case, Tally
 
+pytestmark = pytest.mark.sample(3)
+
 CASES, LONG_CASES, LONG_FAULTS = 36, 60, 10_000
 
 

@@ -33,6 +33,8 @@ from tests.offload.engine_cases import (
     states_of,
 )
 
+pytestmark = pytest.mark.sample(3)
+
 DATA = batches(4)
 SAVED, CALLS = 2, 320  # steps before the first save; most calls from there to the end
 NOT_OF_LIBAIO = ("slow", "stuck", "ragged")  # of its waits, see tests/swap/test_stuck.py

@@ -140,6 +140,7 @@ def _additions(ir: str) -> list[str]:
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("burst", [0, 16, 128])
 @pytest.mark.parametrize("states", StateFormat)

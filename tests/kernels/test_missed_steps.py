@@ -17,6 +17,8 @@ from offload.kernels.variants import Master
 from tests.kernels import reference
 from tests.kernels.step_cases import NOISE, RULES, WEIGHTS, Formats, Stored, calm, wild
 
+pytestmark = pytest.mark.sample(4)
+
 FORMATS = [
     Formats(weight, weight, master, states) for weight, master in WEIGHTS for states in StateFormat
 ]

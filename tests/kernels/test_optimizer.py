@@ -15,6 +15,8 @@ from offload.kernels.variants import Master
 from tests.kernels import reference
 from tests.kernels.step_cases import NOISE, RULES, WEIGHTS, Draw, Formats, Stored, calm, wild
 
+pytestmark = pytest.mark.sample(4)
+
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 255, 256, 257, 288, 1000, 4099]
 ADAM_FORMATS = [
     Formats(grad, weight, master, states)

@@ -20,7 +20,7 @@ from tests.kernels.adam_cases import SPECIAL, assert_same
 from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
 
 __all__ = ["launches"]
-pytestmark = triton_device.MARKS
+pytestmark = [pytest.mark.sample(3), *triton_device.MARKS]
 
 SIZES = [0, 1, 33, 1025]
 PAIRS = [(dst, src) for dst in Float for src in Float]

@@ -15,7 +15,7 @@ from tests.kernels.triton_cases import NOISE, RULES, WEIGHTS, case
 from tests.kernels.triton_device import DEVICE, launches, zeros
 
 __all__ = ["launches"]
-pytestmark = triton_device.MARKS
+pytestmark = [pytest.mark.sample(3), *triton_device.MARKS]
 
 ADAMW = RULES["adamw"]
 FORMATS = [(grad, *weight) for grad in Float for weight in WEIGHTS]

@@ -88,7 +88,7 @@ def test_killed_at_any_moment_a_save_leaves_a_checkpoint_that_loads(
     path = tmp_path / "checkpoints" / "saved"
     draw = random.Random(0)
     step = 0
-    for number in range(15 if long else 8):
+    for number in range(15 if long else 4):
         found = victim.start(Request(str(path), str(tmp_path), fresh=number == 0))
         assert found in (step, step + 1), "neither the old nor the new one"
         step = found
@@ -132,6 +132,7 @@ def test_killed_before_each_system_call_of_the_end_of_a_save(
     assert os.listdir(path.parent) == ["saved"]
 
 
+@pytest.mark.slow
 def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_steps(
     victim: Victim, tmp_path: Path, long: bool
 ) -> None:
@@ -142,7 +143,7 @@ def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_steps(
         victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=-1))
         ended = victim.end()
         step, calls = ended["saved"], ended["calls"]
-    for stop_at in range(calls) if long else [0, 1, calls // 3, *range(calls - 28, calls, 3)]:
+    for stop_at in range(calls) if long else [0, calls // 3, *range(calls - 28, calls, 7)]:
         found = victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=stop_at))
         assert found in (step, step + 1), "neither the old nor the new one"
         step = found
@@ -153,6 +154,7 @@ def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_steps(
     assert sorted(os.listdir(path)) == names
 
 
+@pytest.mark.slow
 def test_killed_between_an_update_on_trial_and_its_step_a_run_goes_on_to_the_same_bits(
     victim: Victim, tmp_path: Path, long: bool
 ) -> None:

@@ -31,6 +31,8 @@ from tests.offload.engine_cases import (
     states_of,
 )
 
+pytestmark = pytest.mark.sample(4)
+
 Content = dict[str, Any]
 
 

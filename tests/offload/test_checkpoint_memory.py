@@ -57,6 +57,7 @@ def step(engine: offload.Engine) -> None:
     engine.optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_saving_loading_and_exporting_hold_a_few_chunks_beyond_the_budget(tmp_path: Path) -> None:
     budget = {"host": "24MiB", "nvme": "400MiB"}
     keys = config(tmp_path, NVME, precision="bf16", budget=budget, optimizer={"chunk": CHUNK})
@@ -85,6 +86,7 @@ def test_saving_loading_and_exporting_hold_a_few_chunks_beyond_the_budget(tmp_pa
     assert exporting[0] <= 3 * 4 * MIB + (write_behind.MOST_BLOCKS + 1) * BLOCK + SLACK
 
 
+@pytest.mark.sample("host")
 @pytest.mark.parametrize(
     ("placement", "host"), [(NVME, "24MiB"), (HOST, "400MiB")], ids=["nvme", "host"]
 )

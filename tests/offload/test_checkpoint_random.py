@@ -51,6 +51,7 @@ def ends_well(command: Callable[[Path], None], path: Path, capsys: Any) -> None:
     assert all(c.isprintable() or c == "\n" for c in said.out + said.err)
 
 
+@pytest.mark.slow
 def test_manifests_at_random(
     engine: offload.Engine, saved: Path, tmp_path: Path, long: bool,
     capsys: pytest.CaptureFixture[str],

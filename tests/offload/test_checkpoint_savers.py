@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).parents[2]
 SAVERS, ROUNDS, KILLED = 4, 8, 4
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("exchange", [True, False])
 def test_savers_in_one_folder_succeed_and_touch_nothing_of_anybody_else(
     tmp_path: Path, exchange: bool, long: bool
@@ -65,6 +66,7 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+@pytest.mark.sample("False")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("exchange", [True, False])
 def test_interrupted_at_any_moment_a_save_leaves_a_whole_checkpoint_and_no_lock(

@@ -129,6 +129,7 @@ WRONG = {
 OPTIONS = ("-o seed", "-o seed=x", "-o nope=1", "--nope")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "line",
     [

@@ -39,6 +39,8 @@ from tests.offload.forged_dcp import (
 )
 from tests.offload.test_checkpoint_forged import in_time
 
+pytestmark = pytest.mark.sample(4)
+
 NAME = "model.a.weight"
 LR = "optim.param_groups.0.lr"
 

@@ -205,6 +205,7 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
     assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(ON_GPU, reason="there the links are real")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
@@ -279,6 +280,7 @@ def test_chunks_on_the_device_do_not_hold_up_those_of_the_cpu(tmp_path, device, 
         assert all(update.done() for update in pending.values())
 
 
+@pytest.mark.sample("True-device")
 @pytest.mark.parametrize("gradients", ["host", "device"])
 @pytest.mark.parametrize("planned", [True, False])
 def test_sums_of_several_passes_are_the_same_planned_or_not(tmp_path, device, gradients, planned):
@@ -289,6 +291,7 @@ def test_sums_of_several_passes_are_the_same_planned_or_not(tmp_path, device, gr
     assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
 
 
+@pytest.mark.sample("{}-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "placement",

@@ -258,6 +258,7 @@ def check(seed: int, folder: Path) -> None:
         assert not differ, f"{where} and host: {differ} have different bits, {text}"
 
 
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("part", range(5))
 def test_drawn_programs_train_as_plain_pytorch_does(part: int, long: bool, tmp_path: Path) -> None:
     count = (MANY if long else SECONDS_WORTH) // 5

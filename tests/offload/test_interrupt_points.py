@@ -37,6 +37,7 @@ SCARCE = BLOCKS | {"budget": {"host": "896KiB", "nvme": "64MiB"}, "prefetch": 2}
 ALL = CASES | {"scarce": SCARCE}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["point", "timer"])
 @pytest.mark.parametrize("name", ["blocks", "selective", "micro-batches", "scarce"])
 def test_training_goes_on_with_the_same_bits(

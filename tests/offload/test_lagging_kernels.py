@@ -120,6 +120,7 @@ def on_lagging_device(
         return losses, values_of(engine), engine.report()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("placement", "in_backward"), CASES, ids=str)
 def test_kernels_that_are_late_and_copies_that_are_early_change_no_bit(
     tmp_path, device, monkeypatch, world, placement, in_backward, long
@@ -147,6 +148,7 @@ def without_the_model(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(outbox, "mark_of", lambda stream, device: CopyMark())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("forget", [without_fences, without_readers, without_the_model])
 def test_copies_that_do_not_wait_are_seen(tmp_path, device, monkeypatch, world, forget):
     placement, in_backward = CASES[0]

@@ -36,6 +36,7 @@ def test_the_ledger_never_exceeds_its_budget(folder):
     assert run["ledger_peak"] <= run["budget"] == HOST_MIB * MIB
 
 
+@pytest.mark.slow
 def test_peak_rss_does_not_grow_with_the_number_of_layers(folder):
     few, many = measured(4, folder), measured(12, folder)
     assert many["states"] - few["states"] > 300 * MIB

@@ -120,6 +120,7 @@ def test_each_expert_of_a_large_table_is_a_group() -> None:
 NVME = tuple(f"placement.{name}=nvme" for name in ("parameters", "gradients", "optimizer"))
 
 
+@pytest.mark.sample("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_placements_train_with_the_same_bits(precision: str) -> None:
     given = (f"precision={precision}", "clip_grad_norm=1.0")
@@ -130,6 +131,7 @@ def test_placements_train_with_the_same_bits(precision: str) -> None:
         assert_same_bits(weights, there)
 
 
+@pytest.mark.slow
 def test_micro_batches_train_with_the_same_bits_everywhere() -> None:
     """Also where some experts have tokens of one piece alone."""
     sizes = {"experts": 32}

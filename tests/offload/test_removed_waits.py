@@ -55,6 +55,8 @@ from tests.offload.order_cases import (
 )
 from tests.swap.order_programs import PROGRAMS, run
 
+pytestmark = pytest.mark.sample(4)
+
 BF16 = {"precision": "bf16"}
 ALL_DEVICE = {"parameters": "device", "gradients": "device", "optimizer": "device"}
 CASES = {

@@ -202,6 +202,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_every_scheduler_of_torch_goes_on(kind: str, engine: Any, tmp_path: Path) -> None:
     def rates(scheduler: Any, count: int) -> list[float]:
@@ -397,6 +398,7 @@ def drawn(generator: Any) -> list[float]:
     return found + [child.random() for child in spawned]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_generators_and_their_children_go_on(kind: str, engine: Any, tmp_path: Path) -> None:
     """In another process, and set back."""
@@ -557,6 +559,7 @@ FORGED: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("forged", FORGED)
 def test_a_forged_state_of_the_run_is_refused_and_changes_nothing(
     forged: str, engine: Any, tmp_path: Path

@@ -42,7 +42,6 @@ def trained(folder: Path, **train: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
 def test_plain_pytorch_trains_the_same_in_a_process_of_its_own(tmp_path: Path) -> None:
     output = trained(tmp_path, schedule={"type": "cosine", "warmup_steps": 2})
     folder = RunFolder(tmp_path / "run")
@@ -60,6 +59,7 @@ def test_plain_pytorch_trains_the_same_in_a_process_of_its_own(tmp_path: Path) -
     assert "states alone" not in output  # what is measured need not be computed
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_run_is_complete_where_plain_pytorch_fails(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(comparison, "PROGRAM", "offload.train.plain:no_such_function")

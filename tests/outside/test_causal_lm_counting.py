@@ -22,6 +22,8 @@ from offload.tools.memest.source.read_model import read_model
 from offload.zero.discovery import discover
 from tests.outside.test_causal_lm_zoo import MOST_NUMEL, NAMES, tiny_config
 
+pytestmark = pytest.mark.sample(6)
+
 transformers = pytest.importorskip("transformers")
 LEAST_COUNTED = 160  # of the 178 that transformers 5.17 has; 168 of them build
 LEAST_COUNTED_OF_SAMPLE = 36  # every fourth one, without --long

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 import offload
 from tests.offload.engine_cases import NVME, bits, config, gradients_of
 
+pytestmark = pytest.mark.sample(4)
+
 transformers = pytest.importorskip("transformers")
 AUTO = importlib.import_module("transformers.models.auto.modeling_auto")
 NAMES: dict[str, str] = dict(AUTO.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -71,6 +71,7 @@ def is_linear(name: str) -> bool:
 
 
 # --------------------------------------------------------------------------------- quantising
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("code", ["int4", "int8", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("group_size", [32, 64])

@@ -90,6 +90,7 @@ def generated(model: Any, **how: Any) -> tuple[list[list[int]], Tensor]:
     return found.sequences.tolist(), torch.stack(found.logits)
 
 
+@pytest.mark.sample("llama", "experts")
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_whole_batch(tmp_path: Path, name: str) -> None:
     plain = build(name)

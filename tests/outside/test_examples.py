@@ -39,6 +39,7 @@ def seconds(text: str) -> float:
     return sum(float(n) * UNITS[unit] for n, unit in re.findall(r"([\d.]+) (ms|s|min)\b", text))
 
 
+@pytest.mark.sample("llama_8b", "qwen3_30b_a3b")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_the_comment_says_is_what_memest_says(
     name: str, tmp_path: Path, monkeypatch: Any, capsys: Any
@@ -93,11 +94,13 @@ def losses_of(done: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", done.stdout)]
 
 
+@pytest.mark.slow
 def test_the_loop_of_ones_own_learns(tmp_path: Path) -> None:
     losses = losses_of(run(tmp_path, str(EXAMPLES / "own_loop.py"), "12"))
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(tmp_path, *launcher, str(EXAMPLES / "ranks.py"), "8")

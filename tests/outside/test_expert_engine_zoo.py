@@ -27,6 +27,8 @@ from tests.outside.test_causal_lm_zoo import SHRINK
 from tests.outside.test_expert_zoo import ARCHITECTURES, ATTENTION, build
 from tests.outside.trainer_cases import quiet
 
+pytestmark = pytest.mark.sample(8)
+
 SHARES: dict[str, Any] = {key: {"host": "40%", "nvme": "60%"} for key in NVME}
 # Lists of modules, in an encoder and a decoder
 LISTS = {"nllb_moe": "NllbMoe", "switch_transformers": "SwitchTransformers"}

@@ -100,6 +100,7 @@ def run(
         return losses, states_of(engine), tiers["host"].peak_nbytes - needed
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("packed", [False, True], ids=["modules", "packed"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_least_memory_is_enough(tmp_path: Path, way: str, packed: bool, long: bool) -> None:

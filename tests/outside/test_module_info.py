@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import offload
 from tests.offload.engine_cases import NVME, bits, config, gradients_of
 
+pytestmark = pytest.mark.sample(5)
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_modules import ModuleInfo, module_db

@@ -98,6 +98,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, logged(trainer), values_of(trainer.model)
 
 
+@pytest.mark.sample("nvme")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_logs_and_weights_are_plain_trainers_and_a_resumed_run_has_the_same_bits(
     placement: str, plain: Any, tmp_path: Path
@@ -132,6 +133,7 @@ def test_resumes_from_a_plain_trainers_checkpoint(
     assert_close(values_of(trainer.model), plain[2])
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("only_model", [False, True])
 def test_the_best_model_comes_back_and_old_checkpoints_go(
     only_model: bool, tmp_path: Path, open_engines: list[Any]
@@ -564,7 +566,6 @@ def test_the_example_trains_and_resumes(
 
 
 # --------------------------------------------------------------------------- several ranks
-@pytest.mark.slow
 def test_two_ranks_train_save_and_resume_as_with_ddp(tmp_path: Path) -> None:
     program = ["-m", "tests.outside.trainer_ranks_program", str(tmp_path)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -61,6 +61,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ------------------------------------------------------------------------------------ the zoo
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", sorted(NAMES))
 def test_every_causal_language_model_is_loaded_as_transformers_does(
     model_type: str, tmp_path: Path, long: bool
@@ -352,6 +353,7 @@ def as_a_rank(folder: str, swap: str) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
 
 
+@pytest.mark.slow
 def test_ranks_begin_with_the_same_weights(llama: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = CLASSES.from_pretrained(llama)

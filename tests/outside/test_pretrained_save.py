@@ -93,6 +93,7 @@ def test_the_files_are_those_of_the_models_own_method(
     assert "save_pretrained" not in vars(model)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", sorted(NAMES))
 def test_every_architectures_files_are_its_own(model_type: str, tmp_path: Path, long: bool) -> None:
     if not long and sorted(NAMES).index(model_type) % 8 != 4:

@@ -16,6 +16,8 @@ from tests.offload.engine_cases import NVME, config
 from tests.outside.test_causal_lm_zoo import NAMES, build
 from tests.outside.trainer_cases import quiet, transformers
 
+pytestmark = pytest.mark.sample(8)
+
 pytest.importorskip("accelerate")
 
 LEAST_EQUAL = 128  # of the 178 that transformers 5.17 has

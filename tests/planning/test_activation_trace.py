@@ -35,6 +35,7 @@ def _config(shape: str, **more: Any) -> Any:
 PASSES = ((False, 1), (False, 2), (True, 1), (True, 2), ("selective", 2))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "precision"),
     [("llama", "fp32"), ("grouped heads", "bf16"), ("gpt", "bf16")],
@@ -69,6 +70,7 @@ def test_saved_bytes_are_those_that_autograd_packs(shape: str, precision: str) -
     assert traced.saved_nbytes == packed_nbytes(model, WORKLOAD)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_blocks_that_are_not_run_count_as_if_they_were(data: st.DataObject) -> None:

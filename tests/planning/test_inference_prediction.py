@@ -43,6 +43,7 @@ def _config(case: dict[str, Any], folder: Path) -> OffloadConfig:
     return OffloadConfig.load(keys).for_inference()
 
 
+@pytest.mark.sample("all on nvme, some room", "left open")
 @pytest.mark.parametrize("name", CASES)
 def test_peaks_and_bytes_of_a_pass_are_predicted(name: str, tmp_path: Path) -> None:
     config = _config(CASES[name], tmp_path)

@@ -67,6 +67,7 @@ def test_ledger_peaks_are_predicted(folder: Path) -> None:
     _judge([_row(case, predict(case, Baseline(0), activations=False), m) for case, m in pairs])
 
 
+@pytest.mark.slow
 def test_peak_ram_is_predicted(folder: Path) -> None:
     _judge([_fresh(case) for case in _drawn(FAST_RSS, folder)])
 

@@ -149,6 +149,7 @@ def save_slowly(folder: str) -> float:
         return time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_save_may_take_longer_than_the_longest_wait(tmp_path: Path) -> None:
     assert min(run_ranks(2, tmp_path, save_slowly, str(tmp_path))) > 3
 
@@ -256,6 +257,7 @@ def fail_to_read(folder: str, placement: dict[str, Any]) -> list[str]:
     return told
 
 
+@pytest.mark.sample("nvme")
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_a_part_that_cannot_be_read_is_an_error_of_the_save_on_all_ranks(
     tmp_path: Path, placement: dict[str, Any]

@@ -78,6 +78,7 @@ def test_every_stage_trains_as_with_all_experts_on_each_rank(tmp_path: Path) -> 
     assert {int(n.split(".experts.")[1][0]) for n in own} == {*range(EXPERTS // 2, EXPERTS)}
 
 
+@pytest.mark.slow
 def test_whatever_else_a_step_does_experts_are_as_on_each_rank(tmp_path: Path, long: bool) -> None:
     some = [*WAYS.values()] if long else [*WAYS.values()][:FEW]
     cases = [case(ep_size, steps=2, **way) for way in some for ep_size in (1, 2)]

@@ -35,6 +35,7 @@ CASES = [
 IN_SHORT = {("killed", 3, 2), ("stopped", 1, 2), ("raised", 3, 3), ("elsewhere", 3, 3)}
 
 
+@pytest.mark.sample("killed-1-3", "raised-1-2", "sleeping-3-2", "elsewhere-3-3")
 @pytest.mark.parametrize(("fault", "stage", "world_size"), CASES)
 def test_the_others_leave_in_time_and_name_it(
     fault: str, stage: int, world_size: int, tmp_path: Path, long: bool
@@ -88,6 +89,7 @@ def _check(error: str, rank: int, culprit: int, words: str) -> None:
     assert re.search(rf"failed after [\d.]+ s: rank {culprit} {words}", last), error
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

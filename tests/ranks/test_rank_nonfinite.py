@@ -134,6 +134,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seeds", [range(n, n + 2) for n in range(20, 100 if many else 22, 2)])
 
 
+@pytest.mark.sample("seeds0-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_step_that_goes_wrong_on_one_rank_leaves_no_trace_on_any(
     tmp_path: Path, world_size: int, seeds: range
@@ -237,6 +238,7 @@ def follow_all(rows: Sequence[Row], folder: str) -> None:
         follow(row, folder)
 
 
+@pytest.mark.sample("seeds0-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_in_fp16_ranks_have_the_scale_of_a_gradscaler_and_raise_together(
     tmp_path: Path, world_size: int, seeds: range

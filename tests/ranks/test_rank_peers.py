@@ -116,6 +116,7 @@ HYBRID = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_hybrid_shards_within_groups_and_sums_across_them(tmp_path: Path, long: bool) -> None:
     hybrid = HYBRID if long else [HYBRID[0], *HYBRID[3:]]  # each stage, and each placement
     cases = [*hybrid, Case(3, HOST)]

@@ -98,6 +98,7 @@ def test_drawn_loops_train_as_one_process_does(tmp_path: Path, long: bool) -> No
     assert kept
 
 
+@pytest.mark.slow
 def test_drawn_loops_in_16_bits_are_the_same_everywhere(tmp_path: Path, long: bool) -> None:
     programs = [draw(seed, 2, apart=bool(seed % 2)) for seed in range(10, 50 if long else 11)]
     for program, by_rank in outcomes_of(programs, 2, BF16_VARIANTS, tmp_path):

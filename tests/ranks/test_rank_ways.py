@@ -219,6 +219,7 @@ def idle_at(
         return parameters_of(engine)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world_size", "blocks", "idle", "local", "more"),
     [

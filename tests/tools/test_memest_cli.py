@@ -232,6 +232,7 @@ def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: A
     assert any(note.startswith(said) for note in value["notes"])
 
 
+@pytest.mark.sample("2GiB")
 @pytest.mark.parametrize("ram", ["1280MiB", "2GiB"])
 def test_what_fits_with_recomputation_fits_where_that_is_left_open(ram: str, capsys: Any) -> None:
     sizes = ["--layers", "8", "--hidden", "512", "--heads", "8", "--vocab", "1000"]
@@ -287,6 +288,7 @@ def test_compare_s_page_has_the_numbers_of_its_json(tmp_path: Path, capsys: Any)
     assert "<script" not in page.read_text()
 
 
+@pytest.mark.sample("command0")
 @pytest.mark.parametrize("command", [[], ["compare"]])
 def test_a_model_too_large_for_a_machine_without_a_disk_is_told_how_much_would_do(
     command: list[str], capsys: Any

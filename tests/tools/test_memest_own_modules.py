@@ -98,6 +98,7 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "olmo2", "phi3", "gemma2"])
 def test_traces_at_the_size_of_real_models_are_the_same(kind: str) -> None:
     """Where the largest storages are not the heap's, what the MLP still refers to is its peak."""

@@ -26,7 +26,7 @@ from tests.offload.engine_cases import (
     seeded,
 )
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.sample(3), *MARKS]
 
 WIDTH, LARGE = 8, 40_000
 
