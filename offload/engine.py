@@ -40,6 +40,7 @@ from offload.swap.recorder import Recorder
 from offload.swap.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.closed_engine import ENGINE
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, managed
 from offload.zero.group import ParamGroup
@@ -154,7 +155,7 @@ class Engine(TieredModel):
     """
 
     values: ParameterValues
-    _CLOSED = "the engine is closed; make a new one with offload.initialize"
+    _CLOSED = ENGINE
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
@@ -217,7 +218,7 @@ class Engine(TieredModel):
         self._attach_experts()
         self._prepare_optimizer(self._runtime)
         self._keep_activations(config, discovery, self._runtime)
-        self._runtime.start(self.module, self.values, lambda: self)  # the model keeps this
+        self._runtime.start(self.module, self.values, self)  # which the model keeps
         self._refuse(refuse_foreign_optimizers)
         self._refuse_wrappers()
 

@@ -42,7 +42,7 @@ from offload.spread_experts import SpreadExperts
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
 from offload.tiers.units import format_bytes
-from offload.zero.closed_engine import Refusal
+from offload.zero.closed_engine import Closed, Refusal
 from offload.zero.discovery import Discovery, discover, refuse_uninitialised
 from offload.zero.expert_access import ExpertAccess
 from offload.zero.gradient_hooks import is_trained_here
@@ -267,10 +267,10 @@ class TieredModel(abc.ABC):
     # ---------------------------------------------------------------- ending
     def _check_open(self) -> None:
         if self._closed or self._store is None:
-            raise StateError(self._CLOSED)
+            raise StateError(self._CLOSED.text)
         self._store.one_thread.check_process()
 
-    _CLOSED: str  # what is said of it then
+    _CLOSED: Closed  # what is said of it then
     # ... and of a parameter that is given to another one meanwhile
     _TAKEN = (
         "%s trains through another engine that is open: one parameter cannot have two. Close that "
@@ -512,8 +512,8 @@ def _take_over(model: nn.Module, *, takes_values: bool) -> None:
     closed = Refusal.of(model)
     if closed and not takes_values:
         raise StateError(
-            "this model was given to an engine before, which was closed, and its parameters went "
-            "with it; say with weights= where their values are (safetensors files; of "
+            "this model was in tiers before, which were closed, and its parameters are gone; say "
+            "with weights= where their values are (safetensors files; of "
             'engine.save_checkpoint("checkpoint"): weights="checkpoint", and then '
             "engine.load_checkpoint), or build the model anew"
         )

@@ -25,7 +25,7 @@ from torch.nn.modules import module as _of_all
 from torch.utils.hooks import RemovableHandle
 
 from offload.swap.shield import interrupted_in_waits, uninterrupted
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import UnsupportedError
 from offload.zero import compilers
 from offload.zero.compilers import break_graph, uncompiled
 from offload.zero.discovery import Unit
@@ -53,11 +53,11 @@ class UnitHooks:
         self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup],
         handles: HandleTable, use: Callable[[ParamGroup], None],
         written: Callable[[ParamGroup, list[int]], None], begin_forward: Callable[[], None],
-        owner: Callable[[], object | None], one_thread: OneThread,
+        owner: object, one_thread: OneThread,
     ) -> None:  # fmt: skip
         """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`),
-        `begin_forward` that the whole model is called, outside of any backward pass. Dropping
-        `owner` closes the engine; calls keep it alive until they end."""
+        `begin_forward` that the whole model is called, outside of any backward pass. The
+        hooks, and so the model, keep their `owner`."""
         self._model = model
         self._groups = groups
         self._written = written
@@ -96,8 +96,8 @@ class UnitHooks:
 
     @staticmethod
     def owner_of(module: nn.Module) -> object | None:
-        """The owner of the hooks on a module, if there are any and it is there."""
-        return next((hook.owner() for hook in _hooks_of(module)), None)
+        """The owner of the hooks on a module, if there are any."""
+        return next((hook.owner for hook in _hooks_of(module)), None)
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
@@ -174,12 +174,6 @@ class UnitHooks:
         outermost = not self._calls
         self._calls.append(call)
         if outermost:
-            call.owner = self._owner()
-            if call.owner is None:
-                raise StateError(
-                    "this model's engine was dropped, and its parameters went with it; keep the "
-                    "engine, or its optimizer, for as long as the model is used"
-                )
             if module is self._model and not in_backward():
                 self._begin_forward()
             call.session = Session(self._handles)
@@ -350,7 +344,7 @@ def _hooks_of(module: nn.Module) -> Iterator[_Hook]:
 class _Hook:
     """Our hook on a module: copying or pickling it with the module raises."""
 
-    def __init__(self, function: Callable[..., None], owner: Callable[[], object | None]) -> None:
+    def __init__(self, function: Callable[..., None], owner: object) -> None:
         self._function = function
         self.owner = owner
 
@@ -515,4 +509,3 @@ class _Call(_User):
     thread: int = field(default_factory=get_ident)
     session: Session | None = None
     experts: list[_User] = field(default_factory=list)  # within it
-    owner: object | None = None  # kept while the outermost call lasts

@@ -255,9 +255,9 @@ class Runtime:
             summed_over_blocks=several,
         )  # fmt: skip
 
-    def start(self, model: nn.Module, values: Values, owner: Callable[[], object | None]) -> None:
-        """Install the hooks: from here on `model` trains through this runtime, while its `owner`
-        is there."""
+    def start(self, model: nn.Module, values: Values, owner: object) -> None:
+        """Install the hooks: from here on `model` trains through this runtime, and keeps its
+        `owner`."""
         self.store.start(model, values, owner, self._begin_forward)
         if self.options.micro_batches > 1:
             self._micro_batching = MicroBatching(

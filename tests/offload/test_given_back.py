@@ -226,7 +226,7 @@ def test_a_refused_takeover_leaves_the_trainer_as_it_was(tmp_path: Path) -> None
     engine = engine_for(model, keys)
     found = losses_of(engine, batches(4)[:2])
     groups = [{"params": [model.embed.weight], "lr": -1.0}]
-    with pytest.raises((ConfigError, ValueError), match="learning rate|lr"):
+    with pytest.raises((ConfigError, ValueError), match=r"learning rate|lr"):
         engine_for(model, keys, parameters=groups)
     assert found + losses_of(engine, batches(4)[2:]) == expected
     engine.close()
