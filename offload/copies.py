@@ -85,7 +85,8 @@ class _Reduced:
     def __call__(self, protocol: Any) -> Any:
         module = self._module
         with _without_the_engine(module):
-            make, args, *rest = module.__reduce_ex__(protocol)
+            reduced: Any = module.__reduce_ex__(protocol)
+            make, args, *rest = reduced
             rest = [dict(each) if each is vars(module) else each for each in rest]
         return _make, (_Tensors(module, self._copies), make, *args), *rest
 

@@ -256,13 +256,13 @@ class _Ram:
 
     def put(self, given: _Given, first: int, values: torch.Tensor) -> None:
         if given.values is None:
-            given.values = torch.empty(given.shape, dtype=given.dtype)
+            given.values = torch.empty(given.shape, dtype=given.dtype, device="cpu")
         given.values.view(-1)[first : first + values.numel()].copy_(values)
 
     def finish(self, given: list[_Given]) -> None:
         for each in given:
             if each.values is None:  # it has no elements
-                each.values = torch.empty(each.shape, dtype=each.dtype)
+                each.values = torch.empty(each.shape, dtype=each.dtype, device="cpu")
 
 
 class _File:
@@ -303,7 +303,7 @@ class _File:
         self._file.close()  # the mapping keeps the bytes
         for each in given:
             count = torch.Size(each.shape).numel()
-            each.values = torch.empty(each.shape, dtype=each.dtype)
+            each.values = torch.empty(each.shape, dtype=each.dtype, device="cpu")
             if count:
                 each.values = torch.frombuffer(
                     mapped, dtype=each.dtype, count=count, offset=each.start

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
@@ -389,7 +389,7 @@ class TieredModel(abc.ABC):
         store = self.store
         with store.one_thread:
             store.check_usable()
-            self._settle()
+            self.values.adopt_changes()
             back = self._given_back(store)
             with self._having_room():
                 back.check_room_for(params)
@@ -442,6 +442,12 @@ class TieredModel(abc.ABC):
     def _forget_finalizer(self) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} cannot be copied or pickled: it owns the tiers of its model; "
+            "copy the model (copy.deepcopy(engine.module)), or use engine.save_checkpoint()"
+        )
 
     def __enter__(self) -> Self:
         return self
