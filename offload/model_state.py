@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.group import NO_COPIES, GroupState
+from offload.zero.group import GroupState
 from offload.zero.store import WeightStore
 from offload.zero.weight_values import WeightValues
 
@@ -43,10 +43,6 @@ class StateDictHooks:
         for module in model.modules():
             if self._own(module):
                 self._install(module)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """`copy.deepcopy(model)` comes here with the hooks; the copy would hold placeholders."""
-        raise UnsupportedError(f"the model cannot be deep-copied: {NO_COPIES}")
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False, remove_duplicate=False)

@@ -30,7 +30,8 @@ from offload.zero import compilers
 from offload.zero.compilers import break_graph, uncompiled
 from offload.zero.discovery import Unit
 from offload.zero.dtype_errors import explain_dtypes
-from offload.zero.group import NO_COPIES, GroupState, ParamGroup
+from offload.zero.forwards import ReplacedForward
+from offload.zero.group import NO_PICKLES, GroupState, ParamGroup
 from offload.zero.handles import HandleTable
 from offload.zero.one_thread import OneThread
 from offload.zero.session import Session, in_backward, leave_checkpoints
@@ -353,7 +354,7 @@ class _Hook:
         self._function(*args)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError(f"the model cannot be copied or pickled: {NO_COPIES}")
+        raise UnsupportedError(NO_PICKLES)
 
 
 class _Guard:
@@ -457,35 +458,32 @@ class _Guard:
             self._forward.remove()
 
 
-class _Forward:
+def installed_call(call: Any) -> Any:
+    """What a module has for a compiled call, without a guard of ours."""
+    return call._installed if isinstance(call, _Guard) else call
+
+
+class _Forward(ReplacedForward):
     """The forward of a module that asks of what class its parameters are: called by itself
     (`layer.forward(x)`), it is called between our hooks all the same."""
 
     def __init__(self, module: nn.Module, guard: _Guard, calls: Sequence[_Call]) -> None:
-        self._module = module
+        super().__init__(module)
         self._guard: _Guard | None = guard
         self._calls = calls
-        self._overrides = "forward" in module.__dict__
-        self._own: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, self._own)
-        module.forward = self
+        functools.update_wrapper(self, self.own, updated=())
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_called = any(call.module is self._module for call in self._calls)
+        is_called = any(call.module is self.module for call in self._calls)
         if is_called or self._guard is None:
-            return self._own(*args, **kwargs)
-        return self._guard.run_forward(self._own, args, kwargs)
+            return self.own(*args, **kwargs)
+        return self._guard.run_forward(self.own, args, kwargs)
 
     def remove(self) -> None:
         self._guard = None  # another wrapper may have this one
-        if self._module.__dict__.get("forward") is self:
-            del self._module.__dict__["forward"]
-            if self._overrides:
-                self._module.forward = self._own
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError(f"the model cannot be copied or pickled: {NO_COPIES}")
+        if vars(self.module).get("forward") is self:
+            super().remove()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

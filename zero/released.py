@@ -13,7 +13,7 @@ subclass of its own, whose `__torch_function__` sees every use:
                                 would be a view of the values is a copy
     otherwise                   it acts as a `PagedTensor`: read when needed, written through,
                                 masters included
-    copied or pickled           its values; a module of the model refuses that
+    copied or pickled           its values; a module of the model refuses to be pickled
 
 What reads it below Python comes here, too (zero/placeholders.py).
 
