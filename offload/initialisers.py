@@ -351,7 +351,7 @@ def _entry(tensor: torch.Tensor, *, is_parameter: bool) -> Entry:
 
 
 def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return torch.empty_like(tensor, device="meta", requires_grad=False)
     # empty_like imports symbolic shapes for a tensor on the meta device, and sympy with them
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("meta"))

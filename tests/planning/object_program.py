@@ -1,7 +1,7 @@
 """`python object_program.py FOLDER`: what objects a model of many small layers takes, in bytes.
 
-Prints as JSON the growth of the process beside the tiers and beside holes in the heap, for each parameter,
-from a model of a few layers to one of many, and what is predicted for one.
+Prints as JSON the growth of the process beside the tiers and beside holes in the heap, from a model
+of a few layers to one of many, for each parameter, and what is predicted for one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 import offload
 from offload.planning.machine.baseline import OBJECTS_NBYTES
 
-FEW, MANY = 10, 150  # layers, of two parameters each
+FEW, MANY = 10, 100  # layers, of two parameters each
 
 
 def taken_nbytes(layers: int, folder: str) -> int:
