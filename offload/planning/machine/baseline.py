@@ -27,7 +27,7 @@ from offload.tiers.units import format_bytes
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-FORMAT = 6  # raised whenever what is measured, or how, changes
+FORMAT = 5  # raised whenever what is measured, or how, changes
 _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 
 # Measured by `measure_baseline` on 2 cores (Intel Xeon with AMX), Python 3.11, torch 2.13 for
