@@ -131,6 +131,14 @@ class _Place:
 class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
+    __slots__ = (
+        "__weakref__", "_addresses", "_any_dtensor", "_catch_up", "_classes", "_flat",
+        "_held_for", "_home", "_placeholders", "_places", "_users", "_uses", "_views", "_watched",
+        "_written", "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy",
+        "layout", "name", "on_hold", "on_trial", "params", "pending", "permanent", "residing",
+        "state", "table", "updated_at", "version", "written_at",
+    )  # fmt: skip
+
     def __init__(
         self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
         dtype: torch.dtype, state: State, device: torch.device,

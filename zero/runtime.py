@@ -120,6 +120,11 @@ def _next_update(trace: Trace, index: int) -> float:
     return trace.next_cycle_use(index) + 0.5
 
 
+def _next_read(runtime: Runtime, index: int) -> float:
+    done = index in runtime.stepper.trials and not runtime.updates.is_pending(index)
+    return math.inf if done else _next_update(runtime.trace, index)
+
+
 class Runtime:
     """Owns the groups of `discovery`. Its public methods are for the thread of the model."""
 
@@ -192,12 +197,8 @@ class Runtime:
         # homes live as long as files, and keep no model
         this, trace = weakref.proxy(self), self.trace
 
-        def next_update() -> float:
-            return _next_update(trace, index)
-
-        def next_read() -> float:
-            done = index in this.stepper.trials and not this.updates.is_pending(index)
-            return math.inf if done else next_update()
+        next_update = partial(_next_update, trace, index)
+        next_read = partial(_next_read, this, index)
 
         gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
