@@ -8,7 +8,6 @@ first.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,7 +142,7 @@ def _parameters_stay() -> Iterator[None]:
 
 
 class _Asking:
-    """A module's `_apply`. Copies of the module convert by themselves."""
+    """A module's `_apply`."""
 
     def __init__(self, module: nn.Module, conversions: Conversions) -> None:
         self._module = module
@@ -151,13 +150,3 @@ class _Asking:
 
     def __call__(self, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         return self._conversions.apply(self._module, fn, recurse)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _own_apply(memo.get(id(self._module), self._module))
-
-    def __reduce__(self) -> Any:
-        return _own_apply, (self._module,)
-
-
-def _own_apply(module: nn.Module) -> types.MethodType:
-    return types.MethodType(type(module)._apply, module)

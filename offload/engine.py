@@ -40,6 +40,7 @@ from offload.swap.recorder import Recorder
 from offload.swap.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.closed_engine import ENGINE
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, managed
 from offload.zero.group import ParamGroup
@@ -154,7 +155,7 @@ class Engine(TieredModel):
     """
 
     values: ParameterValues
-    _CLOSED = "the engine is closed; make a new one with offload.initialize"
+    _CLOSED = ENGINE
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
@@ -212,12 +213,12 @@ class Engine(TieredModel):
         self._store = self._runtime.store
         self._load(first)
         self.values = ParameterValues(self._runtime)
-        self.optimizer = self._make_optimizer(trained)
+        self.optimizer = self._make_optimizer(trained, self.config.optimizer)
         self._give_out_values()
         self._attach_experts()
         self._prepare_optimizer(self._runtime)
         self._keep_activations(config, discovery, self._runtime)
-        self._runtime.start(self.module, self.values, lambda: self)  # the model keeps this
+        self._runtime.start(self.module, self.values, self)  # which the model keeps
         self._refuse(refuse_foreign_optimizers)
         self._refuse_wrappers()
 
@@ -309,14 +310,13 @@ class Engine(TieredModel):
         agreed = ranks.as_on_first([value(spec) for spec in params])
         return dict(zip(params, agreed, strict=True)).__getitem__
 
-    def _make_optimizer(self, given: Any) -> OffloadOptimizer:
+    def _make_optimizer(self, given: Any, config: OptimizerConfig) -> OffloadOptimizer:
         assert self._runtime is not None, "made just before"
         if given is None:
             # as one param group: that may be empty (a frozen model), a list of parameters may not
             params: Any = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
         else:
             params = given
-        config = self.config.optimizer
         return optimizer_class(config.type)(self._runtime, self.values, params, config)
 
     # ---------------------------------------------------------------- beginning anew
@@ -344,36 +344,35 @@ class Engine(TieredModel):
     ) -> None:
         """Train as a new engine of the same model: without gradients, optimizer states, step
         counts, or what was registered. `optimizer` is another object, with the numbers of `config`;
-        the one before can step no more. `keeps_states`: of the optimizer's states."""
-        runtime, trained = self._open(), _listed(parameters)
+        the one before can step no more. `keeps_states`: of the optimizer's states.
+
+        What `initialize` raises for `parameters` and numbers, and nothing is changed."""
+        runtime = self._open()
+        numbers = self.config.optimizer.model_copy(update=config.numbers)
+        optimizer = self._make_optimizer(_listed(parameters), numbers)
         self._saves.wait()
         for call in reversed(self._to_be_called()):
             call()
         self.values.adopt_changes()
-        self._drop_gradients(runtime)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.module.parameters():
+                param.grad = None
         runtime.begin_anew(_loss_scale(self.config))
         if not keeps_states:
             for param in self.module.parameters():
                 if runtime.store.spec_of(param) is not None:
                     self.values.write_state(param, {})
-        numbers = self.config.optimizer.model_copy(update=config.numbers)
         self.config = self.config.model_copy(update={"optimizer": numbers})
         self.carried, self.last_checkpoint = {}, None
         self._told_of_scheduler = False
-        self.optimizer = self._make_optimizer(trained)
+        self.optimizer = optimizer
         self._prepare_optimizer(runtime)
-
-    def _drop_gradients(self, runtime: Runtime) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in self.module.parameters():
-                param.grad = None
-        runtime.drop_cleared_gradients()
 
     def _prepare_optimizer(self, runtime: Runtime) -> None:
         self._watch_structure(runtime)
         if self._ranks is not None:
             self._share_loads(self._ranks)
-        self.optimizer.engine = self  # the optimizer needs the engine, so it keeps it alive
+        self.optimizer.serve(self)
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,7 +28,7 @@ from offload.tiers.errors import BudgetError, ConfigError, NoSpaceError, Storage
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.group import ParamGroup
-from offload.zero.local_tensors import hold, local_of
+from offload.zero.local_tensors import hold, is_dtensor, like, local_of
 from offload.zero.paged import PagedTensor
 from offload.zero.placeholders import exchanging
 from offload.zero.store import WeightStore
@@ -59,6 +59,14 @@ class _Given:
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def as_copy(self) -> nn.Parameter:
+        """Another parameter, of the same class, that has the values."""
+        assert self.values is not None, "all were put"
+        if is_dtensor(self.param):
+            return nn.Parameter(like(self.param, self.values), self.param.requires_grad)
+        made: nn.Parameter = self.kind(self.values, self.param.requires_grad)
+        return made
 
 
 class Place(Protocol):
@@ -115,6 +123,29 @@ class GivenBack:
         """RAM that the configuration has given to the tiers."""
         return self._homes.ram_budget_nbytes
 
+    def check_room_for(self, params: Collection[nn.Parameter]) -> None:
+        """BudgetError where RAM cannot have copies of `params`."""
+        nbytes = sum(self._given[id(param)].nbytes for param in params)
+        missing = nbytes - machine.available_memory_nbytes()
+        if missing > 0:
+            raise BudgetError(
+                f"copy.deepcopy: {format_bytes(nbytes)} of parameters would come into RAM, and "
+                f"{format_bytes(missing)} are missing; close other programs, or write them to "
+                "files with engine.save_checkpoint(folder), from which offload.initialize(other, "
+                "weights=folder) reads them"
+            )
+
+    def copied(self, params: Collection[nn.Parameter]) -> dict[int, nn.Parameter]:
+        """By their ids, ordinary parameters with the values that `params` would be given back
+        with; the tiers keep theirs. A collective where parameters are sharded."""
+        wanted = {id(param): self._given[id(param)] for param in params}
+        place = _Ram()
+        with torch.inference_mode(False), torch.no_grad():
+            for group in self._store.groups:
+                self._take_group(group, place, wanted)
+            place.finish([*wanted.values()])
+            return {number: given.as_copy() for number, given in wanted.items()}
+
     def missing_in_ram(self) -> int:
         """Bytes that RAM lacks: what the tiers hold there goes as the values come."""
         held = self._homes.pool.tier
@@ -153,7 +184,7 @@ class GivenBack:
             copied = 0
             since = _GIVE_BACK_NBYTES  # the buffers of updates are free now
             for group in self._store.groups:
-                nbytes = self._take_group(group, place)
+                nbytes = self._take_group(group, place, self._given)
                 self.close_states(group)
                 copied, since = copied + nbytes, since + nbytes
                 if since >= _GIVE_BACK_NBYTES:
@@ -170,12 +201,22 @@ class GivenBack:
                 if found is not None:
                     given.gradient = found.to(device="cpu", dtype=given.dtype)
 
-    def _take_group(self, group: ParamGroup, place: Place) -> int:
+    def _take_group(
+        self, group: ParamGroup, place: Place, wanted: Mapping[int, _Given]
+    ) -> int:  # fmt: skip
         store, copied = self._store, 0
         with store.ranks.exactly():
-            for param, spec in zip(group.params, group.layout.params, strict=True):
-                given = self._given[store.whole.get(id(param), id(param))]
-                values = self.master_of(param) if given.dtype is not group.dtype else None
+            for index, (param, spec) in enumerate(
+                zip(group.params, group.layout.params, strict=True)
+            ):
+                given = wanted.get(store.whole.get(id(param), id(param)))
+                if given is None:
+                    continue
+                values: torch.Tensor | None = None
+                if group.is_written(index):  # its master follows when the writer has ended
+                    values = param.detach()
+                elif given.dtype is not group.dtype:
+                    values = self.master_of(param)
                 if values is None:
                     values = group.flat()[spec.offset : spec.stop]
                 place.put(given, store.whole_of(param)[1], local_of(values).reshape(-1))
@@ -215,13 +256,13 @@ class _Ram:
 
     def put(self, given: _Given, first: int, values: torch.Tensor) -> None:
         if given.values is None:
-            given.values = torch.empty(given.shape, dtype=given.dtype)
+            given.values = torch.empty(given.shape, dtype=given.dtype, device="cpu")
         given.values.view(-1)[first : first + values.numel()].copy_(values)
 
     def finish(self, given: list[_Given]) -> None:
         for each in given:
             if each.values is None:  # it has no elements
-                each.values = torch.empty(each.shape, dtype=each.dtype)
+                each.values = torch.empty(each.shape, dtype=each.dtype, device="cpu")
 
 
 class _File:
@@ -262,7 +303,7 @@ class _File:
         self._file.close()  # the mapping keeps the bytes
         for each in given:
             count = torch.Size(each.shape).numel()
-            each.values = torch.empty(each.shape, dtype=each.dtype)
+            each.values = torch.empty(each.shape, dtype=each.dtype, device="cpu")
             if count:
                 each.values = torch.frombuffer(
                     mapped, dtype=each.dtype, count=count, offset=each.start

@@ -27,6 +27,7 @@ from offload.swap.lanes import waits_s
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.units import format_bytes
+from offload.zero.closed_engine import DISPATCHED
 from offload.zero.discovery import Discovery, managed, refuse_uninitialised
 from offload.zero.group import ParamGroup
 from offload.zero.hooks import UnitHooks
@@ -98,10 +99,7 @@ class Dispatched(TieredModel):
     configuration with every `auto` resolved, `plan` the tier of each group of weights.
     """
 
-    _CLOSED = (
-        "this dispatched model's tiers are closed; build it anew, or give it to offload.dispatch "
-        "with weights="
-    )
+    _CLOSED = DISPATCHED
     _TAKEN = (
         "%s is of a model that is dispatched: one parameter cannot be in two places. Close that "
         "one first, which gives the parameters back (offload.dispatched(model).close(keep='host'))"
@@ -153,8 +151,7 @@ class Dispatched(TieredModel):
         self._give_out_values()
         self._attach_experts()
         self._split_batches()
-        # the model keeps this
-        self._store.start(self.module, self.values, lambda: self, self._begin_forward)
+        self._store.start(self.module, self.values, self, self._begin_forward)  # the model keeps it
         self._store.expect_model_order()
         self._refuse_gradients()
         self._refuse_wrappers()
@@ -256,7 +253,7 @@ def _refuse_gradient(name: str, param: torch.Tensor) -> None:
 def _check_usable(found: weakref.ref[WeightStore]) -> None:
     store = found()
     if store is None:
-        raise StateError(Dispatched._CLOSED)
+        raise StateError(Dispatched._CLOSED.text)
     store.check_usable()
 
 

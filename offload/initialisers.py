@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.shadows import Notes, Shadow
+from offload.shadows import Dispatch, Notes, Shadow
 from offload.tiers.errors import UnsupportedError
 from offload.zero.local_tensors import is_dtensor
 
@@ -145,8 +145,8 @@ class Initialisers:
 
     def _rehearse(self) -> None:
         notes = Notes()
-        shadows = {e: e.like(Shadow(torch.empty_like(e.twin), notes, e)) for e in self.entries}
-        with self.twins_installed():
+        with self.twins_installed(), Dispatch():
+            shadows = {e: e.like(Shadow(_meta_like(e.twin), notes, e)) for e in self.entries}
             for entry, shadow in shadows.items():
                 entry.install(shadow)
             for call in self.calls:
@@ -344,10 +344,17 @@ def _entry(tensor: torch.Tensor, *, is_parameter: bool) -> Entry:
             "a model of DTensors is on the meta device, or a part of it is; build it on the CPU, "
             "or call parallelize_module on a model that has its values"
         )
-    meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+    meta = _meta_like(tensor)
     entry = Entry(tensor, is_parameter, tensor.is_meta, tensor._version, meta)
     entry.twin = entry.like(meta)
     return entry
+
+
+def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return torch.empty_like(tensor, device="meta", requires_grad=False)
+    # empty_like imports symbolic shapes for a tensor on the meta device, and sympy with them
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("meta"))
 
 
 # -------------------------------------------------------------------------------- the calls

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.group import NO_COPIES, GroupState
+from offload.zero.group import GroupState
 from offload.zero.store import WeightStore
 from offload.zero.weight_values import WeightValues
 
@@ -34,31 +34,37 @@ class StateDictHooks:
         # of tied parameters, by id: what the last state dict has, and of which version
         self._copied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._versions: dict[int, int] = {}
+        # One for all modules. A function, not a method: torch marks the first with an attribute.
+        self._on_saved = lambda *args: self._saved(*args)
+        self._on_load, self._on_loaded = self._before_load, self._after_load
         owned = [p for module in model.modules() for p in self._own(module).values()]
         self._names = Counter(map(id, owned))
-        self._handles: list[RemovableHandle] = [
+        self._installed: list[tuple[dict[int, Any], int]] = []
+        self._keep(
             model.register_state_dict_pre_hook(lambda *args: values.adopt_changes()),
             model.register_load_state_dict_pre_hook(lambda *args: self._begin_load(*args)),
-        ]
+        )
         for module in model.modules():
             if self._own(module):
                 self._install(module)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """`copy.deepcopy(model)` comes here with the hooks; the copy would hold placeholders."""
-        raise UnsupportedError(f"the model cannot be deep-copied: {NO_COPIES}")
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         return {name: p for name, p in own if self._store.spec_of(p) is not None}
 
     def _install(self, module: nn.Module) -> None:
-        self._handles += [
-            # a function of its own: torch marks the hook with an attribute
-            module.register_state_dict_post_hook(lambda *args: self._saved(*args)),
-            module.register_load_state_dict_pre_hook(self._before_load),
-            module.register_load_state_dict_post_hook(self._after_load),
-        ]
+        self._keep(
+            module.register_state_dict_post_hook(self._on_saved),
+            module.register_load_state_dict_pre_hook(self._on_load),
+            module.register_load_state_dict_post_hook(self._on_loaded),
+        )
+
+    def _keep(self, *handles: RemovableHandle) -> None:
+        """What removes the hooks, in fewer bytes than the handles: there are three per module."""
+        for handle in handles:
+            hooks = handle.hooks_dict_ref()
+            assert hooks is not None, "of a module that is there"
+            self._installed.append((hooks, handle.id))
 
     def _saved(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
@@ -133,8 +139,9 @@ class StateDictHooks:
             context.__exit__(None, None, None)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for hooks, number in self._installed:
+            hooks.pop(number, None)
+        self._installed.clear()
 
 
 def _refuse_assigning(module: nn.Module, metadata: Any) -> None:

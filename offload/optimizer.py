@@ -31,6 +31,7 @@ from offload.zero.values import ParameterValues
 
 if TYPE_CHECKING:
     from offload.config.optimizer import OptimizerConfig
+    from offload.engine import Engine
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -57,8 +58,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.last_step: StepOutcome | None = None
         self.engine: Any = None  # kept alive with this optimizer
         super().__init__(params, config.numbers)
+
+    def serve(self, engine: Engine) -> None:
+        """Be the one that steps: updates in backward go by its param groups."""
+        self.engine = engine
         this = weakref.ref(self)  # the runtime must not keep the engine alive
-        runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
+        self._runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
+
+    def _check_serves(self) -> None:
+        if self.engine is not None and self.engine.optimizer is not self:
+            raise StateError(
+                "this optimizer's model was given to another trainer since, and trains with the "
+                "optimizer of that (offload.engine_of(model).optimizer)"
+            )
 
     def _new_entries(self) -> OptimizerEntries:
         return OptimizerEntries(self._values, self._managed, self._kept_or_none)
@@ -66,6 +78,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The states of each parameter, read when asked for: see `optimizer_entries`."""
+        self._check_serves()
         return self._entries
 
     @state.setter
@@ -73,6 +86,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         before = self._entries
         if entries is before or not hasattr(self, "param_groups"):  # torch.optim is making it
             return
+        self._check_serves()
         self._entries = self._new_entries()
         if sys.getrefcount(before) > 2:  # the program has it, too, and it keeps the values of now
             before.part()
@@ -162,11 +176,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @uninterrupted
     @torch.no_grad()
     def _step(self) -> None:
-        if self.engine is not None and self.engine.optimizer is not self:
-            raise StateError(
-                "this optimizer's model was given to another trainer since, and trains with the "
-                "optimizer of that (offload.engine_of(model).optimizer)"
-            )
+        self._check_serves()
         self.last_step = self._runtime.step(self.hyper_of())
         self._runtime.stepper.nonfinite.check()
 
@@ -190,6 +200,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Whole in RAM: `engine.save_checkpoint` streams instead.
         """
+        self._check_serves()
         index = 0
         packed_groups, state = [], {}
         for group in self.param_groups:
@@ -210,6 +221,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ValueError or UnsupportedError, and nothing is changed, where it is of another kind, or of
         other parameters.
         """
+        self._check_serves()
         check_sizes(self.param_groups, state_dict)
         numbers, states = [], []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

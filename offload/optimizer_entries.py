@@ -293,6 +293,11 @@ class OptimizerEntries(_Mapping):
             return default
         return self[param]
 
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        if param not in self:
+            self[param] = default
+        return self[param]
+
     def __setitem__(self, param: Any, state: Any) -> None:
         """States of a parameter go to its tiers, other entries stay here. ValueError, and nothing
         is changed, for states that are not its own kind's, or not all of them."""
@@ -332,7 +337,7 @@ class OptimizerEntries(_Mapping):
     def pop(self, param: Any, *default: Any) -> Any:
         """The entry, with its values."""
         if param not in self:
-            return super().pop(param, *default)
+            return dict.pop(self, param, *default)
         found = self[param]
         del self[param]
         return found

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _MOST_QUESTIONS = 1000  # about values, in one call: it may wait for an answer that never comes
 # These write all of a tensor and read none of it.
@@ -98,6 +99,22 @@ class Shadow(torch.Tensor):
             return Shadow(result, notes, key, is_whole=whole)
 
         return pytree.tree_map(shadow_of, found)
+
+
+class Dispatch(TorchDispatchMode):
+    """Inside, operations on shadows come here. Those on a tensor of another class go to the class,
+    but before that PyTorch imports its DTensors, with sympy: 40 MiB of RAM."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the compiler is imported, to leave this out
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, Shadow) for kind in types):
+            return Shadow.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _to_meta(value: Any) -> Any:

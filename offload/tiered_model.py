@@ -11,11 +11,11 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from offload import machine
 from offload.config import OffloadConfig
 from offload.conversions import Conversions
+from offload.copies import Copies
 from offload.display.progress import progress
 from offload.first_values import FirstValues
 from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
@@ -42,7 +43,7 @@ from offload.spread_experts import SpreadExperts
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
 from offload.tiers.units import format_bytes
-from offload.zero.closed_engine import Refusal
+from offload.zero.closed_engine import Closed, Refusal
 from offload.zero.discovery import Discovery, discover, refuse_uninitialised
 from offload.zero.expert_access import ExpertAccess
 from offload.zero.gradient_hooks import is_trained_here
@@ -188,6 +189,7 @@ class TieredModel(abc.ABC):
         """`state_dict` has values, until the model is given away again."""
         self.state_dicts = StateDictHooks(self.module, self.store, self.values)
         self.store.on_reuse.append(self.state_dicts.remove)
+        self.store.on_reuse.append(Copies(self.module, self.store, self._copied).remove)
         self.store.on_close.append(Conversions(self.module, self.store).remove)
 
     def _attach_experts(self) -> None:
@@ -267,10 +269,10 @@ class TieredModel(abc.ABC):
     # ---------------------------------------------------------------- ending
     def _check_open(self) -> None:
         if self._closed or self._store is None:
-            raise StateError(self._CLOSED)
+            raise StateError(self._CLOSED.text)
         self._store.one_thread.check_process()
 
-    _CLOSED: str  # what is said of it then
+    _CLOSED: Closed  # what is said of it then
     # ... and of a parameter that is given to another one meanwhile
     _TAKEN = (
         "%s trains through another engine that is open: one parameter cannot have two. Close that "
@@ -357,28 +359,41 @@ class TieredModel(abc.ABC):
     def _place(self, back: GivenBack, keep: Keep | None) -> Place:
         """Where the parameters go. BudgetError, PathError or NoSpaceError, on all ranks, where one
         has no room."""
-        refusal: OffloadError | None = None
-        place: Place | None = None
         if keep is None and not back.fits and not back.missing_in_ram():
-            refusal = BudgetError(
+            raise BudgetError(
                 f"{format_bytes(back.nbytes)} of parameters are more than budget.host "
                 f"({format_bytes(back.promised_nbytes)}); close(keep='host') brings them into RAM "
                 "all the same, close(keep='file') leaves them on disk"
             )
-        else:
-            try:
-                folder = nvme_paths(self.config.nvme)[0]
-                place = back.place(keep or "host", folder, self.config.nvme.timeout_s)
-            except OffloadError as error:
-                refusal = error
+        folder = nvme_paths(self.config.nvme)[0]
+        with self._having_room():
+            return back.place(keep or "host", folder, self.config.nvme.timeout_s)
+
+    @contextmanager
+    def _having_room(self) -> Iterator[None]:
+        """What is raised inside because there is no room is raised on all ranks."""
+        refusal: OffloadError | None = None
+        try:
+            yield
+        except OffloadError as error:
+            refusal = error
         if self._ranks is not None:
             rows = self._ranks.exchange([refusal is None], "whether there is room for parameters")
             if refusal is None and not rows.all():
                 refusal = BudgetError("another rank has no room for the parameters")
         if refusal is not None:
             raise refusal
-        assert place is not None, "there is room"
-        return place
+
+    def _copied(self, params: Collection[nn.Parameter]) -> dict[int, nn.Parameter]:
+        """See `GivenBack.copied`, of the values that they have now."""
+        store = self.store
+        with store.one_thread:
+            store.check_usable()
+            self.values.adopt_changes()
+            back = self._given_back(store)
+            with self._having_room():
+                back.check_room_for(params)
+            return back.copied(params)
 
     def _take(self, back: GivenBack, place: Place, *, is_wanted: bool) -> None:
         try:
@@ -427,6 +442,12 @@ class TieredModel(abc.ABC):
     def _forget_finalizer(self) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} cannot be copied or pickled: it owns the tiers of its model; "
+            "copy the model (copy.deepcopy(engine.module)), or use engine.save_checkpoint()"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -512,8 +533,8 @@ def _take_over(model: nn.Module, *, takes_values: bool) -> None:
     closed = Refusal.of(model)
     if closed and not takes_values:
         raise StateError(
-            "this model was given to an engine before, which was closed, and its parameters went "
-            "with it; say with weights= where their values are (safetensors files; of "
+            "this model was in tiers before, which were closed, and its parameters are gone; say "
+            "with weights= where their values are (safetensors files; of "
             'engine.save_checkpoint("checkpoint"): weights="checkpoint", and then '
             "engine.load_checkpoint), or build the model anew"
         )

@@ -37,6 +37,11 @@ from offload.tiers.units import round_up
 class FileState(SlotState):
     """A flat buffer at home in a `BlockStore`. Thread-safe: the pool's lock guards its fields."""
 
+    __slots__ = (
+        "_arrivals", "_being_sent", "_blocks", "_class", "_departures", "_dirty", "_failure",
+        "_filling", "_old", "_store",
+    )  # fmt: skip
+
     can_snapshot = True
 
     def __init__(

@@ -86,6 +86,11 @@ class State(abc.ABC):
     `read_piece` and `wrote_piece` or `write_piece`, and never while the compute side writes.
     """
 
+    __slots__ = (
+        "__weakref__", "_pieces_to_edge", "edge_nbytes", "name", "nbytes", "piece_nbytes",
+        "pieces", "pieces_per_stride", "stride_nbytes",
+    )  # fmt: skip
+
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, edge_nbytes: int | None = None,
         stride_nbytes: int | None = None,
@@ -249,6 +254,8 @@ class State(abc.ABC):
 
 class MemoryState(State):
     """State whose home is memory that it is used in: nothing ever moves."""
+
+    __slots__ = ("_lease", "_memory", "_old", "_old_lock", "_replaced", "_spare")
 
     in_place = True
     can_snapshot = True

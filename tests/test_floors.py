@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
         "foreign_wrappers", "given_back", "headroom", "homes", "initialisers", "kv_cache",
         "kv_homes",
         "lazy_tensors", "leftovers",
-        "materialise", "conversions", "model_state",
+        "materialise", "conversions", "copies", "model_state",
         "model_structure", "optimizer", "optimizer_entries", "optimizer_state_dict",
         "packed_experts", "quantised", "recording",
         "report", "safetensors_weights",

@@ -106,7 +106,7 @@ class HostRegion(AnonymousMemory):
             self._given.append(_Given(made, (start, stop)))
             if len(self._given) >= self._many:
                 self._given = [given for given in self._given if not given.is_gone()]
-                self._many = 2 * len(self._given) + 64
+                self._many = len(self._given) * 5 // 4 + 64
         return made
 
     def give_back(self) -> None:

@@ -8,6 +8,7 @@ they were before, on the meta device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,16 +19,49 @@ from offload.zero.discovery import Unit
 from offload.zero.local_tensors import is_dtensor
 
 
+@dataclass(frozen=True)
+class Closed:
+    """What is said of a model whose tiers are closed."""
+
+    what: str
+    again: str  # how to go on
+    keep: str  # what would have kept the parameters
+
+    @property
+    def text(self) -> str:
+        """Of a use of what is closed."""
+        return f"{self.what}; {self.again}"
+
+    def without_values(self, why: str) -> str:
+        """Of a use of parameters that were dropped."""
+        return (
+            f"{self.what}, and the model's parameters are gone ({why}); build the model anew, or "
+            f"give it to offload.initialize or offload.dispatch with weights= ({self.keep} would "
+            "have kept them)"
+        )
+
+
+ENGINE = Closed(
+    "the engine is closed", "make a new one with offload.initialize",
+    "engine.save_checkpoint, or engine.close(keep='host'),",
+)  # fmt: skip
+DISPATCHED = Closed(
+    "this dispatched model's tiers are closed",
+    "build it anew, or give it to offload.dispatch with weights=",
+    "offload.dispatched(model).close(keep='host')",
+)  # fmt: skip
+
+
 class Refusal:
     """A hook on the units of a closed engine."""
 
     def __init__(
         self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]],
-        also: Sequence[Callable[[], None]], why: str,
+        also: Sequence[Callable[[], None]], text: str,
     ) -> None:  # fmt: skip
-        """`params` with their own classes; `also` is called when the model is given away. `why`
-        they have no values."""
-        self._why = why
+        """`params` with their own classes; `also` is called when the model is given away. `text`
+        is what a call raises."""
+        self._text = text
         self._params = params
         self._also = also
         self._handles = {
@@ -36,11 +70,7 @@ class Refusal:
         }
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        raise StateError(
-            f"the engine is closed and this model's parameters went with it ({self._why}); build "
-            "the model anew, or give it to offload.initialize or offload.dispatch with weights= "
-            "(engine.save_checkpoint, or engine.close(keep=...), keep them)"
-        )
+        raise StateError(self._text)
 
     @staticmethod
     def of(model: nn.Module) -> list[Refusal]:

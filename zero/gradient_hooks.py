@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import UnsupportedError
@@ -26,13 +25,16 @@ class GradientHooks:
     def __init__(self, store: WeightStore, take: Take) -> None:
         self._store = store
         self._take = take
-        hook = _Hook(self)
-        self._removable: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(hook)
-            for group in store.groups
-            for param, spec in zip(group.params, group.layout.params, strict=True)
-            if spec.trainable
-        ]
+        self._hook = _Hook(self)
+        for param in self._params():
+            # the handle is not kept: of thousands of parameters they are as many KiB
+            param.register_post_accumulate_grad_hook(self._hook)
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for group in self._store.groups:
+            for param, spec in zip(group.params, group.layout.params, strict=True):
+                if spec.trainable:
+                    yield param
 
     @uninterrupted
     def came(self, param: torch.Tensor) -> None:
@@ -44,8 +46,11 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for hook in self._removable:
-            hook.remove()
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
+            for param in self._params():
+                hooks = param._post_accumulate_grad_hooks or {}
+                for number in [number for number, each in hooks.items() if each is self._hook]:
+                    del hooks[number]
 
 
 class _Hook:

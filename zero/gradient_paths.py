@@ -32,6 +32,8 @@ class GradientPath(abc.ABC):
     """Moves gradients of one group. `total` and `old` are accumulators, 1D; parameters are named by
     their index, which says where they lie there. `gradient` is 1D, too."""
 
+    __slots__ = ("_spans",)
+
     def __init__(self, specs: Sequence[ParamSpec]) -> None:
         self._spans = [slice(spec.offset, spec.stop) for spec in specs]
 
@@ -59,6 +61,8 @@ class GradientPath(abc.ABC):
 
 class HostPath(GradientPath):
     """Waits for gradients that are on a device."""
+
+    __slots__ = ("_partials", "_run")
 
     def __init__(self, specs: Sequence[ParamSpec], run: Runner) -> None:
         super().__init__(specs)

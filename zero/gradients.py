@@ -39,6 +39,11 @@ class GradientAccumulator:
     """Gradients of one group's trainable parameters, or of this rank's part of them. For the
     thread that runs backward."""
 
+    __slots__ = (
+        "__weakref__", "_factors", "_having", "_make", "_open", "_own", "_path", "_share",
+        "_specs", "_spent", "format", "landed", "name", "passes", "state",
+    )  # fmt: skip
+
     def __init__(
         self, name: str, specs: Sequence[ParamSpec], own: Float, accumulate: Float,
         make: Accumulators, run: Runner, partials: DevicePartials | None = None,

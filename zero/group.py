@@ -35,9 +35,10 @@ from offload.zero.placeholders import exchanging, placeholder
 if TYPE_CHECKING:
     from offload.zero.packed import ExpertTable
 
-NO_COPIES = (
-    "its parameters are in tiers, not in its modules. Use model.state_dict() or "
-    "engine.save_checkpoint(), or copy the model before offload.initialize or offload.dispatch"
+NO_PICKLES = (
+    "the model cannot be pickled: its parameters are in tiers, not in its modules. Pickle an "
+    "ordinary copy of it (copy.deepcopy(model)), or use model.state_dict() or "
+    "engine.save_checkpoint()"
 )
 
 
@@ -129,6 +130,14 @@ class _Place:
 
 class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
+
+    __slots__ = (
+        "__weakref__", "_addresses", "_any_dtensor", "_catch_up", "_classes", "_flat",
+        "_held_for", "_home", "_placeholders", "_places", "_users", "_uses", "_views", "_watched",
+        "_written", "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy",
+        "layout", "name", "on_hold", "on_trial", "params", "pending", "permanent", "residing",
+        "state", "table", "updated_at", "version", "written_at",
+    )  # fmt: skip
 
     def __init__(
         self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
@@ -380,6 +389,18 @@ class ParamGroup:
         self._written = versions
         written = [index for index, (now, known) in enumerate(pairs) if now != known]
         return sorted({*rebound, *through_data, *written})
+
+    def is_written(self, index: int) -> bool:
+        """Whether a parameter was written to, or its `.data` set, since the last call of `changed`
+        or `note_versions`."""
+        if self.residing is not GroupState.GATHERED:
+            return False
+        param = self.params[index]
+        return (
+            param._version != self._written[index]
+            or local_of(param).data_ptr() != self._addresses[index]
+            or (index in self._watched and digest(param) != self._watched[index])
+        )
 
     def watch(self, index: int) -> None:
         """The `.data` of a gathered parameter is taken: what is written through it is not counted

@@ -22,15 +22,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.modules import module as _of_all
-from torch.utils.hooks import RemovableHandle
 
 from offload.swap.shield import interrupted_in_waits, uninterrupted
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import UnsupportedError
 from offload.zero import compilers
 from offload.zero.compilers import break_graph, uncompiled
 from offload.zero.discovery import Unit
 from offload.zero.dtype_errors import explain_dtypes
-from offload.zero.group import NO_COPIES, GroupState, ParamGroup
+from offload.zero.forwards import ReplacedForward
+from offload.zero.group import NO_PICKLES, GroupState, ParamGroup
 from offload.zero.handles import HandleTable
 from offload.zero.one_thread import OneThread
 from offload.zero.session import Session, in_backward, leave_checkpoints
@@ -53,11 +53,11 @@ class UnitHooks:
         self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup],
         handles: HandleTable, use: Callable[[ParamGroup], None],
         written: Callable[[ParamGroup, list[int]], None], begin_forward: Callable[[], None],
-        owner: Callable[[], object | None], one_thread: OneThread,
+        owner: object, one_thread: OneThread,
     ) -> None:  # fmt: skip
         """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`),
-        `begin_forward` that the whole model is called, outside of any backward pass. Dropping
-        `owner` closes the engine; calls keep it alive until they end."""
+        `begin_forward` that the whole model is called, outside of any backward pass. The
+        hooks, and so the model, keep their `owner`."""
         self._model = model
         self._groups = groups
         self._written = written
@@ -67,7 +67,8 @@ class UnitHooks:
         self._owner = owner
         self._one_thread = one_thread
         self._calls: list[_Call] = []  # under way, the outermost first
-        self._removable: list[RemovableHandle | _Guard] = []
+        self._guards: list[_Guard] = []
+        self._after = _Hook(lambda module, args, output: self._return(module), owner)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._units = units
         # An encoder's layer asks whether there are hooks, and computes in another way where there
@@ -96,8 +97,8 @@ class UnitHooks:
 
     @staticmethod
     def owner_of(module: nn.Module) -> object | None:
-        """The owner of the hooks on a module, if there are any and it is there."""
-        return next((hook.owner() for hook in _hooks_of(module)), None)
+        """The owner of the hooks on a module, if there are any."""
+        return next((hook.owner for hook in _hooks_of(module)), None)
 
     def _install(self, unit: Unit) -> None:
         groups = [self._groups[index] for index in unit.groups]
@@ -133,20 +134,8 @@ class UnitHooks:
         ahead = self._read_ahead_by(inner)
         if not groups and not ahead:
             return  # the units in it have hooks of their own
-        is_expert = bool(unit.table)
-
-        def needed() -> list[ParamGroup]:
-            more = ahead if ahead and _may_take_the_fast_path(inner) else []
-            return [*dict.fromkeys([*groups, *more])] if more else groups
-
-        def before(module: nn.Module, args: Any) -> None:
-            if not needs_no_hooks():
-                self._begin(module, needed(), is_expert=is_expert)
-
-        def needs_no_hooks() -> bool:
-            return all(group.is_entered for group in needed())
-
-        self._register(inner, before, needs_no_hooks)
+        hook = _InnerHook(self._begin, inner, groups, ahead, bool(unit.table))
+        self._register(inner, hook.before, hook.needs_nothing)
 
     def _register(
         self, module: nn.Module, before: Callable[[nn.Module, Any], None],
@@ -154,15 +143,12 @@ class UnitHooks:
     ) -> None:  # fmt: skip
         """`needs_no_hooks`: whether the hooks have nothing to do in the call that begins."""
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._return(module)
-
-        hooks = _Hook(before, self._owner), _Hook(after, self._owner)
+        hooks = _Hook(before, self._owner), self._after
         if id(module) not in self._asked:
-            self._removable.append(module.register_forward_pre_hook(hooks[0], prepend=True))
-            self._removable.append(module.register_forward_hook(hooks[1], always_call=True))
+            module.register_forward_pre_hook(hooks[0], prepend=True)
+            module.register_forward_hook(hooks[1], always_call=True)
         name = self._names[id(module)]
-        self._removable.append(_Guard(module, name, self._calls, self._end, hooks, needs_no_hooks))
+        self._guards.append(_Guard(module, name, self._calls, self._end, hooks, needs_no_hooks))
 
     @interrupted_in_waits
     def _begin(
@@ -174,12 +160,6 @@ class UnitHooks:
         outermost = not self._calls
         self._calls.append(call)
         if outermost:
-            call.owner = self._owner()
-            if call.owner is None:
-                raise StateError(
-                    "this model's engine was dropped, and its parameters went with it; keep the "
-                    "engine, or its optimizer, for as long as the model is used"
-                )
             if module is self._model and not in_backward():
                 self._begin_forward()
             call.session = Session(self._handles)
@@ -318,8 +298,8 @@ class UnitHooks:
             if call.session is not None:
                 call.session.abandon()
         self._calls.clear()
-        for each in self._removable:
-            each.remove()
+        for guard in self._guards:
+            guard.remove()
 
 
 def _may_take_the_fast_path(encoder: nn.Module) -> bool:
@@ -350,7 +330,9 @@ def _hooks_of(module: nn.Module) -> Iterator[_Hook]:
 class _Hook:
     """Our hook on a module: copying or pickling it with the module raises."""
 
-    def __init__(self, function: Callable[..., None], owner: Callable[[], object | None]) -> None:
+    __slots__ = ("_function", "owner")
+
+    def __init__(self, function: Callable[..., None], owner: object) -> None:
         self._function = function
         self.owner = owner
 
@@ -359,7 +341,29 @@ class _Hook:
         self._function(*args)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError(f"the model cannot be copied or pickled: {NO_COPIES}")
+        raise UnsupportedError(NO_PICKLES)
+
+
+@dataclass(slots=True, eq=False)
+class _InnerHook:
+    """Before a module within a unit is called."""
+
+    begin: Callable[..., None]  # of the hooks
+    module: nn.Module
+    groups: list[ParamGroup]
+    ahead: list[ParamGroup]  # that it may need besides
+    is_expert: bool
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if not self.needs_nothing():
+            self.begin(module, self._needed(), is_expert=self.is_expert)
+
+    def needs_nothing(self) -> bool:
+        return all(group.is_entered for group in self._needed())
+
+    def _needed(self) -> list[ParamGroup]:
+        more = self.ahead if self.ahead and _may_take_the_fast_path(self.module) else []
+        return [*dict.fromkeys([*self.groups, *more])] if more else self.groups
 
 
 class _Guard:
@@ -370,6 +374,11 @@ class _Guard:
     pickles leave out. A module that is compiled later has only its hooks (or none, and fetches each
     parameter where it is used).
     """
+
+    __slots__ = (
+        "_after", "_call", "_calls", "_end", "_forward", "_installed", "_module", "_name",
+        "_needs_no_hooks", "_registered", "before",
+    )  # fmt: skip
 
     def __init__(
         self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None],
@@ -454,6 +463,13 @@ class _Guard:
         )
 
     def remove(self) -> None:
+        """Also the hooks that torch has."""
+        module = self._module
+        _drop(self.before, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        _drop(
+            self._after, module._forward_hooks, module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        )  # fmt: skip
         if self._module._compiled_call_impl is self:
             # an entry of the module's own: the class has one, too
             del self._module._compiled_call_impl
@@ -463,35 +479,39 @@ class _Guard:
             self._forward.remove()
 
 
-class _Forward:
+def installed_call(call: Any) -> Any:
+    """What a module has for a compiled call, without a guard of ours."""
+    return call._installed if isinstance(call, _Guard) else call
+
+
+def _drop(hook: _Hook, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
+    """As its handle would, which is not kept: of thousands of modules they are as many KiB."""
+    for number in [number for number, each in hooks.items() if each is hook]:
+        for each in (hooks, *marks):
+            each.pop(number, None)
+
+
+class _Forward(ReplacedForward):
     """The forward of a module that asks of what class its parameters are: called by itself
     (`layer.forward(x)`), it is called between our hooks all the same."""
 
     def __init__(self, module: nn.Module, guard: _Guard, calls: Sequence[_Call]) -> None:
-        self._module = module
+        super().__init__(module)
         self._guard: _Guard | None = guard
         self._calls = calls
-        self._overrides = "forward" in module.__dict__
-        self._own: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, self._own)
-        module.forward = self
+        functools.update_wrapper(self, self.own, updated=())
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_called = any(call.module is self._module for call in self._calls)
+        is_called = any(call.module is self.module for call in self._calls)
         if is_called or self._guard is None:
-            return self._own(*args, **kwargs)
-        return self._guard.run_forward(self._own, args, kwargs)
+            return self.own(*args, **kwargs)
+        return self._guard.run_forward(self.own, args, kwargs)
 
     def remove(self) -> None:
         self._guard = None  # another wrapper may have this one
-        if self._module.__dict__.get("forward") is self:
-            del self._module.__dict__["forward"]
-            if self._overrides:
-                self._module.forward = self._own
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError(f"the model cannot be copied or pickled: {NO_COPIES}")
+        if vars(self.module).get("forward") is self:
+            super().remove()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -515,4 +535,3 @@ class _Call(_User):
     thread: int = field(default_factory=get_ident)
     session: Session | None = None
     experts: list[_User] = field(default_factory=list)  # within it
-    owner: object | None = None  # kept while the outermost call lasts

@@ -41,6 +41,7 @@ from torch.utils import _pytree as pytree
 from offload.swap.shield import interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.discovery import Unit
+from offload.zero.forwards import ReplacedForward
 from offload.zero.micro_batch_checks import (
     SMALLER_BATCHES,
     check_joinable,
@@ -50,7 +51,6 @@ from offload.zero.micro_batch_checks import (
 )
 from offload.zero.sample_mixing import refuse_mixing
 
-Forward = Callable[..., Any]
 # Entered around the backward of a block, with its groups (by index) and whether more of their
 # gradients are on the way: another call of the block waits for its backward.
 BlockBackward = Callable[[Sequence[int], bool], AbstractContextManager[None]]
@@ -119,7 +119,7 @@ def blocks_of(count: int, units: Sequence[Unit]) -> list[Unit]:
     return blocks
 
 
-class _BatchedBlock:
+class _BatchedBlock(ReplacedForward):
     """One block: its forward is replaced by the loop over pieces."""
 
     def __init__(
@@ -136,15 +136,7 @@ class _BatchedBlock:
             set() if compare else None
         )
         self._waiting: WeakSet[_Call] = WeakSet()
-        self.own_forward: Forward = unit.module.forward
-        self._overrides = "forward" in unit.module.__dict__
-        unit.module.forward = self
-
-    def remove(self) -> None:
-        if self._overrides:
-            self.unit.module.forward = self.own_forward
-        else:
-            del self.unit.module.__dict__["forward"]
+        super().__init__(unit.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = self.flattened((args, kwargs))
@@ -152,7 +144,7 @@ class _BatchedBlock:
         batch = self._batch(leaves, training=training)
         if batch < self.count:
             if not training:  # nothing adds up: a small batch (generation) may go in one piece
-                return self.own_forward(*args, **kwargs)
+                return self.own(*args, **kwargs)
             raise StateError(
                 f"{self.unit.name}: a batch of {batch} cannot be split into micro_batches: "
                 f"{self.count}; use larger batches (the model gets all micro-batches at once), or "
@@ -187,7 +179,7 @@ class _BatchedBlock:
 
     def run(self, call: tuple[Any, Any]) -> Any:
         args, kwargs = call
-        return self.own_forward(*args, **kwargs)
+        return self.own(*args, **kwargs)
 
     def flattened(self, values: Any) -> tuple[list[Any], pytree.TreeSpec]:
         """Some caches are trees of tensors to torch: those that are split stay whole."""

@@ -66,6 +66,11 @@ class ModelShape:
     cached: tuple[CachedLayer, ...] = ()  # layers with keys and values, where that is known
 
     @cached_property
+    def tensors(self) -> int:
+        """How many parameters there are."""
+        return sum(len(group.params) for group in self.groups)
+
+    @cached_property
     def tables(self) -> Mapping[str, tuple[int, ...]]:
         """The groups (by index) of each module of experts, by its name."""
         found: dict[str, list[int]] = {}

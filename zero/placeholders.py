@@ -18,7 +18,7 @@ dispatcher: PyTorch refuses a placeholder's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -40,7 +40,8 @@ class _WithKey(torch.Tensor):
         raise AssertionError("a placeholder takes its .data, and nothing else is done with it")
 
 
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+@functools.lru_cache(maxsize=256)  # released parameters of one shape have one between them
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Sizes and strides of a contiguous tensor, over a storage without memory."""
     _listen()
     shapes = torch.empty(shape, dtype=dtype, device=torch.device("meta"))

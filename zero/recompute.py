@@ -31,6 +31,7 @@ from offload.swap.shield import interrupted_in_waits
 from offload.tiers.errors import ModifiedError, UnsupportedError
 from offload.zero.block_state import BlockState
 from offload.zero.discovery import Unit
+from offload.zero.forwards import ReplacedForward
 from offload.zero.handles import Keeper
 from offload.zero.kept_products import KeepProducts, watches_taken_off
 from offload.zero.random_state import RandomState, generators_of
@@ -84,28 +85,20 @@ class Recomputation:
             block.remove()
 
 
-class _RecomputedBlock:
+class _RecomputedBlock(ReplacedForward):
     """One block's forward, as a checkpoint around its own."""
 
     def __init__(self, unit: Unit, owner: Recomputation) -> None:
         self._unit = unit
         self._owner = owner
-        self._overrides = "forward" in unit.module.__dict__
-        self._own: Callable[..., Any] = unit.module.forward
-        unit.module.forward = self
-
-    def remove(self) -> None:
-        if self._overrides:
-            self._unit.module.forward = self._own
-        else:
-            del self._unit.module.__dict__["forward"]
+        super().__init__(unit.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return self._own(*args, **kwargs)  # in backward: an outer checkpoint computes it again
+            return self.own(*args, **kwargs)  # in backward: an outer checkpoint computes it again
         if _in_checkpoint():
             self._owner.say_nested(self._unit.name)
-            return self._own(*args, **kwargs)
+            return self.own(*args, **kwargs)
         self._refuse_caches((*args, *kwargs.values()))
         # all tensors as positional arguments: those are saved, others would only be referred to
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -120,11 +113,11 @@ class _RecomputedBlock:
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         if call.is_first:
             call.is_first = False
-            return self._own(*args, **kwargs)
+            return self.own(*args, **kwargs)
         # around the block's own forward alone: what gathers its parameters is computed once
         held = self._owner.holder.held(self._unit)
         with interrupted_in_waits, held, watches_taken_off(), call.as_it_was():
-            return self._own(*args, **kwargs)
+            return self.own(*args, **kwargs)
 
     def _contexts(self, call: _Call) -> Contexts:
         block = self._unit.module

@@ -13,7 +13,7 @@ subclass of its own, whose `__torch_function__` sees every use:
                                 would be a view of the values is a copy
     otherwise                   it acts as a `PagedTensor`: read when needed, written through,
                                 masters included
-    copied or pickled           its values; a module of the model refuses that
+    copied or pickled           its values; a module of the model refuses to be pickled
 
 What reads it below Python comes here, too (zero/placeholders.py).
 
@@ -108,7 +108,7 @@ class ReleasedParameters:
         self._classes: dict[type, Classes] = {}
         self._released: dict[type, type] = {}  # class of released ones -> their own
         self._sources: weakref.WeakSet[ParameterSource] = weakref.WeakSet()
-        self._closed = False
+        self._closed: str | None = None  # what is said of them then
         # set by `connect`; before that nothing is released
         self._handles: HandleTable
         self._join_call: Callable[[Sequence[ParamGroup]], bool]
@@ -122,9 +122,9 @@ class ReleasedParameters:
         none."""
         self._handles, self._join_call, self._values = handles, join_call, values
 
-    def close(self) -> None:
-        """The values are gone."""
-        self._closed = True
+    def close(self, text: str) -> None:
+        """The values are gone, and uses raise a StateError with that text."""
+        self._closed = text
 
     def classes_of(self, kind: type) -> Classes:
         """The classes of parameters that are a `kind` by themselves."""
@@ -263,11 +263,8 @@ class ReleasedParameters:
         return found[0].layout.params[found[1]].name
 
     def _check(self, params: Sequence[nn.Parameter]) -> None:
-        if self._closed:
-            raise StateError(
-                f"{self._name_of(params[0])}: the engine is closed and this model's parameters "
-                "went with it; engine.save_checkpoint or model.state_dict() before close keep them"
-            )
+        if self._closed is not None:
+            raise StateError(f"{self._name_of(params[0])}: {self._closed}")
         for param in params:
             if self._packed_of(param) is None and self._find(param) is None:
                 raise UnsupportedError(

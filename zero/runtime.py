@@ -120,6 +120,11 @@ def _next_update(trace: Trace, index: int) -> float:
     return trace.next_cycle_use(index) + 0.5
 
 
+def _next_read(runtime: Runtime, index: int) -> float:
+    done = index in runtime.stepper.trials and not runtime.updates.is_pending(index)
+    return math.inf if done else _next_update(runtime.trace, index)
+
+
 class Runtime:
     """Owns the groups of `discovery`. Its public methods are for the thread of the model."""
 
@@ -192,12 +197,8 @@ class Runtime:
         # homes live as long as files, and keep no model
         this, trace = weakref.proxy(self), self.trace
 
-        def next_update() -> float:
-            return _next_update(trace, index)
-
-        def next_read() -> float:
-            done = index in this.stepper.trials and not this.updates.is_pending(index)
-            return math.inf if done else next_update()
+        next_update = partial(_next_update, trace, index)
+        next_read = partial(_next_read, this, index)
 
         gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
@@ -255,9 +256,9 @@ class Runtime:
             summed_over_blocks=several,
         )  # fmt: skip
 
-    def start(self, model: nn.Module, values: Values, owner: Callable[[], object | None]) -> None:
-        """Install the hooks: from here on `model` trains through this runtime, while its `owner`
-        is there."""
+    def start(self, model: nn.Module, values: Values, owner: object) -> None:
+        """Install the hooks: from here on `model` trains through this runtime, and keeps its
+        `owner`."""
         self.store.start(model, values, owner, self._begin_forward)
         if self.options.micro_batches > 1:
             self._micro_batching = MicroBatching(
@@ -476,9 +477,13 @@ class Runtime:
                         )
 
     def begin_anew(self, loss_scale: LossScale | None) -> None:
-        """Count steps from the beginning, with that scale."""
+        """Count steps from the beginning, with that scale, once all gradients are cleared. Updates
+        that were made in backward stay."""
         self.settle()
+        if not self.stepper.is_ahead:
+            self.drop_cleared_gradients()  # what the program holds keeps its values
         self.stepper.begin_anew()
+        self.drop_cleared_gradients()
         if self.loss_scale is not None and loss_scale is not None:
             self.loss_scale.scale = loss_scale.scale
             self.loss_scale.good_steps = loss_scale.good_steps

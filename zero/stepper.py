@@ -330,6 +330,11 @@ class Stepper:
         if state.gradients.holds_any:
             state.gradients.clear()
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether updates have begun ahead of a step."""
+        return bool(self._ahead)
+
     def begin_anew(self) -> None:
         """No step was made, and there are no gradients. For settled states."""
         self.forget("training began anew since")

@@ -23,7 +23,7 @@ from offload.swap.shield import check_whole
 from offload.swap.state import State
 from offload.tiers.errors import StateError
 from offload.zero.bits import FLOAT_OF
-from offload.zero.closed_engine import Refusal
+from offload.zero.closed_engine import ENGINE, Refusal
 from offload.zero.discovery import Discovery, GroupPlan, Unit
 from offload.zero.fetching import Fetchable, Fetcher
 from offload.zero.graph_capture import refuse_capture
@@ -81,8 +81,7 @@ class WeightStore:
         self.unusable: str | None = None  # why nothing may be read or computed (a torn load)
         self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
         self.on_close: list[Callable[[], None]] = []
-        # what is said of it once it is closed
-        self.closed = "the engine is closed; make a new one with offload.initialize"
+        self.closed = ENGINE  # what is said of it once it is closed
         self.groups: list[ParamGroup] = []
         self._homes = homes
         self._packed = {id(packed.param): packed for packed in self.packed}
@@ -189,11 +188,11 @@ class WeightStore:
         self._released.hide(packed, self.dtype, self.device)
 
     def start(
-        self, model: nn.Module, values: Values, owner: Callable[[], object | None],
+        self, model: nn.Module, values: Values, owner: object,
         begin_forward: Callable[[], None] | None = None,
     ) -> UnitHooks:  # fmt: skip
-        """Install the hooks: from here on `model` computes with this store's weights, while their
-        `owner` is there. `begin_forward` is called in place of the store's own."""
+        """Install the hooks: from here on `model` computes with this store's weights, and keeps
+        their `owner`. `begin_forward` is called in place of the store's own."""
         self._values = values
         for module in model.modules():
             if isinstance(module, ASK_FOR_CLASSES):
@@ -344,7 +343,7 @@ class WeightStore:
 
     def refuse_use(self) -> None:
         """Nothing can be read or computed any more: the engine is being closed."""
-        self.unusable = self.closed
+        self.unusable = self.closed.text
 
     def close(self, why: str | None = None) -> None:
         """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.
@@ -360,13 +359,14 @@ class WeightStore:
         own = [pair for group in self.groups for pair in group.own_classes()]
         own += [(packed.param, packed.own_class) for packed in self.packed]
         if why is not None:
-            Refusal(self.units, own, self.on_reuse, why)
+            text = self.closed.without_values(why)
+            Refusal(self.units, own, self.on_reuse, text)
+            self._released.close(text)
         else:
             for each in self.on_reuse:
                 each()
         for each in self.on_close:
             each()
-        self._released.close()
         for group in self.groups:
             group.close()
 

@@ -196,6 +196,59 @@ def test_a_trainer_goes_on_with_an_engine_of_the_same_configuration(tmp_path: Pa
     other.close()
 
 
+def test_an_optimizer_from_before_a_takeover_touches_no_states(tmp_path: Path) -> None:
+    """They are those of the trainer that has the model now."""
+    keys, model = offload.OffloadConfig.load(config(tmp_path)), seeded(TinyLM)
+    engine = engine_for(model, keys)
+    before = engine.optimizer
+    losses_of(engine, batches(1))
+    saved = before.state_dict()
+    assert engine_for(model, keys) is engine
+    losses_of(engine, batches(2))
+    expected = engine.optimizer.state_dict()["state"]
+    for use in (
+        lambda: before.load_state_dict(saved), before.state_dict, lambda: before.state.clear(),
+        lambda: setattr(before, "state", {}), lambda: len(before.state), before.step,
+    ):  # fmt: skip
+        with pytest.raises(StateError, match="given to another trainer"):
+            use()
+    found = engine.optimizer.state_dict()["state"]
+    for number, states in expected.items():
+        assert_same_bits(found[number], states)
+    engine.close()
+
+
+def test_a_refused_takeover_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    keys = offload.OffloadConfig.load(config(tmp_path))
+    model, alone = seeded(TinyLM), seeded(TinyLM)
+    with offload.initialize(alone, keys) as engine:
+        expected = losses_of(engine, batches(4))
+    engine = engine_for(model, keys)
+    found = losses_of(engine, batches(4)[:2])
+    groups = [{"params": [model.embed.weight], "lr": -1.0}]
+    with pytest.raises((ConfigError, ValueError), match=r"learning rate|lr"):
+        engine_for(model, keys, parameters=groups)
+    assert found + losses_of(engine, batches(4)[2:]) == expected
+    engine.close()
+
+
+def test_a_takeover_between_backward_and_step_works_with_updates_in_backward(
+    tmp_path: Path,
+) -> None:
+    optimizer = {"type": "adamw", "in_backward": True}
+    keys = offload.OffloadConfig.load(config(tmp_path, optimizer=optimizer))
+    models = seeded(TinyLM), seeded(TinyLM)
+    for model, again in zip(models, (keys, keys.model_copy(update={"seed": 5})), strict=True):
+        engine = engine_for(model, keys)
+        losses_of(engine, batches(2))
+        engine.backward(model.loss(batches(3)[2]))
+        engine = engine_for(model, again)
+        assert all(param.grad is None for param in model.parameters())
+        losses_of(engine, batches(2))
+        engine.close()
+    assert_same_bits(models[0].state_dict(), models[1].state_dict())
+
+
 @pytest.mark.parametrize(
     "kind", ["AdamW", "Adam", "Adagrad", "SGD", "Lion"]
 )  # fmt: skip

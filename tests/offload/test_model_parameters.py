@@ -4,7 +4,6 @@ Most compare with plain PyTorch. Parameters, gradients and optimizer states are 
 test says otherwise.
 """
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +182,6 @@ def test_a_model_without_anything_to_train_can_be_evaluated(
     engine.optimizer.step()
     engine.optimizer.zero_grad()
     engine.check_integrity()
-
-
-def test_copying_a_model_with_an_engine_is_an_error_that_says_how_to(make: MakeEngine) -> None:
-    engine = make(seeded(TinyLM))
-    with pytest.raises(UnsupportedError, match=r"before offload\.initialize"):
-        copy.deepcopy(engine.module)
 
 
 @pytest.mark.parametrize(

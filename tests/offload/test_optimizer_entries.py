@@ -100,6 +100,8 @@ QUESTIONS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
     "len of one": lambda o, ps: len(o.state[ps[0]]),
     "step": lambda o, ps: [s["step"].item() for s in o.state.values() if s],
     "is a dict": lambda o, ps: (isinstance(o.state, dict), isinstance(o.state[ps[0]], dict)),
+    "pop of none": lambda o, ps: (o.state.pop("absent", 7), len(o.state)),
+    "setdefault": lambda o, ps: (o.state.setdefault("own", {"a": 1}), o.state.pop("own")),
     "tensors of all": lambda o, ps: sum(
         v.numel() for s in o.state.values() for v in s.values() if isinstance(v, Tensor)
     ),

@@ -3,6 +3,7 @@ passes that are dropped; and what is written and read by all of them together.""
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import os
@@ -303,6 +304,34 @@ def load_into(folder: str, stage: int) -> tuple[Values, Values]:
 def test_a_state_dict_is_loaded_where_parameters_are_sharded(tmp_path: Path) -> None:
     for given, found in run_ranks(2, tmp_path, load_into, str(tmp_path), 3):
         assert_same_bits(found, given)
+
+
+def copies_of(folder: str, placed: str, precision: str) -> list[tuple[Values, Values]]:
+    """A copy that all ranks make, and the model that the engine gives back."""
+    found = []
+    for stage in (1, 3):
+        placement = {"nvme": NVME, "host": HOST}[placed]
+        keys = keys_of(folder, stage, placement=placement, precision=precision)
+        model = seeded(TinyLM)
+        engine = offload.initialize(model, keys)
+        engine.backward(model.loss(batches(1, seed=dist.get_rank())[0]))
+        step(engine)
+        head, copied = copy.deepcopy(model.head), copy.deepcopy(model)
+        assert torch.equal(head.weight, copied.embed.weight)
+        copied.loss(batches(1)[0]).backward()
+        engine.close("host")
+        found.append((dict(copied.state_dict()), dict(model.state_dict())))
+    return found
+
+
+@pytest.mark.parametrize(("placed", "precision"), [("nvme", "fp32"), ("host", "bf16")])
+def test_all_ranks_copy_a_model_whose_parameters_are_sharded(
+    placed: str, precision: str, tmp_path: Path
+) -> None:
+    for found in run_ranks(2, tmp_path, copies_of, str(tmp_path), placed, precision):
+        for copied, given_back in found:
+            assert {value.dtype for value in copied.values()} == {torch.float32}
+            assert_same_bits(copied, given_back)
 
 
 class Frozen(nn.Module):

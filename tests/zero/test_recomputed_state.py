@@ -456,3 +456,18 @@ def test_modules_and_parameters_are_found_as_torch_names_them() -> None:
     assert [(name, id(param)) for name, param in _parameters_of(found)] == [
         (name, id(param)) for name, param in block.named_parameters()
     ]
+
+
+@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
+def test_a_layer_of_an_encoder_is_recomputed(placement: dict[str, Any], tmp_path: Path) -> None:
+    """Its forward is replaced twice: it asks of what class its parameters are."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+    calls = []
+    layer.linear1.register_forward_hook(lambda *_: calls.append(1))
+    keys = config(
+        tmp_path, {**placement, "activations": {"checkpoint": True}},
+        groups={"blocks": ["TransformerEncoderLayer"]},
+    )  # fmt: skip
+    with offload.initialize(nn.Sequential(layer), keys) as engine:
+        engine.module(torch.randn(2, 3, WIDTH, device=ON)).sum().backward()  # type: ignore[operator]
+    assert len(calls) == 2

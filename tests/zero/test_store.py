@@ -109,7 +109,7 @@ def stored(model: nn.Module, homes: Homes, prefetch: int = 1) -> WeightStore:
     )
     for group in store.groups:
         store.load(group, value)
-    store.start(model, WeightValues(store), lambda: store)
+    store.start(model, WeightValues(store), store)
     return store
 
 

@@ -321,8 +321,7 @@ class PlacementEvaluator:
     def _libraries_nbytes(self) -> int:
         if self._run is None:
             return 0
-        baseline = self._run.baseline
-        return baseline.ram_nbytes + baseline.more_nbytes(self._config)
+        return self._run.baseline.ram_of(self._config, self._model.tensors)
 
     @property
     def passing_nbytes(self) -> int:

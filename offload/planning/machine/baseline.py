@@ -54,6 +54,10 @@ _MULTIPLYING_THREADS = 2
 _WORKSPACE_SETTING = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACE_NBYTES = 32 << 20
 
+# Python's objects and PyTorch's for each parameter: the tensor, its module, hooks, states, extents.
+# By the growth of thousands of small layers on nvme, each a group of its own: 17.4 KiB.
+OBJECTS_NBYTES = 18 << 10
+
 _KIND = "baseline"
 
 
@@ -69,11 +73,13 @@ class Baseline:
     symbols_nbytes: Nbytes = _DEFAULT_SYMBOLS_NBYTES
     compiler_nbytes: Nbytes = _DEFAULT_COMPILER_NBYTES
 
-    def more_nbytes(self, config: OffloadConfig) -> int:
-        """What torch imports besides, for what `config` asks of it."""
+    def ram_of(self, config: OffloadConfig, parameters: int) -> int:
+        """RAM of a process with a model of so many parameters (tensors): with what torch imports
+        besides, for what `config` asks of it, and with objects."""
+        taken = self.ram_nbytes + parameters * OBJECTS_NBYTES
         if config.placement.activations.checkpoint:
-            return self.compiler_nbytes
-        return self.symbols_nbytes if config.micro_batches != 1 else 0
+            return taken + self.compiler_nbytes
+        return taken + (self.symbols_nbytes if config.micro_batches != 1 else 0)
 
     def with_transformers(self) -> Baseline:
         """The same process when it generates text."""

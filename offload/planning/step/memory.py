@@ -278,7 +278,7 @@ class PlannedMemory:
 
     @property
     def _framework(self) -> int:
-        return self._baseline.ram_nbytes + self._baseline.more_nbytes(self._config)
+        return self._baseline.ram_of(self._config, self._model.tensors)
 
     def _ram(self) -> PlaceEstimate:
         states = self._states_in_ram()

@@ -1,0 +1,40 @@
+"""In the place of a module's own forward: what hooks, checkpoints and micro-batches install."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class ReplacedForward:
+    """An attribute of a module, called instead of `own`, until `remove`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._overrides = "forward" in vars(module)
+        self.own: Callable[..., Any] = module.forward
+        module.forward = self
+
+    def remove(self) -> None:
+        """The module has the forward again that it had before."""
+        if self._overrides:
+            self.module.forward = self.own
+        else:
+            del vars(self.module)["forward"]
+
+    @staticmethod
+    def below(forward: Any) -> Any:
+        """What a module has as an attribute for `forward`, without such ones; None for nothing."""
+        while isinstance(forward, ReplacedForward):
+            forward = forward.own if forward._overrides else None
+        return forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A wrapper of others has this one: their copy calls the copied module's own forward."""
+        return copy.deepcopy(self.own, memo)
