@@ -43,7 +43,8 @@ def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = Fa
 
 
 def main(precision: str) -> None:
-    """Three numbers: without micro-batches and checkpoints, and what the first of each add."""
+    """Print three numbers: the peak of a plain run, and the bytes that micro-batches and
+    checkpoints add."""
     plain = peak_nbytes(precision)
     micro_batches = peak_nbytes(precision, micro_batches=2) - plain
     print(plain, micro_batches, peak_nbytes(precision, checkpoint=True) - plain)

@@ -56,7 +56,7 @@ class GenerationFactsOf:
         return generation_facts(prefill, decode, cache, generation, itemsize, held)
 
     def _pass(self, config: OffloadConfig, workload: Workload) -> ActivationFacts:
-        """Trace one pass. Its key has no placement: weights are read whatever the batch is."""
+        """Trace a pass, once per precision, micro_batches and workload."""
         key = config.precision, config.micro_batches, workload
         if key not in self._found:
             self._found[key] = self._forward(config, workload)

@@ -39,10 +39,10 @@ _REPLACED = (StateClass.PARAMETERS, StateClass.OPTIMIZER)  # while the old versi
 def nvme_most(
     plan: Plan, saved_nbytes: int, old_nbytes: int = 0, kept_nbytes: int = 0
 ) -> Mapping[StateClass, int]:  # fmt: skip
-    """Bytes by class, versions on their way as STAGING; `saved_nbytes` are of activations, as far
-    as they go there, `old_nbytes` of versions from before updates on trial, `kept_nbytes` the room
-    that saves beside training have for old versions, which trials share. Within the budget: what
-    finds no room waits."""
+    """The most bytes by class, with versions on their way as STAGING, within the budget: moves
+    without room wait. `saved_nbytes` are activations, as far as they go there; `old_nbytes` are
+    versions from before updates on trial; `kept_nbytes` is the room for old versions during saves
+    beside training, which trials share."""
     homes = plan.expected[Tier.NVME]
     most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
     replaced = sum(most[state_class] for state_class in _REPLACED) if plan.trains else 0
@@ -55,7 +55,7 @@ def nvme_most(
 
 
 def _sources_nbytes(plan: Plan) -> int:
-    """Host memory that something on nvme can be written from."""
+    """The host memory from which something on nvme can be written."""
     host = plan.expected[Tier.HOST]
     kept = sum(host.get(each, 0) for each in (*CLASSES, StateClass.ACTIVATIONS))
     if not plan.gpu:  # it computes there
