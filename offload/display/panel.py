@@ -154,8 +154,7 @@ class _Recent:
         return {key: (value - since.get(key, 0)) / seconds for key, value in now["moved"].items()}
 
     def shares(self, name: str) -> dict[str, float]:
-        """Shares of the time of the steps shown, for the seconds under `name` (`waited` or
-        `links`)."""
+        """Shares of the shown steps' time by their seconds in `name` (`waited` or `links`)."""
         seconds = sum(values["seconds"] for _, values in self._rows)
         found: defaultdict[str, float] = defaultdict(float)
         for _, values in self._rows if seconds > 0 else ():

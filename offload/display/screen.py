@@ -107,7 +107,7 @@ class Screen:
         return max(_NARROWEST, (columns or 80) - 1), max(3, rows or 24)
 
     def _ended_line(self) -> str:
-        """The text that ends an unfinished line, or replaces one that overwrites itself (`\r`,
+        """The text that ends an unfinished line, or replaces one that overwrites itself (`\\r`,
         another progress bar)."""
         unfinished, self._unfinished = self._unfinished, ""
         if not unfinished:
@@ -181,8 +181,7 @@ _KEPT = 1 << 10  # characters: a line that never ends takes no more memory
 
 
 def _behind(stream: Any) -> Any:
-    """Return the stream below replacements, which another display may have restored after their
-    end."""
+    """Return the original stream; another display may have restored an ended replacement."""
     while isinstance(stream, _Passing):
         stream = stream.stream
     return stream

@@ -39,8 +39,7 @@ def has_any(ys: Iterable[float | None]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Neighbouring points: the first position, and the least, mean and greatest of the known
-    values."""
+    """Neighbouring points: their beginning, and the least, mean and greatest of known values."""
 
     x: float
     least: float | None
@@ -67,9 +66,8 @@ def line_chart(
     series: Sequence[Series], text: Callable[[float], str], *, base: float | None = 0.0,
     unit: float = 1.0, limit: tuple[str, float] | None = None, x_name: str = "step",
 ) -> str:  # fmt: skip
-    """Draw the series on one scale from `base` (None: from the least value) on; `text` formats a
-    value. Marks are at round numbers of `unit`. `limit` is a name and a value, drawn as a dashed
-    line."""
+    """Draw the series on one scale from `base` (None: the least value) on; `text` formats a value.
+    Marks are at round numbers of `unit`. `limit` is a name and a value, drawn as a dashed line."""
     series = [replace(each, ys=list(map(_within_bounds, each.ys))) for each in series]
     values = [y for each in series for y in each.ys if y is not None]
     xs = [x for each in series for ends in (each.xs[:1], each.xs[-1:]) for x in ends]
@@ -162,8 +160,7 @@ def _within_bounds(y: float | None) -> float | None:
 
 
 def _line(box: _Box, series: Series) -> str:
-    """The path of the means, and a band from the least to the greatest where buckets have
-    several."""
+    """The path of the means, and a band from the least to the greatest of several points."""
     runs: list[list[Bucket]] = [[]]
     for bucket in buckets(series.xs, series.ys):
         if bucket.mean is None:
@@ -197,8 +194,7 @@ def _dots(box: _Box, series: Series, text: Callable[[float], str]) -> str:
 
 
 def round_numbers(low: float, high: float, wanted: int = 4) -> list[float]:
-    """About `wanted` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of
-    ten."""
+    """About `wanted` round numbers from `low` to `high`: 1, 2 or 5 times a power of ten."""
     length = high - low
     if not 1e-290 < length < math.inf:  # no power of ten divides it
         return [low]

@@ -118,9 +118,8 @@ def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,),
     stacked: bool = False,
 ) -> str:  # fmt: skip
-    """Return a table. Heads are text, cells HTML; columns except `left` are numbers. With
-    `stacked`, a page too narrow for the columns shows each row as lines, with a head before each
-    cell."""
+    """Return a table of text heads and HTML cells; columns except `left` are numbers. With
+    `stacked`, narrow pages show each row as lines, with a head before each cell."""
     kinds = ["" if index in left else ' class="number"' for index in range(len(heads))]
 
     def row(cells: Sequence[str]) -> str:

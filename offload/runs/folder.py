@@ -146,8 +146,8 @@ class RunFolder:
         write_whole(self.path / TRACE, trace_json(recorded))
 
     def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
-        """Return the loggers of the following steps, metrics.jsonl first; each keeps the first
-        `steps_done` of an earlier run. `names` is train.loggers. Raise ConfigError if a library is
+        """Return the loggers of the following steps, metrics.jsonl first; each keeps `steps_done`
+        steps of an earlier run. `names` is train.loggers. Raise ConfigError if a library is
         missing."""
         self.metrics.begin(steps_done)
         return [self.metrics, *(self._logger(name, steps_done) for name in dict.fromkeys(names))]
@@ -237,8 +237,7 @@ def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig
 
 
 def other_numbers(before: dict[str, Any], now: OffloadConfig) -> Iterator[str]:
-    """Describe the changed settings that a resumed run may change although results depend on
-    them."""
+    """Describe changed settings that a resumed run may change although they affect results."""
     if now.optimizer.states.uniform:
         return
     current = now.to_dict()

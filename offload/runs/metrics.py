@@ -110,8 +110,7 @@ def _is_whole(line: str) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file by `text`, durably: a reader finds the old text or the new. Raise
-    PathError."""
+    """Replace the file by `text`, durably: readers find the old or the new. Raise PathError."""
     try:
         replace_text(path, text)
     except StuckError:

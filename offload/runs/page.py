@@ -96,8 +96,7 @@ class _Run:
 
     @property
     def check(self) -> RunCheck | None:
-        """The comparison with the prediction; None if there is no readable prediction or no
-        step."""
+        """The comparison with the prediction; None without a readable prediction or a step."""
         try:
             return check_run(self.folder)
         except ConfigError:

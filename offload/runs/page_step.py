@@ -153,8 +153,7 @@ def _meaning(lane: str, name: str) -> str:
 
 
 def _joined(spans: Sequence[Span], length_s: float) -> list[Span]:
-    """Merge spans too short to be seen with neighbours of the same colour; keep the drawing
-    order."""
+    """Merge spans too short to be seen with neighbours of the same colour, in drawing order."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None

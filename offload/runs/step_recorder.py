@@ -15,9 +15,9 @@ _SETTLING = 2  # recorded and dropped where more follow: their prefetches have j
 
 
 class StepRecorder:
-    """Records steps of `engine` after the first one, which learns the order of uses: the third to
-    fifth of the following steps, or the last available ones. A recording of the engine's user takes
-    precedence."""
+    """Records steps of `engine` after its first one, which learns the order of uses: the third to
+    fifth that follow, or the last ones if there are fewer. A recording that the engine's user has
+    started takes precedence."""
 
     def __init__(self, engine: Engine, folder: RunFolder) -> None:
         self._engine = engine

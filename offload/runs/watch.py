@@ -123,8 +123,7 @@ class Watch:
         _say(_what_is_kept(stepper.taken + stepper.skipped, engine.last_checkpoint))
 
     def close(self) -> None:
-        """Show and log the last step, and close the loggers, except those of a run's folder.
-        Idempotent."""
+        """Show and log the last step, and close loggers, except a run folder's. Idempotent."""
         engine = self._engine()
         self._is_closed = True
         try:

@@ -43,8 +43,7 @@ def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = Fa
 
 
 def main(precision: str) -> None:
-    """Print three numbers: the peak of a plain run, and the bytes that micro-batches and
-    checkpoints add."""
+    """Print the peak of a plain run, and what micro-batches and checkpoints each add."""
     plain = peak_nbytes(precision)
     micro_batches = peak_nbytes(precision, micro_batches=2) - plain
     print(plain, micro_batches, peak_nbytes(precision, checkpoint=True) - plain)

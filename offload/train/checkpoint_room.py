@@ -67,8 +67,7 @@ def _most_at_a_time(train: TrainConfig) -> int:
 
 
 def _that_go(train: TrainConfig, already: int) -> int:
-    """The existing checkpoints that a resumed run removes at once, if it keeps fewer than
-    before."""
+    """The checkpoints that a resumed run removes at once, if it keeps fewer than before."""
     return 0 if train.keep_every is not None else max(0, already - train.keep_last)
 
 

@@ -170,8 +170,7 @@ def _last_checkpoint(config: OffloadConfig, folder: RunFolder, console: Console)
 
 
 def _choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
-    """Resolve open settings as the first rank chooses them: every rank has to take the same
-    steps."""
+    """Resolve open settings as the first rank does: every rank has to take the same steps."""
     found = None
     if world.is_first:
         meta = build_meta_model(config)

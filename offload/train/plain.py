@@ -134,8 +134,7 @@ class Plain:
 
 # ---------------------------------------------------------------- a run, in a process of its own
 def train(options: Mapping[str, Any], parent: Parent) -> None:
-    """Train, and answer with the values of each step's `StepMetrics`, then with the process's
-    memory."""
+    """Train, and answer each step's `StepMetrics` values, then the memory of the process."""
     from offload.config import OffloadConfig
 
     config = OffloadConfig.load(options["config"])

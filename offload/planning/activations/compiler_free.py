@@ -34,9 +34,8 @@ def without_compiler() -> Iterator[None]:
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Like `without_compiler`, but replace Dynamo only. For code in which torch may import DTensor
-    (at the first tensor of a subclass, with symbolic shapes), since these import nothing of
-    Dynamo."""
+    """Like `without_compiler`, but replace only Dynamo, in code for which torch may import DTensor
+    (at the first tensor of a subclass) and symbolic shapes, which import nothing of Dynamo."""
     with ExitStack() as stack:
         if _Dynamo.NAME not in sys.modules:
             stack.callback(_Dynamo().remove)
@@ -65,8 +64,7 @@ class _InItsPlace(ModuleType):
 
 
 class _Config:
-    """Stand-in for the compiler's configuration; the option that checkpoints read has its
-    default."""
+    """Stand-in for the compiler's configuration, with the default of what checkpoints read."""
 
     error_on_nested_fx_trace = True
 
@@ -95,8 +93,7 @@ class _Dynamo(_InItsPlace):
 
 
 class _SymbolicShapes(_InItsPlace):
-    """Stand-ins for the functions by which reference kernels query sizes, all plain numbers
-    here."""
+    """Stand-ins for the functions by which reference kernels query sizes, here all numbers."""
 
     NAME = "torch.fx.experimental.symbolic_shapes"
 

@@ -102,8 +102,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Saves and returns what the fused GPU kernel does; on the CPU the norm is several
-    operations."""
+    """Saves and returns what the fused GPU kernel does; the CPU has several operations instead."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, normalized: int, weight: Tensor | None) -> Tensor:

@@ -16,8 +16,7 @@ _NORMS = frozenset({_aten.native_layer_norm.default, _aten.native_group_norm.def
 
 
 def run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
-    """Return meta tensors like those that the kernel of `func` on `device` (cpu or cuda)
-    returns."""
+    """Return meta tensors like those of the kernel of `func` on `device` (cpu or cuda)."""
     if func is _aten._grouped_mm.default:
         return _grouped_mm(*args[:3], **kwargs)
     if func not in _makes_new:

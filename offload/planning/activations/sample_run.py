@@ -18,8 +18,7 @@ Run = Callable[[nn.Module, Workload], Tensor]
 
 
 def default_run(model: nn.Module) -> Run:
-    """Choose inputs by the names of forward's parameters. Raise UnsupportedError for other
-    names."""
+    """Choose inputs by the names of forward's parameters, or raise UnsupportedError."""
     names = inspect.signature(model.forward).parameters.keys()
     if {"tokens", "targets"} <= names:
         return _run_on_tokens

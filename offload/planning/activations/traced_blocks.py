@@ -125,8 +125,8 @@ def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
 def watched_blocks(
     model: nn.Module, units: Sequence[Unit], watch: PassWatch, *, skip: bool
 ) -> Iterator[None]:
-    """Report the position of the forward to `watch`. With `skip`, only a few of many identical
-    blocks are run."""
+    """Report the position of the forward to `watch`. With `skip`, skip most of many equal
+    blocks."""
     blocks = [unit for unit in units if unit.repeated]
     counted: dict[int, _CountedStretch] = {}
     for stretch in stretches(blocks) if skip else ():
@@ -248,8 +248,7 @@ class _CountedStretch:
 
 
 class Understudy:
-    """Stands in for skipped blocks: it knows the input and output of the block that is run for
-    them."""
+    """Stands in for skipped blocks, with the input and output of the block that is run for them."""
 
     def __init__(self) -> None:
         self._given: Any = None
@@ -268,8 +267,7 @@ class Understudy:
         ]
 
     def stand_in(self, args: Any, kwargs: Any) -> Any:
-        """Return an output. Raise CannotSkipError if the input differs from the one that was
-        learnt."""
+        """Return an output. Raise CannotSkipError if the input differs from the learnt one."""
         given = pytree.tree_leaves((args, kwargs))
         if self._structure is None or [_kind(leaf) for leaf in given] != self._given:
             raise CannotSkipError

@@ -67,15 +67,13 @@ class ValuelessTensor(ValuesUnknown, torch.Tensor):
 
 
 class WithoutValues(TorchDispatchMode):
-    """A mode in which operations work on shapes alone and make tensors that claim to be on the
-    CPU."""
+    """A mode in which operations work on shapes alone and make tensors that claim the CPU."""
 
     device = _CPU
 
     def __init__(self, kernels: str = "cpu") -> None:
-        """`kernels` is the device whose kernels are simulated, cpu or cuda. The tensors do not
-        claim cuda: torch may have been built without it, and its autograd needs an existing
-        device."""
+        """`kernels` is the device whose kernels are simulated, cpu or cuda. Tensors never claim
+        cuda: torch may be built without it, and its autograd needs an existing device."""
         super().__init__()
         self.kernels = kernels
 
@@ -86,16 +84,14 @@ class WithoutValues(TorchDispatchMode):
     def tensor_like(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> ValuelessTensor:
-        """Return a tensor of the same shape and strides with its own storage. Call it outside the
-        mode."""
+        """Return a tensor of the same shape and strides with its own storage. For use outside."""
         meta = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=_META
         )
         return ValuelessTensor(meta, self)
 
     def adopted(self, tensor: torch.Tensor) -> ValuelessTensor:
-        """Return the tensor without its values, unless code may need them. Call it outside the
-        mode."""
+        """Return the tensor without its values, unless code may need them. For use outside."""
         if isinstance(tensor, ValuelessTensor):
             return tensor
         made = self.tensor_like(tensor)
@@ -139,8 +135,7 @@ class WithoutValues(TorchDispatchMode):
         return self._wrapped(result, known, place)
 
     def _changed_view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run `set_` and similar operations, which change the shape or storage of the tensor
-        itself."""
+        """Run `set_` and similar operations, which change the tensor's own shape or storage."""
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             torch._C._set_meta_in_tls_dispatch_include(True)
             return func(*args, **kwargs)
@@ -184,8 +179,7 @@ class WithoutValues(TorchDispatchMode):
         return made
 
     def _wrapped(self, result: Any, known: Any, given: dict[int, torch.Tensor]) -> Any:
-        """Wrap the tensors of a result as `ValuelessTensor`; `given` maps those that were
-        inputs."""
+        """Wrap the tensors of a result as `ValuelessTensor`; `given` maps those that came in."""
         if isinstance(result, torch.Tensor):
             found = given.get(id(result))
             if found is None:

@@ -219,8 +219,7 @@ class PlacementEvaluator:
         return best
 
     def _near(self, placements: Placements, step: float) -> Iterator[Placements]:
-        """Placements with a share `step` of a class in another tier, or of two classes
-        exchanged."""
+        """Placements with a share `step` of a class in another tier, or with two exchanged."""
         for state_class, tiers in self.open_tiers.items():
             here = placements[state_class]
             for moved in neighbours(here, tiers, step):
@@ -228,9 +227,9 @@ class PlacementEvaluator:
         yield from self._search.swapped(placements, step)
 
     def _could_be_shorter(self, best: Candidate) -> bool:
-        """Whether a step could get shorter: not if it consists of work that no placement changes
-        (on a CPU the model's and the optimizer's where nothing moves; beside a GPU's link the
-        model's alone)."""
+        """Whether a step could get shorter: not if it is all work that no placement changes (on a
+        CPU the model's and the optimizer's where nothing moves; beside a GPU's link the model's
+        alone)."""
         if best.step is None:
             return False
         work_s = {link.name: link.seconds for link in best.step.links}
@@ -252,8 +251,7 @@ class PlacementEvaluator:
         return best
 
     def evaluate(self, placements: Placements) -> Candidate:
-        """Lay out and time a placement; time is that of its links where no step can be
-        predicted."""
+        """Lay out and time a placement, by its links alone where no step can be predicted."""
         key = _key(placements)
         if key not in self._candidates:
             plan = self._plan(placements)
@@ -266,8 +264,7 @@ class PlacementEvaluator:
         return self._candidates[key]
 
     def _fitting(self, placements: Placements) -> Candidate | None:
-        """Evaluate a placement only if it fits, since timing takes longest; otherwise return
-        None."""
+        """Evaluate a placement if it fits, otherwise return None: timing takes longest."""
         return None if self._missing(self._plan(placements)) else self.evaluate(placements)
 
     def _missing(self, plan: Plan) -> tuple[Shortfall, ...]:
@@ -369,8 +366,7 @@ def _key(placements: Placements) -> _Key:
 
 
 def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:
-    """Return `config` with a budget of `nbytes`, in whole pages, for a tier whose budget is
-    open."""
+    """Return `config` with `nbytes`, in whole pages, as the budget of a tier if it is open."""
     if getattr(config.budget, tier) is not None:
         return config
     pages = max(0, nbytes) // PAGE_NBYTES * PAGE_NBYTES

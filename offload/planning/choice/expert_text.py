@@ -47,8 +47,7 @@ def _spread_facts(found: ExpertEstimate) -> Iterator[str]:
 
 
 def expert_rows(found: ExpertEstimate) -> Iterator[tuple[str, str, str]]:
-    """Rows of the bytes that move, and of those that would if all experts were touched, both
-    without copies."""
+    """Rows of the bytes that move, and that would if all experts were touched; without copies."""
     for each in found.moved:
         yield each.name, format_bytes(each.touched_nbytes), format_bytes(each.all_nbytes)
     yield "together", format_bytes(found.touched_nbytes), format_bytes(found.all_nbytes)

@@ -33,9 +33,8 @@ def slowest_link_s(
 
 
 def _nvme_s(plan: Plan, idle: Held, passes: int, ahead: bool, speeds: Speeds) -> float:
-    """Seconds of nvme. Parameters are read in both directions of a pass, except those with a copy
-    in spare memory; gradients are written and read back unless updates use them at once
-    (`ahead`)."""
+    """Seconds of nvme. Parameters are read in both directions of a pass, unless spare memory has a
+    copy; gradients are written and read back unless updates use them at once (`ahead`)."""
     weights, gradients, records = _used(plan, idle, Tier.NVME)
     states = (passes - ahead) * gradients + records
     spare = _spare(plan, Tier.HOST)

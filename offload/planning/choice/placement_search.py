@@ -55,7 +55,7 @@ class PlacementSearch:
                 yield self._with({**experts, **homes}.items())
 
     def filled(self, least: int) -> Iterator[Placements]:
-        """Placements filled tier by tier, possibly with repeats. `least`: the per cent worth a
+        """Placements filled tier by tier, possibly repeated. `least`: the per cent worth a
         split."""
         yield from self._all_filled(self._open, least)
         without = {c: _without_nvme(tiers) for c, tiers in self._open.items()}
@@ -92,8 +92,7 @@ class PlacementSearch:
         self, placements: Placements, state_class: PlacedClass, tier: Tier, least: int,
         below: Tier = Tier.NVME,
     ) -> Placements:  # fmt: skip
-        """Raise as much of the class as fits into `tier`, from the slowest tier that holds some of
-        it."""
+        """Raise as much of the class as fits into `tier`, from the slowest tier with some of it."""
         here = placements[state_class]
         slower = tier.slower[: tier.slower.index(below) + 1]
         source = next((each for each in reversed(slower) if share_of(here, each)), None)
@@ -109,8 +108,7 @@ class PlacementSearch:
             return {**placements, state_class: shares}
 
         def lacking(percent: int) -> int:
-            """Bytes that the tier lacks, or tiers above lack in addition: pieces are dealt out
-            anew."""
+            """Bytes that the tier, or additionally tiers above, lack: pieces are dealt out anew."""
             tried = moved(percent)
             more = sum(
                 max(0, self._lacking(tried, each) - nbytes)

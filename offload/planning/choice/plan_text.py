@@ -143,8 +143,7 @@ def _work(workload: Workload) -> str:
 
 
 def _generation(found: InferenceEstimate) -> str:
-    """The work of generation: `128 tokens for 4 prompts of 512; the cache takes 320.0 MiB in the
-    end`."""
+    """The work: `128 tokens for 4 prompts of 512; the cache takes 320.0 MiB in the end`."""
     asked = found.generation
     prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
     cached = ""

@@ -111,8 +111,7 @@ class RunCheck:
 
     @property
     def line(self) -> str:
-        """The comparison as text: `predicted / measured: host 1.00, nvme 0.99, RSS 1.03, step
-        0.94`."""
+        """The figures: `predicted / measured: host 1.00, nvme 0.99, RSS 1.03, step 0.94`."""
         parts = [
             f"{row.name} {row.ratio:.2f}{' (a bound)' if row.is_bound else ''}" for row in self.rows
         ]
@@ -180,8 +179,7 @@ def check_run(folder: Path) -> RunCheck:
 
 
 def _so_far(folder: Path) -> Measured:
-    """The measurement of an unfinished run from metrics.jsonl: the largest figures after any
-    step."""
+    """The measurement of an unfinished run from metrics.jsonl: its largest figures so far."""
     path = folder / "metrics.jsonl"
     try:
         lines = [line for line in path.read_text().splitlines() if line.endswith("}")]

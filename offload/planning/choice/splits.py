@@ -23,8 +23,7 @@ def neighbours(placement: Placement, tiers: Sequence[Tier], step: float) -> Iter
 
 
 def shifted(placement: Placement, to: Tier, source: Tier, move: float) -> Placement | None:
-    """Move a share `move` of the class from `source` to `to`; return None if there is not so
-    much."""
+    """Move a share `move` of the class from `source` to `to`; None if there is not so much."""
     shares = {tier: share_of(placement, tier) for tier in Tier}
     shares[to] = round(shares[to] + move, 6)
     shares[source] = round(shares[source] - move, 6)

@@ -59,8 +59,7 @@ _KIND = "baseline"
 
 @dataclass(frozen=True)
 class Baseline:
-    """The framework's memory in bytes. `measured` tells a measurement on this machine from a
-    default."""
+    """The framework's memory in bytes. `measured`: on this machine; otherwise a default."""
 
     ram_nbytes: Annotated[Nbytes, Field(gt=0)]
     gpu_nbytes: Nbytes = 0
@@ -121,8 +120,7 @@ def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
 
 
 def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
-    """Like `known_baseline` without a GPU, but measure if nothing is known, which takes some
-    seconds."""
+    """Like `known_baseline` without a GPU, but measure unknown ones, which takes some seconds."""
     key = _key(precision)
     if not remeasure:
         return remembered(_KIND, key, Baseline, lambda: measure_baseline(precision))

@@ -72,8 +72,7 @@ def measure_calls(device: torch.device) -> CallTimes:
 def _stored_s(
     config: OffloadConfig, device: torch.device, *, coded: bool
 ) -> tuple[float, int, int]:
-    """Seconds of a pass from a store in memory, with its uses of groups and its matrices in
-    codes."""
+    """Seconds of a pass from a store in memory, its uses of groups, and its matrices in codes."""
     model = made(config, device).eval().requires_grad_(False)
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
 

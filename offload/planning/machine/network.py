@@ -46,8 +46,7 @@ class Network:
     message_s: float  # to send one more message, where each rank sends to each
 
     def members(self, among: Among, sharding: Sharding) -> Members:
-        """The members of a group. Shards are on neighbouring ranks, replicas a shard group
-        apart."""
+        """The members of a group. Shards are on neighbours, replicas a shard group apart."""
         here = self.ranks_per_machine
         if among is Among.SHARDS:
             return Members(sharding.ranks, min(sharding.ranks, here))

@@ -63,8 +63,7 @@ def preflight(
 
 
 def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iterator[OffloadError]:
-    """Refusals if RAM is short for the host tier, a CPU's device tier, and files that lie in
-    RAM."""
+    """Refusals if RAM is short for the host tier, a CPU's device tier, and files in RAM."""
     held = ram_nbytes(plan)
     files = _files_in_memory(plan, folders, root)
     available = machine.available_memory_nbytes(root) + freed

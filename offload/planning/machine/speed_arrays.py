@@ -66,8 +66,8 @@ class Arrays:
         return -(-self.numel // stream.elements_each) * stream.itemsize
 
     def get(self, stream: Stream, fill: Callable[[Array], None]) -> Array:
-        """The array of `stream`, 1D. At the first request `fill(array)` sets, and touches, all of
-        it."""
+        """The array of `stream`, 1D. The first request sets, and touches, all of it by
+        `fill(array)`."""
         if self._planned.get(stream.name) != stream.dtype:
             raise ValueError(f"{stream.name} ({stream.dtype}) was not among the arrays planned for")
         if stream.name not in self._made:

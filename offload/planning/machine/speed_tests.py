@@ -247,8 +247,7 @@ def _layer(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]
 
 
 def _random(device: torch.device, *shape: int) -> torch.Tensor:
-    """Return random values from a separate generator, which leaves training's generator
-    unchanged."""
+    """Return random values from a separate generator, which leaves training's unchanged."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(*shape, device=device, generator=generator)
 
@@ -380,8 +379,7 @@ class _Disk:
         )  # fmt: skip
 
     def _fill(self) -> None:
-        """Write all blocks once: first writes take up to twice as long, and a run makes them
-        once."""
+        """Write all blocks once: first writes take up to twice as long, and are rare in a run."""
         self._move("w", self._nbytes, _BLOCK_NBYTES, _FILL_S)
         self._nbytes = self._next["w"]
         self._next["w"] = self._nbytes // 2 // _BLOCK_NBYTES * _BLOCK_NBYTES

@@ -129,8 +129,7 @@ class PlanBuilder:
         return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
     def _assign(self, placements: Placements, state_class: StateClass) -> list[Tier]:
-        """A tier per group; remembered, since compared placements often differ in other classes
-        only."""
+        """A tier per group; remembered, since compared placements often differ elsewhere only."""
         key = state_class, placements[state_class], placements.get(EXPERTS_OF[state_class])
         if key not in self._assigned:
             experts = self._assign_experts(key[2])
@@ -146,8 +145,7 @@ class PlanBuilder:
         return self._assigned[key]
 
     def _assign_experts(self, placement: Placement | None) -> dict[int, Tier]:
-        """A tier per expert, with the same shares in each table; empty without a home of their
-        own."""
+        """A tier per expert, with equal shares of each table; empty if experts have no own home."""
         if placement is None:
             return {}
         pairs = (zip(t, placement.blocks(len(t)), strict=True) for t in self.model.tables.values())

@@ -5,7 +5,7 @@
                  that are stored in codes
     sums         of gradients there, in fp32: of more passes per step than were planned for; one
                  that begins has its first, 16-bit gradient beside it
-    buffers      of our kernels, of micro-batches and for other ranks, as planned
+    buffers      of kernels, of micro-batches and for other ranks, as planned
     one unit     once more: where copies come and go, the holes that they leave do not always fit
 
 The device tier is taken in one piece, so where its budget is open it is this, not all that is left

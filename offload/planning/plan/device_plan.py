@@ -103,8 +103,7 @@ def _check_codes(groups: Iterable[GroupBytes], hardware: Hardware) -> None:
 
 def _outbox_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
     """The bytes of one buffer: any gradient, or as many whole blocks of the norm as are useful. It
-    holds all gradients of any group (`together` elements) if their share allows, so that they leave
-    in one copy."""
+    holds all gradients of a group (`together` elements), as one copy, if their share allows."""
     shared = int(budget_nbytes * _OUTBOX_SHARE) // _OUTBOX_BUFFERS
     block = NORM_BLOCK * 4
     whole = min(_MOST_OUTBOX_NBYTES, max(block, shared // block * block))

@@ -59,8 +59,7 @@ class Table:
         return len(self.indices) * self.ep_size
 
     def touched(self, chosen: int | None, tokens: int) -> int:
-        """The touched experts of this rank, rounded up. `tokens` are those of all ranks that
-        share."""
+        """The touched experts of this rank, rounded up. `tokens`: of all ranks that share."""
         return touched_whole(self.experts, chosen, tokens, self.ep_size)
 
 

@@ -21,7 +21,7 @@ of uses, arrivals or updates.
 
 A save in the background keeps old versions beyond that until it has read them, in the room that
 updates on trial would have for theirs (`spare_nbytes`; `Trials.lend`). They are counted where
-`offload train` saves (`kept_nbytes`); whether a loop of somebody's own does, no plan knows.
+`offload train` saves (`kept_nbytes`); a plan does not know whether another loop does.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def nvme_most(
     plan: Plan, saved_nbytes: int, old_nbytes: int = 0, kept_nbytes: int = 0
 ) -> Mapping[StateClass, int]:  # fmt: skip
     """The most bytes by class, with versions on their way as STAGING, within the budget: moves
-    without room wait. `saved_nbytes` are activations, as far as they go there; `old_nbytes` are
-    versions from before updates on trial; `kept_nbytes` is the room for old versions during saves
-    beside training, which trials share."""
+    without room wait. `saved_nbytes` are of activations, as far as they go there, `old_nbytes` of
+    versions from before updates on trial; `kept_nbytes` is the room of saves beside training for
+    old versions, which trials share."""
     homes = plan.expected[Tier.NVME]
     most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
     replaced = sum(most[state_class] for state_class in _REPLACED) if plan.trains else 0

@@ -42,8 +42,7 @@ _SPARE_SHARE = 0.9  # of what nvme has beyond the plan: extents of many sizes le
 
 @dataclass(frozen=True)
 class Hardware:
-    """The resources that a plan may use, in bytes; `device_nbytes` is 0 if the model computes on
-    the CPU."""
+    """Resources for a plan, in bytes; `device_nbytes` is 0 if the model computes on the CPU."""
 
     device_nbytes: int
     host_nbytes: int  # may ever be held (cgroup limits count)

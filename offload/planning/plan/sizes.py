@@ -180,8 +180,7 @@ def stored_nbytes(layout: Layout, itemsize: int) -> int:
 
 
 def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
-    """A group of each kind (those with parts of equal length), and the number of groups of the
-    kind."""
+    """A group of each kind (those with parts of equal length), and the number of such groups."""
     firsts: dict[object, GroupBytes] = {}
     counts: Counter[object] = Counter()
     for group in groups:
@@ -248,8 +247,7 @@ class RecordKind:
 def record_kinds(
     group: GroupBytes, tiers: Sequence[Tier], chunk_numel: int
 ) -> Iterator[RecordKind]:
-    """The records by tier, with the last, possibly shorter one apart; `tiers` has one per
-    record."""
+    """Group the records by tier, the last, possibly shorter one apart; `tiers` has one each."""
     if not tiers:
         return
     last = group.layout.shard_trainable - (len(tiers) - 1) * chunk_numel

@@ -37,8 +37,8 @@ class Generation:
     def asked(
         cls, batch: int | None, prompt: int | None, new_tokens: int | None
     ) -> tuple[Generation, tuple[str, ...]]:
-        """Make one with usual numbers for those that are None, and a note for each. Raise
-        ConfigError, naming the option, for a number out of range."""
+        """Return a generation with usual numbers for those that are None, and a note for each.
+        Raise ConfigError, naming the option, for a number out of range."""
         given = {"batch": batch, "prompt": prompt, "new tokens": new_tokens}
         numbers = [
             usual if n is None else n for n, usual in zip(given.values(), _USUAL, strict=True)

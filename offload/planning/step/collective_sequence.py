@@ -50,8 +50,7 @@ class Among(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One call of a process group. `nbytes` is the size of the whole buffer, equal on every
-    rank."""
+    """One call of a process group. `nbytes` is that of the whole buffer, equal on every rank."""
 
     call: Call
     among: Among
@@ -60,8 +59,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The calls of all ranks for the buffer of one group. `action` is the action that requests
-    them."""
+    """The calls of all ranks for the buffer of one group, requested by `action`."""
 
     action: Action
     group: int
@@ -225,7 +223,8 @@ class _GatheredGroups:
         return found
 
     def _use(self, action: Action, uses: Sequence[int], end: int) -> Iterator[Collective]:
-        """Gather the used group and the next one. `end` is the end of this pass's uses."""
+        """Gather the used group and the next one, if they are not held. `end`: of this pass's
+        uses."""
         group = action.group
         kept = self._kept if action.verb is Verb.FORWARD else frozenset[int]()
         if group not in self._held:

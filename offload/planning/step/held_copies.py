@@ -108,8 +108,7 @@ class HeldCopies:
             self._enter(piece)
 
     def keep_old(self, nbytes: int) -> None:
-        """Keep the old version of a state at home in this memory that was updated, until the step
-        ends."""
+        """Keep the old version of an updated state at home in this memory until the step ends."""
         if not nbytes:
             return
         offset = self._arena.allocate(nbytes)
@@ -188,8 +187,7 @@ class HeldCopies:
     def _give_up(
         self, nbytes: int, before: float | None
     ) -> tuple[int | None, list[_Entry], list[_Entry]]:
-        """Evict clean copies, the one needed last first. Return also the locked and the dirty ones
-        found."""
+        """Evict clean copies, the one needed last first. Return also locked and dirty ones."""
         kept: list[_Entry] = []
         dirty: list[_Entry] = []
         offset = None

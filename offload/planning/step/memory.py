@@ -1,7 +1,7 @@
 """Predicts peaks of memory and disk from a plan: those of the ledger, and those of the process and
 its files.
 
-    ledger    device   homes there, mirrors (GPU), buffers of our kernels (GPU)
+    ledger    device   homes there, mirrors (GPU), buffers of kernels (GPU)
               host     homes there, staging buffers, gradient sums, window of activations, copies of
                        what lives on nvme (`traffic`)
               nvme     at most: homes there, new versions beside the old ones (`nvme_most`),
@@ -152,8 +152,7 @@ class PlannedMemory:
 
     @property
     def _staging(self) -> int:
-        """The staging bytes of the host ledger: update buffers and, on a CPU, those of
-        computing."""
+        """The staging bytes of the host ledger: update buffers and, on a CPU, of computing."""
         return self._update_buffers + self._where_it_computes * (not self._plan.gpu)
 
     @property
@@ -179,8 +178,7 @@ class PlannedMemory:
 
     @cached_property
     def _buckets(self) -> list[int]:
-        """The bytes of each group's whole gradients on their way to their owners, the largest
-        first."""
+        """The bytes of groups' whole gradients on their way to their owners, the largest first."""
         numels = (group.layout.numel_trainable for group in self._plan.groups)
         return sorted((pages(n * self._itemsize) for n in numels if n), reverse=True)
 
@@ -191,8 +189,7 @@ class PlannedMemory:
 
     # ---------------------------------------------------------------- device
     def _device_peak(self) -> int:
-        """The ledger's peak of the device tier. A GPU also holds mirrors of parameters from lower
-        tiers."""
+        """The ledger's peak of the device tier, on a GPU with mirrors of other parameters."""
         plan = self._plan
         homes = self._homes[Tier.DEVICE].nbytes + self._kv_in(Tier.DEVICE)
         if not plan.gpu:
@@ -211,8 +208,7 @@ class PlannedMemory:
         return codes + sum(group.decoded for group in self._plan.groups)
 
     def _gpu(self) -> PlaceEstimate:
-        """The estimate of GPU memory: the tier is one block; activations and the context lie beside
-        it."""
+        """The estimate of GPU memory: the tier, one block, beside activations and the context."""
         budget, homes = self._plan.budgets[Tier.DEVICE], self._homes[Tier.DEVICE]
         by_class = dict(homes.by_class)
         kv = self._kv_in(Tier.DEVICE)
@@ -261,8 +257,8 @@ class PlannedMemory:
     @property
     def host_slack_nbytes(self) -> int:
         """The amount by which the host ledger's peak may vary: gradients that an update within
-        backward has not returned yet, and those that other ranks have not taken yet, if there is
-        room. It is one group's on a quiet machine, and more on a busy one."""
+        backward has not returned yet, or other ranks have not taken yet, if there is room. It is
+        one group's on a quiet machine, and more on a busy one."""
         late = 0 if self._plan.gpu else self._late_buckets
         if self._in_backward:
             pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
@@ -368,8 +364,7 @@ class PlannedMemory:
         )  # fmt: skip
 
     def _disk(self) -> PlaceEstimate:
-        """The estimate of disk space: files are reserved when made, or extended in steps of 256
-        MiB."""
+        """The estimate of disk space: files are reserved, or extended by 256 MiB at a time."""
         by_class = self._on_nvme()
         homes = self._homes[Tier.NVME]
         total, optimizer = sum(by_class.values()), by_class[MemoryClass.OPTIMIZER]

@@ -9,8 +9,7 @@ from offload.planning.step.program import Action
 
 @dataclass(slots=True)
 class Bytes:
-    """The bytes over each link, the requests to nvme, and the bytes decoded where the model
-    computes."""
+    """The bytes over each link, the requests to nvme, and the bytes decoded for computing."""
 
     read: int = 0
     written: int = 0

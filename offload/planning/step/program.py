@@ -141,8 +141,7 @@ def _is_one_matrix(model: ModelShape, unit: UnitShape) -> bool:
 
 
 def _gradient_ends(model: ModelShape) -> dict[int, list[int]]:
-    """The groups whose last gradient arrives in the backward of a unit, the first one to use
-    them."""
+    """The groups by the unit whose backward ends their gradients, the first to use them."""
     first: dict[int, int] = {}
     for index, unit in enumerate(model.units):
         for group in unit.groups:

@@ -72,8 +72,7 @@ def stand_ins(
 
 
 def _bundles(plan: Plan, table: Sequence[int], most: int | None) -> Iterator[tuple[int, int]]:
-    """The first expert of each bundle and the bundle's size, for about `most` bundles, or one
-    each."""
+    """The first expert and the size of each of about `most` bundles, or one bundle each."""
     if most is None:
         yield from ((index, 1) for index in table)
         return

@@ -198,8 +198,7 @@ class _Pipeline:
         return costs
 
     def _active_numel(self, model: ModelShape, group: int) -> float:
-        """The parameters of a group that are used; for experts the share that a token is computed
-        with."""
+        """The parameters of a group in use; for experts only a token's share of them."""
         shape, used = model.groups[group], self._experts.used[group]
         chosen, table = model.experts_per_token, shape.table
         if chosen is None or not table:
@@ -402,8 +401,7 @@ def _disk_overlap(speeds: Speeds) -> float:
 
 
 def _drawn(spans: list[Span], begun_s: float, seconds: float) -> tuple[Span, ...]:
-    """The spans of one step, counted from its start; spans of a kind that nearly touch are
-    merged."""
+    """The spans of one step from its start; spans of a kind that nearly touch are merged."""
     drawn: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.link, span.start_s)):
         moved = Span(span.link, span.label, span.start_s - begun_s, span.stop_s - begun_s)

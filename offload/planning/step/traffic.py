@@ -345,8 +345,7 @@ class StepRun:
         return there
 
     def _bring_host(self, group: int, moved: Bytes, take: _Take, count: int) -> bool:
-        """Bring a group to host memory. `count` is the number needed of those that it stands
-        for."""
+        """Bring a group to host memory; `count` of those that it stands for are needed."""
         weights = self._weights[group]
         if weights in self.host:
             return True

@@ -30,8 +30,7 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ForwardWork:
-    """The weights of a forward without gradients. Each of the `pieces` of a batch reads them
-    anew."""
+    """The weights of a forward without gradients. Each of the batch's `pieces` reads them anew."""
 
     weights: Mapping[str, float]  # elements, by the format that they are multiplied in
     pieces: int = 1
@@ -40,8 +39,7 @@ class ForwardWork:
 
 
 def forward_s(cost: PassCost, work: ForwardWork, precision: str, speeds: Speeds) -> float:
-    """Seconds of a forward without gradients: products of few rows take as long as reading
-    weights."""
+    """Seconds of a forward without gradients: few rows take as long as reading weights."""
     weights, pieces = work.weights, work.pieces
     numel = pieces * sum(weights.values())
     rows = cost.flops / (2 * numel) if numel else 0.0
