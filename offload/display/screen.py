@@ -155,7 +155,7 @@ class Screen:
 
     def _end(self) -> None:
         for name, stream in self._replaced.items():
-            if isinstance(getattr(sys, name), _Passing):  # else somebody else has replaced it since
+            if isinstance(getattr(sys, name), _Passing):  # else it has been replaced since
                 setattr(sys, name, stream)
         self._replaced.clear()
         for handler in _stream_handlers():

@@ -245,7 +245,7 @@ def _loss(run: _Run) -> str:
     series = [
         Series("offload", rows.steps, rows.numbers("loss"), "wide" if plain.steps else "line")
     ]
-    if plain.steps:  # thin and dashed on top of ours: one sees both where they coincide
+    if plain.steps:  # thin and dashed on top, so that both are seen where they coincide
         series.append(Series("plain PyTorch", plain.steps, plain.numbers("loss"), "dashed"))
     series.append(Series("validation", rows.steps, rows.numbers("validation_loss"), "dots"))
     shown = [each for each in series if has_any(each.ys)]

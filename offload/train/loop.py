@@ -464,7 +464,7 @@ class Trainer:
         self._console.print("the same in plain PyTorch, in a process of its own:", style="bold")
         try:
             return run_plain(self._config, self._folder.plain_metrics, self._console)
-        except ChildFailed as error:  # it may need more memory than there is: ours has trained
+        except ChildFailed as error:  # it may need more memory than there is; offload has trained
             self._console.print(f"plain PyTorch {error.brief}", style="yellow", soft_wrap=True)
             return None
 

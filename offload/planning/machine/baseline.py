@@ -44,7 +44,7 @@ GPU_RAM_NBYTES = 1536 << 20
 # Of a GPU, three things lie beside `budget.device`, which holds our tiers alone: tensors of passes
 # (`planning/activations`), and these two. A process that trains has its context when it asks what
 # is free, so there the context is counted twice, on the safe side.
-# 1. The context, with PyTorch's kernels and ours: what nvidia-smi shows of a process that has run
+# 1. The context, with PyTorch's and offload's kernels: what nvidia-smi shows of a process that ran
 # some, on an H100 with torch 2.11 for CUDA 13. Without the code of cuBLAS's kernels.
 GPU_CONTEXT_NBYTES = 612 << 20
 # 2. cuBLAS's workspaces, of PyTorch's allocator: one for each thread and stream that multiplies

@@ -84,7 +84,7 @@ class Plan:
     decoded_window_nbytes: int  # least memory for values of what is stored in codes; 0: nothing is
     expected: Mapping[Tier, Mapping[StateClass, int]]  # at home, staging included
     activations: ActivationPlan | None = None  # None: they stay on the device
-    device: DevicePlan | None = None  # None: no kernel of ours runs on a device
+    device: DevicePlan | None = None  # None: no offload kernel runs on a device
     sharding: Sharding = ALONE  # of the rank that it is for
     shared: SharedPlan | None = None  # None: this rank is alone
     kv: KVPlan | None = None  # None: KV caches are in no tier
