@@ -1,1 +1,1 @@
-"""What is shown while something runs: a panel, lines, progress. No thread: the loop draws."""
+"""Panels, lines and progress bars for running work. No thread: the loop draws."""

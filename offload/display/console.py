@@ -1,4 +1,4 @@
-"""The terminal as `rich` writes on it: names without effects, commands that can be copied."""
+"""A terminal written to by `rich`, with names shown without effects and commands kept whole."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _WORDS = re.compile(r"(?:`[^`]*`|\S)+")
 
 
 class Prose:
-    """A text that is broken between words, and nowhere within a `command`: one that is longer than
-    a line is left to the terminal to wrap, so that it can be copied."""
+    """A text that wraps between words but never within a `command`: one that is longer than a line
+    is left to the terminal to wrap, so that it can be copied."""
 
     def __init__(self, text: str, *, first: str = "", command: bool = False) -> None:
-        """`first`: before the text, as wide as further lines are indented. `command`: all of it is
-        one."""
+        """`first` is printed before the text, as wide as the indent of further lines. With
+        `command`, the whole text is one command."""
         self._text = plain_lines(text)
         self._first = first
         self._is_command = command
@@ -34,7 +34,7 @@ class Prose:
             yield Text(start + line, no_wrap=True, overflow="ignore")
 
     def lines(self, columns: int) -> Iterator[str]:
-        """Each at most so wide, unless a single word or command is wider."""
+        """Lines of at most `columns`, unless a single word or command is wider."""
         for paragraph in self._text.split("\n"):
             line = ""
             for word in [paragraph] if self._is_command else _WORDS.findall(paragraph):
@@ -46,14 +46,14 @@ class Prose:
 
 
 class PlainConsole(Console):
-    """Whatever is printed, its control characters are shown as Python writes them. A text is
+    """A console that shows the control characters in printed texts as Python escapes. Texts are
     printed as `Prose`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As `rich` does, and the parts of a group one after the other."""
+        """Print like `rich`, with the parts of a group one after the other."""
         if len(objects) != 1 or options.get("soft_wrap"):
             super().print(*objects, **options)
             return
@@ -64,6 +64,6 @@ class PlainConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As `rich` does, with each text made plain."""
+        """Render like `rich`, with each text made plain."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else plain_lines(text), style, control)

@@ -45,8 +45,8 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run before its first step. Steps are those of the whole run, with those
-    before it was resumed; None: not known. Budgets in bytes by tier."""
+    """The known facts of a run before its first step. Steps are those of the whole run, including
+    those before it was resumed; None is unknown. Budgets are bytes by tier."""
 
     start: int = 0
     steps: int | None = None
@@ -54,7 +54,7 @@ class Run:
 
 
 class Display(Protocol):
-    """Shows the figures of a step (see `offload.loggers.Logger`)."""
+    """A logger that shows the figures of steps (see `offload.loggers.Logger`)."""
 
     def wants(self, step: int) -> bool:
         """Whether `log` would show this step if it were called now."""
@@ -62,26 +62,26 @@ class Display(Protocol):
     def log(self, values: Values, step: int) -> None: ...
 
     def close(self) -> None:
-        """No step comes any more."""
+        """End the display after the last step."""
 
 
 def make_display(
     run: Run, say: Callable[[str], None], every: int | None = None, *, on_terminal: bool = True
 ) -> Display:
-    """The display that suits standard output. `say` prints a line where it is no terminal (or not
-    to be used as one), after every so many steps."""
+    """Return the display that suits standard output. Where that is no terminal (or is not to be
+    used as one), `say` prints a line after every `every` steps."""
     return Panel(run) if on_terminal and screen.is_there else Lines(run, say, every)
 
 
 class LossWarning:
-    """A logger that says once that the loss is not finite."""
+    """A logger that warns once that the loss is not finite."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._said = False
 
     def log(self, values: Values, step: int) -> None:
-        """Warn at the first such loss."""
+        """Warn at the first loss that is not finite."""
         loss = values["loss"]
         if loss is None or math.isfinite(loss) or self._said:
             return
@@ -93,7 +93,7 @@ class LossWarning:
 
 
 class _Recent:
-    """The run's figures over the last steps shown, and its pace."""
+    """The run's figures over the last steps shown, and its speed."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -106,11 +106,11 @@ class _Recent:
         self._last: tuple[Values, int] | None = None  # not noted yet
 
     def leave_out(self, values: Values, step: int) -> None:
-        """A step that is not shown, unless it turns out to be the last one."""
+        """Remember a step that is not shown, in case it turns out to be the last one."""
         self._last = values, step
 
     def note_last(self) -> bool:
-        """Note the last step if it was left out; whether it was."""
+        """Note the last step if it was left out, and return whether it was."""
         last, self._last = self._last, None
         if last is not None:
             self.note(*last)
@@ -132,20 +132,20 @@ class _Recent:
 
     @property
     def total(self) -> int | None:
-        """Steps of the whole run; None where unknown, or wrong."""
+        """The steps of the whole run; None if they are unknown or wrong."""
         steps = self.run.steps
         return None if steps is None or self.step > steps else steps
 
     @property
     def step_s(self) -> float:
-        """Seconds from step to step, what comes between them included."""
+        """Seconds from step to step, including the time between steps."""
         (first, before), (last, now) = self._rows[0], self._rows[-1]
         if first == last:
             return float(now["seconds"])
         return float(now["elapsed_seconds"] - before["elapsed_seconds"]) / (last - first)
 
     def rates(self) -> dict[str, float]:
-        """Bytes per second, by link."""
+        """Bytes per second by link."""
         before, now = self._rows[0][1], self._rows[-1][1]
         seconds = now["elapsed_seconds"] - before["elapsed_seconds"]
         if seconds <= 0:  # of one step alone nothing is known
@@ -154,7 +154,7 @@ class _Recent:
         return {key: (value - since.get(key, 0)) / seconds for key, value in now["moved"].items()}
 
     def shares(self, name: str) -> dict[str, float]:
-        """Of the time of the steps shown: what is in seconds of each, `waited` or `links`."""
+        """Shares of the shown steps' time by their seconds in `name` (`waited` or `links`)."""
         seconds = sum(values["seconds"] for _, values in self._rows)
         found: defaultdict[str, float] = defaultdict(float)
         for _, values in self._rows if seconds > 0 else ():
@@ -163,7 +163,7 @@ class _Recent:
         return found
 
     def left(self) -> str:
-        """`about 3 min left`; empty where that is not known yet."""
+        """The remaining time, `about 3 min left`; empty if it is not known yet."""
         if self.total is None or self._first is None or self.step == self.total:
             return ""
         steps = self.step - self._first[0]
@@ -207,8 +207,8 @@ class _Recent:
                 yield Cell(f"{link} {per_second(rate)}")
 
     def waits(self) -> Iterator[Cell]:
-        """Shares of the time from step to step: computing, and each thing that the model's thread
-        waited for."""
+        """Shares of the time from step to step: computing, and each cause for which the model's
+        thread waited."""
         shares = self.shares("waited")
         if not shares:
             return
@@ -218,7 +218,7 @@ class _Recent:
                 yield Cell(f"{name} {share:.0%}", YELLOW if share >= _MUCH else "")
 
     def tiers(self) -> Iterator[tuple[str, int, int]]:
-        """Name, bytes held, budget: of those that hold anything."""
+        """The name, bytes held and budget of the tiers that hold anything."""
         budgets = self.run.budgets or {}
         for tier, nbytes in self.values["tiers"].items():
             if nbytes or budgets.get(tier):
@@ -226,7 +226,7 @@ class _Recent:
 
 
 class Panel:
-    """Some lines at the bottom of the terminal, drawn anew a few times per second by the loop's own
+    """Lines at the bottom of the terminal, redrawn a few times per second by the loop's own
     thread."""
 
     def __init__(self, run: Run, on: Screen = screen) -> None:
@@ -263,7 +263,7 @@ class Panel:
             self._screen.remove(self.lines)
 
     def lines(self, columns: int) -> list[str]:
-        """The panel, for a terminal so wide."""
+        """The lines of the panel for a terminal of `columns`."""
         recent, coloured = self._recent, self._screen.is_coloured
         rows: list[tuple[str, list[Cell]]] = [
             ("", [*recent.losses(), *recent.norms(), *recent.figures()]),
@@ -304,8 +304,7 @@ class Panel:
 
 
 class Lines:
-    """One line per so many steps: every `every`, or twenty per run; and no longer than 30 seconds
-    without one."""
+    """Prints a line per `every` steps, or twenty per run, and at least one per 30 seconds."""
 
     def __init__(self, run: Run, say: Callable[[str], None], every: int | None = None) -> None:
         self._recent = _Recent(run)
@@ -321,7 +320,7 @@ class Lines:
         return by_number or before is None or time.monotonic() - before >= _QUIET_S
 
     def log(self, values: Values, step: int) -> None:
-        """Print a line, if it is time."""
+        """Print a line if it is due."""
         if not self.wants(step):
             self._recent.leave_out(values, step)
             return

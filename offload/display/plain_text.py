@@ -1,4 +1,4 @@
-"""Texts of others on a terminal: they may hold what moves its cursor, or worse."""
+"""Makes foreign texts safe for a terminal: they may hold what moves its cursor, or worse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plain(text: str, most: int = 1 << 16) -> str:
-    """What of `text` has no effect on a terminal; all else as Python writes it. Cut at `most`."""
+    """Escape all characters that affect a terminal as Python does, and cut the text at `most`."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     if cut.isprintable():
         return cut
@@ -17,18 +17,18 @@ def plain(text: str, most: int = 1 << 16) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """The same of a text of several lines, uncut."""
+    """Escape a text of several lines in the same way, uncut."""
     if text.isprintable():
         return text
     return "\n".join(plain(line, len(line)) for line in text.split("\n"))
 
 
 def without_controls(text: str) -> str:
-    """A text in any language: line breaks, tabs and what prints nothing stay, what moves the cursor
-    is shown as Python writes it."""
+    """Escape the control characters of a text in any language; line breaks and tabs stay, and so do
+    unprintable characters that do not move the cursor."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print lines that may have names of others in them."""
+    """Print lines that may contain foreign names."""
     print(plain_lines(text), file=sys.stderr if err else sys.stdout, flush=True)

@@ -1,4 +1,4 @@
-"""How far something has come that takes long: a bar on a terminal, lines elsewhere.
+"""The progress of long operations: a bar on a terminal, lines elsewhere.
 
     with progress("loading weights", total_nbytes) as came:
         for group in groups:
@@ -34,7 +34,7 @@ _ENOUGH = 0.05  # done, for the rest to be told from it
 
 @contextmanager
 def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
-    """Inside, `came(nbytes)` says that so many more bytes are done."""
+    """Show progress inside; `came(nbytes)` reports further bytes that are done."""
     if rank_here() or not _log.isEnabledFor(logging.WARNING):
         yield lambda nbytes: None
         return
@@ -107,7 +107,7 @@ class _Progress:
         return of_budget(self._done, self._total)
 
     def _left(self) -> str:
-        """Empty as long as little is done in little time."""
+        """The remaining time; empty as long as little is done in little time."""
         if not self._done or (self._share < _ENOUGH and self._seconds < _LINE_S):
             return ""
         return about(self._seconds * (1 / self._share - 1))

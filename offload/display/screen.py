@@ -1,15 +1,15 @@
-"""The bottom of the terminal, where panels and progress bars are drawn anew while text goes past.
+"""The bottom of the terminal, where panels and progress bars are redrawn while text scrolls past.
 
-The cursor waits at the top of what is drawn:
+The cursor waits at the top of the drawing:
 
     ...                         text that was printed
     ▮                           the cursor; an empty line
-    step 12/200 ━━━━━━━━        what is drawn
+    step 12/200 ━━━━━━━━        the drawing
 
-What is printed meanwhile passes through `sys.stdout` and `sys.stderr`, which are ours then: the
-drawing goes away first and comes back below. So do log handlers that had these streams. Text that
-takes another way (of a child process, of C) lands where the cursor is, and the next drawing begins
-below it. No mode of the terminal is changed: nothing has to be put back if the process is killed.
+Text printed meanwhile passes through `sys.stdout` and `sys.stderr`, which are replaced: the drawing
+is erased first and comes back below. So does the text of log handlers that had these streams. Text
+that takes another way (of a child process, of C) lands at the cursor, and the next drawing begins
+below it. No terminal mode is changed, so nothing has to be restored if the process is killed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Screen:
         self.draw()
 
     def remove(self, part: Part, *, keep: bool = True) -> None:
-        """Draw it no more. Where it is to be kept, its lines stay as they are and scroll away."""
+        """Stop drawing the part. With `keep`, its lines stay as they are and scroll away."""
         with self._lock:
             if part not in self._parts:
                 return
@@ -88,7 +88,7 @@ class Screen:
                 self._end()
 
     def draw(self) -> None:
-        """Ask all parts for their lines, and draw them."""
+        """Request the lines of all parts, and draw them."""
         with self._lock:
             if not self._parts:
                 return
@@ -98,7 +98,7 @@ class Screen:
             self._redraw(self._erased() + self._ended_line())
 
     def _size(self) -> tuple[int, int]:
-        """Columns and rows that can be drawn on."""
+        """The columns and rows available for drawing."""
         try:
             columns, rows = os.get_terminal_size(self._terminal.fileno())
         except OSError:
@@ -107,7 +107,7 @@ class Screen:
         return max(_NARROWEST, (columns or 80) - 1), max(3, rows or 24)
 
     def _ended_line(self) -> str:
-        """What ends a line without an end, or replaces one that is written over itself (`\\r`,
+        """The text that ends an unfinished line, or replaces one that overwrites itself (`\\r`,
         another progress bar)."""
         unfinished, self._unfinished = self._unfinished, ""
         if not unfinished:
@@ -134,7 +134,7 @@ class Screen:
             _log.warning("standard output is gone (%s): nothing is shown any more", error.strerror)
 
     def forget_parent(self) -> None:
-        """In a forked child, which draws nothing."""
+        """Stop drawing in a forked child."""
         self._lock = threading.RLock()
         self._parts.clear()
         self._is_drawn = False
@@ -155,7 +155,7 @@ class Screen:
 
     def _end(self) -> None:
         for name, stream in self._replaced.items():
-            if isinstance(getattr(sys, name), _Passing):  # else somebody else has replaced it since
+            if isinstance(getattr(sys, name), _Passing):  # else it has been replaced since
                 setattr(sys, name, stream)
         self._replaced.clear()
         for handler in _stream_handlers():
@@ -163,7 +163,7 @@ class Screen:
                 handler.setStream(handler.stream.stream)
 
     def passing(self, stream: TextIO, text: str) -> int:
-        """Somebody prints."""
+        """Write printed text above the drawing."""
         with self._lock:
             if not self._parts:
                 return stream.write(text)
@@ -181,14 +181,14 @@ _KEPT = 1 << 10  # characters: a line that never ends takes no more memory
 
 
 def _behind(stream: Any) -> Any:
-    """Another display may have put back one of ours that had ended."""
+    """Return the original stream; another display may have restored an ended replacement."""
     while isinstance(stream, _Passing):
         stream = stream.stream
     return stream
 
 
 class _Passing:
-    """A stream in the place of `sys.stdout` or `sys.stderr`."""
+    """A replacement for `sys.stdout` or `sys.stderr`."""
 
     def __init__(self, screen: Screen, stream: TextIO) -> None:
         self._screen = screen
@@ -205,7 +205,7 @@ class _Passing:
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    """Those of all loggers."""
+    """The stream handlers of all loggers."""
     for logger in (logging.root, *logging.Logger.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if isinstance(handler, logging.StreamHandler):

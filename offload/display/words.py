@@ -1,4 +1,4 @@
-"""Durations, rates and bytes in few words, and cells that fill lines of any width."""
+"""Short texts for durations, rates and bytes, and cells that fill lines of any width."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Cell:
 def lines_of(
     label: str, cells: Iterable[Cell], columns: int, *, coloured: bool, indent: int = 10
 ) -> Iterator[str]:
-    """`label`, and `cells` beside it on as many lines as they need; what is wider is cut."""
+    """Lay out `label` and `cells` beside it on as many lines as they need; wider ones are cut."""
     start = Cell(label.ljust(indent), DIM).shown(coloured=coloured)
     line, used = start, indent
     for cell in cells:
@@ -46,7 +46,7 @@ def filled(share: float, width: int) -> str:
 
 
 def about(seconds: float) -> str:
-    """`about 3 min left`: no more precise than such a guess is."""
+    """The remaining time, `about 3 min left`, with the precision of an estimate."""
     if seconds < 10:
         return "some seconds left"
     if seconds < 100:
@@ -59,7 +59,7 @@ def about(seconds: float) -> str:
 
 
 def took(seconds: float) -> str:
-    """`12 s`, `2 min 05 s`, `3 h 20 min`, `2 days 4 h`."""
+    """A duration: `12 s`, `2 min 05 s`, `3 h 20 min`, `2 days 4 h`."""
     minutes, rest = divmod(round(seconds), 60)
     if not minutes:
         return f"{rest} s"
@@ -70,19 +70,19 @@ def took(seconds: float) -> str:
 
 
 def per_step(seconds: float) -> str:
-    """`85.1 ms/step`, `1.24 s/step`."""
+    """A step's time: `85.1 ms/step`, `1.24 s/step`."""
     small = seconds < 0.9995
     return f"{seconds * 1e3:.3g} ms/step" if small else f"{seconds:,.3g} s/step"
 
 
 def per_second(nbytes: float) -> str:
-    """`1.24 GB/s`, `610 MB/s`: decimal, as links and disks are sold."""
+    """A rate: `1.24 GB/s`, `610 MB/s`; decimal, as links and disks are sold."""
     small = nbytes < 0.9995e9
     return f"{nbytes / 1e6:.3g} MB/s" if small else f"{nbytes / 1e9:.3g} GB/s"
 
 
 def of_budget(used: int, budget: int) -> str:
-    """`1.2 of 6.0 GiB`, `96.0 MiB of 6.0 GiB`."""
+    """A share of a budget: `1.2 of 6.0 GiB`, `96.0 MiB of 6.0 GiB`."""
     held, most = format_bytes(used), format_bytes(budget)
     if held.split()[1] == most.split()[1]:
         held = held.split()[0]

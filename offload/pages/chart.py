@@ -1,8 +1,8 @@
-"""Charts over the steps of a run, as inline SVG that keeps its text's size at any width.
+"""Charts over the steps of a run, as inline SVG that keeps the size of text at any width.
 
 Lines are drawn in a box of 1000 x 1000 that is stretched to the chart; texts and marks lie beside
-it, at percentages. Of many points the means of neighbours are drawn, and around them, paler, from
-the least to the greatest, so that no peak is lost.
+it, at percentages. If there are many points, the means of neighbours are drawn, and around them a
+paler band from the least to the greatest, so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST, _MOST = 1e-9, 1e300  # of a range that can be divided; of a value that c
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line, or dots. `ys` are None where a value is not known or not finite."""
+    """One line, or dots. `ys` are None where a value is unknown or not finite."""
 
     name: str
     xs: Sequence[float]  # rising
@@ -33,13 +33,13 @@ class Series:
 
 
 def has_any(ys: Iterable[float | None]) -> bool:
-    """Whether anything could be drawn of it."""
+    """Whether there is any value to draw."""
     return any(y is not None for y in ys)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Neighbouring points: where they begin, and the least, mean and greatest of what is known."""
+    """Neighbouring points: their beginning, and the least, mean and greatest of known values."""
 
     x: float
     least: float | None
@@ -48,7 +48,7 @@ class Bucket:
 
 
 def buckets(xs: Sequence[float], ys: Sequence[float | None]) -> list[Bucket]:
-    """One for each point, or at most `_BUCKETS` of as many points each."""
+    """Group points: one bucket each, or at most `_BUCKETS` of equally many points."""
     count = len(xs) if len(xs) <= 2 * _BUCKETS else _BUCKETS
     found = []
     for number in range(count):
@@ -66,7 +66,7 @@ def line_chart(
     series: Sequence[Series], text: Callable[[float], str], *, base: float | None = 0.0,
     unit: float = 1.0, limit: tuple[str, float] | None = None, x_name: str = "step",
 ) -> str:  # fmt: skip
-    """The series on one scale from `base` (None: from the least value) on; `text` says a value.
+    """Draw the series on one scale from `base` (None: the least value) on; `text` formats a value.
     Marks are at round numbers of `unit`. `limit` is a name and a value, drawn as a dashed line."""
     series = [replace(each, ys=list(map(_within_bounds, each.ys))) for each in series]
     values = [y for each in series for y in each.ys if y is not None]
@@ -106,7 +106,7 @@ class Layer:
 
 
 def share_chart(xs: Sequence[float], layers: Sequence[Layer], x_name: str = "step") -> str:
-    """Layers on top of each other, from 0 to 100 %."""
+    """Draw layers on top of each other, from 0 to 100 %."""
     if not xs:
         return ""
     box = _Box(min(xs), max(xs), 0.0, 1.0)
@@ -160,7 +160,7 @@ def _within_bounds(y: float | None) -> float | None:
 
 
 def _line(box: _Box, series: Series) -> str:
-    """The means, and from the least to the greatest where these are of several points."""
+    """The path of the means, and a band from the least to the greatest of several points."""
     runs: list[list[Bucket]] = [[]]
     for bucket in buckets(series.xs, series.ys):
         if bucket.mean is None:
@@ -194,8 +194,7 @@ def _dots(box: _Box, series: Series, text: Callable[[float], str]) -> str:
 
 
 def round_numbers(low: float, high: float, wanted: int = 4) -> list[float]:
-    """About so many round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of
-    ten."""
+    """About `wanted` round numbers from `low` to `high`: 1, 2 or 5 times a power of ten."""
     length = high - low
     if not 1e-290 < length < math.inf:  # no power of ten divides it
         return [low]
@@ -208,7 +207,7 @@ def round_numbers(low: float, high: float, wanted: int = 4) -> list[float]:
 def _grid(
     box: _Box, text: Callable[[float], str], unit: float
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """What is said beside the plot, and lines to be drawn below it."""
+    """The texts beside the plot, and the lines below it."""
     marks = [mark * unit for mark in round_numbers(box.low / unit, box.high / unit)]
     lines = [
         f'<line x2="100%" y1="{box.pixel(at):.1f}" y2="{box.pixel(at):.1f}" class="grid"/>'
@@ -223,7 +222,7 @@ def _grid(
 
 
 def _steps(box: _Box, name: str) -> list[str]:
-    """The first and the last, and round ones between them."""
+    """The labels of the first and the last step, and of round ones between them."""
     between = [m for m in round_numbers(box.first, box.last) if 0.2 < box.share(m) < 0.85]
     marks = [box.first, *(m for m in between if m == round(m)), box.last]
     parts = []

@@ -95,8 +95,8 @@ footer{margin-top:26px;font-size:13px;color:var(--quiet)}
 
 
 def page(title: str, body: str, *, by: str) -> str:
-    """The file. `body` is HTML; `title` is escaped here, as by all that follow; control characters
-    are shown as Python writes them. `by` is the program that writes it."""
+    """Return the file. `body` is HTML; `title` is escaped here, as in all functions below; control
+    characters are shown as Python escapes. `by` is the program that writes it."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -109,7 +109,7 @@ def page(title: str, body: str, *, by: str) -> str:
 
 
 def lines(texts: Iterable[str]) -> str:
-    """A list; nothing where there are no texts."""
+    """Return a list of `texts`; empty if there are none."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f'<ul class="lines">{items}</ul>' if items else ""
 
@@ -118,8 +118,8 @@ def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,),
     stacked: bool = False,
 ) -> str:  # fmt: skip
-    """Heads are text, cells are HTML; columns are of numbers but for those at `left`. `stacked`: a
-    page with no room for the columns shows each row as lines, a head before each cell."""
+    """Return a table of text heads and HTML cells; columns except `left` are numbers. With
+    `stacked`, narrow pages show each row as lines, with a head before each cell."""
     kinds = ["" if index in left else ' class="number"' for index in range(len(heads))]
 
     def row(cells: Sequence[str]) -> str:
@@ -136,19 +136,19 @@ def table(
 
 
 def swatch(meaning: str) -> str:
-    """A spot of the colour of a meaning."""
+    """Return a spot of the colour of a meaning."""
     return f'<span class="swatch {colour_class(meaning)}"></span>'
 
 
 def key(named: Iterable[tuple[str, str]]) -> str:
-    """Meanings of colours, and what they are called here; nothing where there are none."""
+    """Return a key of colours, from their meanings and their texts; empty if there are none."""
     items = "".join(f"<li>{swatch(meaning)}{escape(text)}</li>" for meaning, text in named)
     return f'<ul class="keys">{items}</ul>' if items else ""
 
 
 def _style_sheet() -> str:
-    """All rules; colours are variables that follow what the reader's system prefers, and are those
-    of light pages on paper."""
+    """All rules. Colours are variables that follow the preference of the reader's system; on paper
+    they are those of light pages."""
     light, dark = _variables(LIGHT), _variables(DARK)
     schemes = (
         f":root{{color-scheme:light dark;{light}}}"

@@ -14,13 +14,13 @@ _GAP = 0.0012  # between neighbours, as a fraction
 
 
 def drawing(kind: str, label: str, parts: Iterable[str]) -> str:
-    """The element of class `kind`, which sets its height; `label` is read out in its place."""
+    """Return the element of class `kind`, which sets its height; `label` is for screen readers."""
     inside = "".join(parts)
     return f'<svg class="{kind}" role="img" aria-label="{escape(label)}">{inside}</svg>'
 
 
 def percent(fraction: float) -> str:
-    """A position."""
+    """Format a position as a percentage."""
     return f"{fraction * 100:.4g}%"
 
 
@@ -33,9 +33,9 @@ def stretch(
     start: float, stop: float, height: int, meaning: str, label: str, tip: str,
     room: tuple[float, float] | None = None,
 ) -> str:  # fmt: skip
-    """A coloured stretch of a bar or lane, with `label` where that is sure to fit at `LEAST_PX`
-    (into `room`, if not all of it is free) and `tip` when it is pointed at. It lies in an inner
-    <svg>, which clips it."""
+    """Return a coloured stretch of a bar or lane, with `label` if it certainly fits at `LEAST_PX`
+    (into `room`, if not all of it is free) and `tip` for the pointer. It lies in an inner <svg>,
+    which clips it."""
     width = max(stop - start - _GAP, 0.0015)
     inside = f'<rect width="100%" height="100%" rx="2" class="{colour_class(meaning)}"/>'
     left, right = room or (start, start + width)
@@ -52,7 +52,7 @@ def stretch(
 
 
 def mark(tick: Tick) -> str:
-    """A mark of the axis below bars or lanes."""
+    """Return a mark of the axis below bars or lanes."""
     anchor = "start" if tick.at < 0.03 else "end" if tick.at > 0.97 else "middle"
     at = percent(tick.at)
     return (

@@ -18,7 +18,7 @@ class Tick:
 
 
 def ticks(length_s: float, wanted: int = 5) -> tuple[Tick, ...]:
-    """Round times from 0 on, about `wanted` of them, in one unit."""
+    """About `wanted` round times from 0 on, in one unit."""
     unit, name = next(each for each in _UNITS if length_s >= each[0] * 2 or each is _UNITS[-1])
     width = _rounded(length_s / unit / wanted, by_sixty=name in ("min", "s") and length_s > 2)
     count = int(length_s / unit / width * 1.000001)
@@ -29,7 +29,7 @@ def ticks(length_s: float, wanted: int = 5) -> tuple[Tick, ...]:
 
 
 def byte_ticks(length_nbytes: int, wanted: int = 5) -> tuple[Tick, ...]:
-    """Round sizes from 0 on, about `wanted` of them, in one binary unit."""
+    """About `wanted` round sizes from 0 on, in one binary unit."""
     power = max(0, min(4, (length_nbytes.bit_length() - 1) // 10))
     unit, name = 1 << 10 * power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
     width = max(_rounded(length_nbytes / unit / wanted, by_sixty=False), 0.0 if power else 1.0)
@@ -41,7 +41,7 @@ def byte_ticks(length_nbytes: int, wanted: int = 5) -> tuple[Tick, ...]:
 
 
 def _rounded(value: float, *, by_sixty: bool) -> float:
-    """About that, as 1, 2, 5, 10, 20 ...; of minutes and seconds also 15 and 30."""
+    """Round to 1, 2, 5, 10, 20 ...; minutes and seconds (`by_sixty`) also to 15 and 30."""
     if by_sixty and 10 < value <= 30:
         return 15.0 if value <= 15 else 30.0
     power = 10.0 ** math.floor(math.log10(value))

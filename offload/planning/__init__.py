@@ -1,1 +1,1 @@
-"""What a run will take, and where everything should live: known before the first byte."""
+"""The memory and time that a run takes, and where its states should live, before it starts."""

@@ -1,1 +1,1 @@
-"""One run's folder: what was predicted, a line per step, what was measured, its checkpoints."""
+"""The folder of a run: its prediction, a line per step, its measurement, its checkpoints."""

@@ -1,14 +1,14 @@
 """The folder of one run:
 
-config.resolved.yaml     what ran, every default filled in
+config.resolved.yaml     the configuration, with every default filled in
 metrics.jsonl            one line per step
-metrics.csv, tensorboard, wandb    the same, where train.loggers asks for it
-plain.jsonl              the same of plain PyTorch, where train.compare_plain asks for it
-prediction.json          what memory and a step were expected to take
-measured.json            what they took, when the run has ended
-trace.json               what happened when in a few of the steps, for ui.perfetto.dev
-run.html                 all of it on one page
-checkpoints/step-000100          the engine's, which have what the loop needs to go on
+metrics.csv, tensorboard, wandb    the same, if train.loggers requests it
+plain.jsonl              the same for plain PyTorch, if train.compare_plain requests it
+prediction.json          the expected memory and step time
+measured.json            the measured memory and step time, once the run has ended
+trace.json               a timeline of a few of the steps, for ui.perfetto.dev
+run.html                 everything on one page
+checkpoints/step-000100          checkpoints of the engine, with the loop's state
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FIXED_KEYS = (
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Where a run can go on: its last checkpoint, the steps done and the configuration."""
+    """The point from which a run can resume: its last checkpoint, steps done and configuration."""
 
     path: Path
     step: int
@@ -58,7 +58,7 @@ class SavedRun:
 
 
 class RunFolder:
-    """Reads and writes one run's files; every write is complete or absent."""
+    """Reads and writes the files of one run; every write is complete or absent."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,9 +71,9 @@ class RunFolder:
 
     @classmethod
     def new(cls, path: Path) -> RunFolder:
-        """A run to begin; the folder is there after `make`.
+        """Return the folder of a new run; it exists after `make`.
 
-        ConfigError when `path` already holds a run, PathError when it cannot be made.
+        Raises ConfigError if `path` already holds a run, PathError if it cannot be made.
         """
         folder = cls(path)
         if folder.metrics.path.exists():
@@ -86,15 +86,15 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """A run to go on with. ConfigError when there is none."""
+        """Return the folder of a run to resume. Raise ConfigError if there is none."""
         folder = cls(path)
         if not folder.metrics.path.exists():
             raise ConfigError(f"--resume: {path} holds no run; start one without --resume")
         return folder
 
     def make(self) -> None:
-        """Create the folders, where they are missing, and keep other runs out. ConfigError where
-        another one is under way."""
+        """Create missing folders and lock out other runs. Raise ConfigError if another run is under
+        way."""
         try:
             make_folder(self.checkpoints, parents=True)
             self._lock = lock_folder(self.path)
@@ -107,7 +107,7 @@ class RunFolder:
             raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Write what is still to be written, the page last, and let other runs in."""
+        """Write pending output, the page last, and release the lock."""
         try:
             self.metrics.close()
             self.plain_metrics.close()
@@ -124,8 +124,8 @@ class RunFolder:
             _log.warning("no %s: %s", PAGE, error)
 
     def write_config(self, config: OffloadConfig, *, own_loop: bool = False) -> None:
-        """Write config.resolved.yaml; of a user's `own_loop` without `train`, which it does not
-        read."""
+        """Write config.resolved.yaml. For a user's `own_loop` it is without `train`, which that
+        loop does not read."""
         self._config = config.to_dict()
         values = config.resolved().to_dict()
         if own_loop:
@@ -133,7 +133,7 @@ class RunFolder:
         write_whole(self.path / "config.resolved.yaml", dump_yaml(values))
 
     def write_prediction(self, prediction: Prediction) -> None:
-        """Write prediction.json; what was measured before the run went on is not of it."""
+        """Write prediction.json, and remove the measurement of the run before it was resumed."""
         (self.path / MEASURED).unlink(missing_ok=True)
         write_whole(self.path / PREDICTION, prediction.to_json())
 
@@ -146,9 +146,9 @@ class RunFolder:
         write_whole(self.path / TRACE, trace_json(recorded))
 
     def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
-        """The loggers of the steps that follow, metrics.jsonl first: of an earlier run each keeps
-        the first `steps_done`. `names`: of train.loggers. ConfigError where a library is missing.
-        """
+        """Return the loggers of the following steps, metrics.jsonl first; each keeps `steps_done`
+        steps of an earlier run. `names` is train.loggers. Raise ConfigError if a library is
+        missing."""
         self.metrics.begin(steps_done)
         return [self.metrics, *(self._logger(name, steps_done) for name in dict.fromkeys(names))]
 
@@ -168,15 +168,15 @@ class RunFolder:
         )  # fmt: skip
 
     def checkpoint_path(self, step: int) -> Path:
-        """Of the checkpoint of `step`."""
+        """The path of the checkpoint of `step`."""
         return step_path(self.checkpoints, step)
 
     def keep(self, keep_last: int, keep_every: int | None) -> None:
-        """Remove checkpoints, see `prune`."""
+        """Remove old checkpoints, see `prune`."""
         prune(self.checkpoints, keep_last, keep_every)
 
     def set_aside(self, checkpoint: Path) -> None:
-        """One that is damaged: it keeps its bytes, and counts no more, by another name."""
+        """Rename a damaged checkpoint: it keeps its bytes, and no longer counts as one."""
         other = checkpoint.with_name(f"{checkpoint.name}.damaged-{secrets.token_hex(4)}")
         with storage_errors("renaming", checkpoint):
             rename(checkpoint, other)
@@ -184,12 +184,12 @@ class RunFolder:
         _log.warning("%s is now %s: remove it once nobody needs it", checkpoint, other.name)
 
     def has_checkpoints(self) -> bool:
-        """Whether any was saved, whole or not."""
+        """Whether any checkpoint was saved, complete or not."""
         return has_steps(self.checkpoints)
 
     def latest_checkpoint(self, before: int | None = None) -> SavedRun:
-        """The newest complete checkpoint, of those of steps below `before`. CheckpointError when
-        there is none."""
+        """Return the newest complete checkpoint, or that of a step below `before`. Raise
+        CheckpointError if there is none."""
         path = latest(self.checkpoints, before)
         if path is None:
             raise CheckpointError(
@@ -203,7 +203,7 @@ class RunFolder:
 
 
 def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
-    """ConfigError naming each key that a resumed run may not change but does."""
+    """Raise ConfigError naming each key that differs although a resumed run may not change it."""
     current = now.to_dict()
     changed = [
         f"{key}: {_at(current, key)} was {_at(before, key)}"
@@ -218,8 +218,8 @@ def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
 
 
 def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig:
-    """`now` with what the run before chose where it was left open, as far as bits depend on it:
-    micro-batches, and where states are kept differently per tier, which of them are where."""
+    """Return `now` with choices of the earlier run where it is open, if results depend on them:
+    micro-batches, and the placement of states that tiers keep differently."""
     kept: list[str] = []
     if now.micro_batches == AUTO_MICRO_BATCHES:
         kept.append("micro_batches")
@@ -237,7 +237,7 @@ def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig
 
 
 def other_numbers(before: dict[str, Any], now: OffloadConfig) -> Iterator[str]:
-    """Settings that a resumed run may and does change, although its numbers depend on them."""
+    """Describe changed settings that a resumed run may change although they affect results."""
     if now.optimizer.states.uniform:
         return
     current = now.to_dict()
@@ -253,14 +253,14 @@ def other_numbers(before: dict[str, Any], now: OffloadConfig) -> Iterator[str]:
 
 
 def default_path(name: str, parent: Path = Path("runs")) -> Path:
-    """A new `runs/NAME-date-time`."""
+    """Return a new path `runs/NAME-date-time`."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates: Iterable[str] = (stem, *(f"{stem}-{count}" for count in range(2, 1000)))
     return next(path for text in candidates if not (path := parent / text).exists())
 
 
 def _check_can_make(path: Path) -> None:
-    """PathError now rather than after the model has been built."""
+    """Raise PathError early if the folder cannot be made, rather than after building the model."""
     whole = path.absolute()
     found = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
     if not os.path.isdir(found):  # Path.is_dir raises where a link leads to no access

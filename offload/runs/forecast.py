@@ -1,7 +1,7 @@
-"""What a run will take, before it is started: the plan of `offload train`, and its prediction.
+"""Predicts a run before it is started: the plan of `offload train`, and its memory and time.
 
-The loop knows its batch: everything that the configuration leaves open is chosen by the predicted
-step time, and memory is predicted with activations and libraries.
+The loop knows its batch, so all open settings are chosen by the predicted step time, and memory is
+predicted with activations and libraries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FactsOf = Callable[[OffloadConfig], ActivationFacts]
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run's plan. `speeds` None: the machine's are not known, so no time is predicted."""
+    """A run's plan. If the machine's `speeds` are None, no time is predicted."""
 
     planned: RunPlan
     speeds: Speeds | None
@@ -56,17 +56,17 @@ class Forecast:
 
     @property
     def config(self) -> OffloadConfig:
-        """The configuration with everything that was chosen written into it."""
+        """The configuration with all chosen values written into it."""
         best = self.planned.best
         return chosen_config(best.config, best.plan)
 
     @property
     def timed(self) -> bool:
-        """Whether times can be predicted: the network between ranks is not measured."""
+        """Whether times can be predicted; the network between ranks is not measured."""
         return self.speeds is not None and self.planned.hardware.sharding.world_size == 1
 
     def prediction(self) -> Prediction:
-        """Peaks and seconds, as prediction.json has them."""
+        """The peaks and seconds for prediction.json."""
         memory = self.planned.memory
         tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
         rss = memory.places[Tier.HOST].peak_nbytes
@@ -78,8 +78,8 @@ class Forecast:
         return Prediction(tiers, rss, step.seconds, step.bottleneck, links, bounds)
 
     def advice(self, measured_s: float) -> list[Change]:
-        """What would make a step faster, judged with speeds corrected by a measured step; nothing
-        where they would be corrected beyond what speeds can be wrong by."""
+        """Changes that would make a step faster, judged with speeds corrected by a measured step;
+        empty if the correction is too large for an error of speeds."""
         planned = self.planned
         if self.speeds is None or planned.best.step is None:
             return []
@@ -95,13 +95,13 @@ def forecast(
     config: OffloadConfig, model: nn.Module, workload: Workload, sharding: Sharding = ALONE,
     here: int | None = None,
 ) -> Forecast | None:  # fmt: skip
-    """The plan of a run that knows its workload. `config` is as it was given, with
-    `optimizer.in_backward` as the loop will have it; `model` is on the meta
-    device and is not trained: its passes are traced again when advice is asked for.
+    """Plan a run that knows its workload. `config` is as given, with `optimizer.in_backward` as the
+    loop sets it; `model` is on the meta device and is not trained, since its passes are traced
+    again for advice.
 
-    None, with one warning, where the model's passes cannot be traced. Where speeds
-    have never been measured here, that is done if the model is large enough to be worth it. `here`:
-    ranks on this machine, by default those that are.
+    Returns None, with one warning, if the model's passes cannot be traced. Speeds that were never
+    measured here are measured if the model is large enough. `here` is the number of ranks on this
+    machine, by default the actual one.
     """
     discovery = discover(
         model, config.groups.blocks, experts=config.splits_experts(sharding.world_size)
@@ -115,7 +115,7 @@ def forecast_of(
     config: OffloadConfig, shape: ModelShape, facts: FactsOf, workload: Workload,
     sharding: Sharding = ALONE, here: int | None = None, *, trains: bool = True,
 ) -> Forecast | None:  # fmt: skip
-    """As `forecast`, of a model known by its shape; `facts`: what its passes take."""
+    """Like `forecast`, for a model known by its shape; `facts` returns the cost of its passes."""
     device = compute_device(config)
     hardware = this_machine(config.nvme, device, sharding, here)
     speeds = _speeds(config, shape)
@@ -135,9 +135,9 @@ def forecast_of(
 def forecast_generation(
     config: OffloadConfig, shape: ModelShape, facts: GenerationFactsOf, generation: Generation
 ) -> Forecast | None:
-    """The plan of a model that generates so much: the one that `offload.dispatch` makes by itself,
-    if activations leave it room, else one that they do. `config` is for inference, `shape` frozen.
-    None as `forecast`."""
+    """Plan a model that generates as much as `generation`: the plan is that of `offload.dispatch`
+    if it leaves room for activations, else one that does. `config` is for inference, `shape`
+    frozen. Returns None like `forecast`."""
 
     def under(config: OffloadConfig) -> Forecast | None:
         return forecast_of(
@@ -159,13 +159,13 @@ def forecast_generation(
 
 
 def workload_of(config: OffloadConfig) -> Workload:
-    """What one step of `offload train` is given."""
+    """The workload of one step of `offload train`."""
     train = config.train
     return Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
 
 
 class Facts:
-    """What a pass takes, traced once per choice of what it depends on."""
+    """The facts of a pass, traced once per combination of settings that they depend on."""
 
     def __init__(self, model: nn.Module, workload: Workload, device: str) -> None:
         self._model = model

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Tiers: bytes held after it. Moved: bytes by link since the start. Waited,
-    links: see `StepSeconds`. nan, in a row: not known."""
+    """The figures of one optimizer step. `tiers` is bytes held after it, `moved` bytes by link
+    since the start; for `waited` and `links` see `StepSeconds`. In a row, nan is unknown."""
 
     step: int  # 1-based: steps done
     loss: float
@@ -41,12 +41,12 @@ class StepMetrics:
     figures: dict[str, float] = field(default_factory=dict)  # of the user's own, by name
 
     def values(self) -> dict[str, Any]:
-        """The figures that a logger gets beside the step."""
+        """The figures that a logger receives beside the step."""
         return {name: getattr(self, name) for name in _NAMES}
 
     @classmethod
     def from_json(cls, line: str) -> StepMetrics:
-        """A line of a `MetricsFile`; of another version, what this one knows."""
+        """Parse a line of a `MetricsFile`; unknown figures of other versions are ignored."""
         values = {k: v for k, v in json.loads(line).items() if k == "step" or k in _NAMES}
         for name in ("loss", "lr", "tokens_per_second"):
             if values.get(name) is None:
@@ -60,7 +60,7 @@ _NAMES = tuple(each.name for each in fields(StepMetrics) if each.name != "step")
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Of the seconds that a step took: how many the model's thread waited, by cause, and how many
+    """The parts of a step's seconds: those that the model's thread waited, by cause, and those that
     each link was `nvme busy`, `nvme stalled` (with work waiting) or `nvme idle`, and so on."""
 
     waited: dict[str, float]
@@ -68,7 +68,7 @@ class StepSeconds:
 
     @classmethod
     def until_now(cls, engine: Engine) -> StepSeconds:
-        """Since the engine was made."""
+        """The seconds since the engine was made."""
         uses = engine.links().items()
         return cls(
             engine.waits(),
@@ -84,15 +84,15 @@ def _grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, f
 
 
 class MetricsFile(JSONLinesLogger):
-    """The rows of a run's folder."""
+    """The metrics file of a run's folder."""
 
     def begin(self, steps_done: int) -> None:
-        """Keep the first `steps_done` steps of an earlier run, and no others."""
+        """Keep only the first `steps_done` steps of an earlier run."""
         lines = [line for line in self._whole_lines() if json.loads(line)["step"] <= steps_done]
         write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
     def read(self) -> list[StepMetrics]:
-        """Every step so far; a line cut short by a crash is left out."""
+        """Return every step so far; a line cut short by a crash is left out."""
         return [StepMetrics.from_json(line) for line in self._whole_lines()]
 
     def _whole_lines(self) -> list[str]:
@@ -102,7 +102,7 @@ class MetricsFile(JSONLinesLogger):
 
 
 def _is_whole(line: str) -> bool:
-    """A line that was cut short may end as an inner object does."""
+    """Whether a line is complete; one that was cut short may still end in a brace."""
     try:
         return "step" in json.loads(line)
     except (ValueError, TypeError):
@@ -110,7 +110,7 @@ def _is_whole(line: str) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file by `text`, durably: a reader finds the old text or the new. PathError."""
+    """Replace the file by `text`, durably: readers find the old or the new. Raise PathError."""
     try:
         replace_text(path, text)
     except StuckError:

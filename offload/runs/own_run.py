@@ -1,4 +1,4 @@
-"""The run folder of a user's own loop: what `memest check` needs, kept by the engine.
+"""The run folder of a user's own loop: the files for `memest check`, written by the engine.
 
 `offload.initialize(model, config, run_folder="runs/mine")` predicts the run before anything is
 allocated; from then on every optimizer step adds a line to metrics.jsonl, also while
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class OwnRun:
-    """Of one engine. To be made before the engine is: it looks at the model as it is."""
+    """The run of one engine. Make it before the engine, since it inspects the unchanged model."""
 
     def __init__(self, path: Path, model: nn.Module, config: OffloadConfig) -> None:
-        """ConfigError where the folder holds a run already."""
+        """Raises ConfigError if the folder already holds a run."""
         self._folder = FollowersFolder(path) if rank_here() else RunFolder(path)
         if self._folder.metrics.path.exists():
             raise ConfigError(
@@ -53,7 +53,7 @@ class OwnRun:
         self._cut_short = self._stopped = False
 
     def begin(self, engine: Engine) -> None:
-        """Steps are about to be taken."""
+        """Create the folder and its loggers before the first step."""
         self._engine = engine
         self._folder.make()
         self._folder.write_config(engine.config, own_loop=True)
@@ -64,22 +64,22 @@ class OwnRun:
         self.watch()
 
     def watch(self) -> None:
-        """Log to the folder while nobody else watches the engine."""
+        """Log to the folder while no other watch of the engine is active."""
         self._engine.watching = Watch(
             self._engine, show=False, of_folder=self.loggers, waits_for_log=False
         )
 
     def ended_by(self, kind: type[BaseException], *, all_saved: bool) -> None:
-        """An error or an interrupt ends the loop."""
+        """Record that an error or an interrupt ends the loop."""
         self._stopped = issubclass(kind, KeyboardInterrupt) and all_saved
         self._cut_short = not self._stopped
 
     def stop_recording(self) -> None:
-        """Write what was recorded for the folder so far, and record no more."""
+        """Write the recording made so far, and stop recording."""
         self._recorder.close()
 
     def log(self, values: Values, step: int) -> None:
-        """A step has been taken."""
+        """Note the seconds of a step."""
         self._times.note(values["seconds"])
 
     def _end(self) -> None:
@@ -97,8 +97,8 @@ class OwnRun:
 
 
 def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
-    """The prediction for the plan of `config` in a loop known only by `written_for`; with the
-    reason for each figure that cannot be predicted."""
+    """Predict the plan of `config` in a loop known only by `written_for`, with the reason for each
+    figure that cannot be predicted."""
     config = config.settled()
     device = compute_device(config)
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,7 +1,6 @@
-"""run.html: one run on one page, made of the files in its folder alone, also of a run that was
-killed.
+"""run.html: one run on one page, made only from the files in its folder, even if it was killed.
 
-The page holds no scripts and fetches nothing. Whatever the files say is escaped; what they lack is
+The page has no scripts and fetches nothing. All contents of files are escaped, and missing ones are
 left out.
 """
 
@@ -37,9 +36,9 @@ _MIB = float(1 << 20)
 
 
 def write_page(folder: Path) -> Path:
-    """Make run.html of what is in `folder`, in the place of an older one; returns its path.
+    """Write run.html from the files in `folder`, replacing an older one, and return its path.
 
-    ConfigError where the folder holds no run, PathError where the page cannot be written.
+    Raises ConfigError if the folder holds no run, PathError if the page cannot be written.
     """
     path = folder / PAGE
     write_whole(path, run_page(folder))
@@ -47,7 +46,7 @@ def write_page(folder: Path) -> Path:
 
 
 def run_page(folder: Path) -> str:
-    """The page's text. ConfigError where the folder holds no run."""
+    """Return the page's HTML. Raise ConfigError if the folder holds no run."""
     run = _Run.read(folder)
     body = "".join(
         f"<section><h2>{escape(title)}</h2>{content}</section>"
@@ -84,7 +83,7 @@ class _Run:
         )  # fmt: skip
 
     def at(self, key: str) -> Any:
-        """A value of the configuration; None where there is none."""
+        """A value of the configuration; None if there is none."""
         values: Any = self.config
         for part in key.split("."):
             values = values.get(part) if isinstance(values, Mapping) else None
@@ -97,7 +96,7 @@ class _Run:
 
     @property
     def check(self) -> RunCheck | None:
-        """None where there is no prediction that can be read, or no step to compare it with."""
+        """The comparison with the prediction; None without a readable prediction or a step."""
         try:
             return check_run(self.folder)
         except ConfigError:
@@ -105,7 +104,7 @@ class _Run:
 
 
 def _config(path: Path) -> tuple[Mapping[str, Any], str]:
-    """Its values, as far as it is YAML, and its text."""
+    """The values of the configuration, as far as it is YAML, and its text."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -170,7 +169,7 @@ def _place_of_experts(by_class: Any) -> str:
 
 
 def _state(run: _Run) -> tuple[str, str]:
-    """What became of it, and whether that is good."""
+    """The state of the run as text, and whether it is `good` or `bad`."""
     steps = int(run.rows.steps[-1]) if run.rows.steps else 0
     wanted = run.at("train.steps")
     of = f" of {wanted:,}" if isinstance(wanted, int) and wanted >= steps else ""
@@ -246,7 +245,7 @@ def _loss(run: _Run) -> str:
     series = [
         Series("offload", rows.steps, rows.numbers("loss"), "wide" if plain.steps else "line")
     ]
-    if plain.steps:  # thin and dashed on top of ours: one sees both where they coincide
+    if plain.steps:  # thin and dashed on top, so that both are seen where they coincide
         series.append(Series("plain PyTorch", plain.steps, plain.numbers("loss"), "dashed"))
     series.append(Series("validation", rows.steps, rows.numbers("validation_loss"), "dots"))
     shown = [each for each in series if has_any(each.ys)]
@@ -260,7 +259,7 @@ def _loss(run: _Run) -> str:
 
 
 def _agreement(ours: PageRows, plain: PageRows) -> str:
-    """How far the losses of both coincide."""
+    """A sentence on how closely the losses of both agree."""
     of_plain = dict(zip(plain.steps, plain.numbers("loss"), strict=True))
     mine = zip(ours.steps, ours.numbers("loss"), strict=True)
     pairs = [(loss, of_plain.get(step)) for step, loss in mine]
@@ -329,7 +328,7 @@ def _said(name: str) -> str:
 
 
 def _lengths(rows: PageRows) -> list[float]:
-    """Seconds of each step, of which `waited` and `links` are parts."""
+    """The seconds of each step, which contain those in `waited` and `links`."""
     return [max(0.0, seconds or 0.0) for seconds in rows.numbers("seconds")]
 
 
@@ -338,7 +337,7 @@ def _parts(rows: PageRows, group: str, name: str) -> list[float]:
 
 
 def _sums(rows: PageRows, group: str) -> dict[str, float]:
-    """Seconds of all steps, by name."""
+    """The seconds of all steps, by name."""
     return {name: sum(_parts(rows, group, name)) for name in rows.names(group)}
 
 
@@ -411,7 +410,7 @@ _USES = {"busy": "busy", "stalled": "idle, work waiting", "idle": "idle"}
 
 
 def _uses(rows: PageRows) -> str:
-    """A table of what links did in the steps' time."""
+    """A table of each link's use of the steps' time."""
     whole = sum(_lengths(rows))
     found: dict[str, dict[str, str]] = {}
     for group, name in rows.columns:

@@ -1,7 +1,7 @@
-"""What a run's folder says, read for its page: whatever can be read is shown, and the rest counted.
+"""Reads a run's folder for its page: readable values are kept, and damaged lines are counted.
 
-A run may have been killed in the middle of a line, be of another version, or have been edited;
-nothing in it is trusted to have the right type.
+A run may have been killed in the middle of a line, be of another version, or have been edited, so
+no value is trusted to have the right type.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Key = tuple[str, str]  # a group and a name in it; the group of plain figures is
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """The steps of one file, rising; of a step that was taken twice the later. A number is finite
-    or, where it is not known, None. A column has 8 bytes for each step: a run may be long."""
+    """The steps of one file in ascending order; the later one if a step was taken twice. A number
+    is finite, or None if unknown. A column has 8 bytes per step, since a run may be long."""
 
     steps: Sequence[float] = ()
     columns: Mapping[Key, Sequence[float]] = field(default_factory=dict)  # nan: not known
@@ -35,31 +35,31 @@ class PageRows:
     nonfinite: Sequence[int] = ()  # steps whose loss was not finite: null, and not left out
 
     def numbers(self, name: str, group: str = "") -> list[float | None]:
-        """Of every step."""
+        """The values of every step."""
         column = self.columns.get((group, name))
         if column is None:
             return [None] * len(self.steps)
         return [None if y != y else y for y in column]
 
     def known(self, name: str) -> list[float]:
-        """Those that are known."""
+        """The known values."""
         return [y for y in self.columns.get(("", name), ()) if y == y]
 
     def names(self, group: str) -> list[str]:
-        """What a group of figures has values other than zero of, in the order of the file."""
+        """The names in a group of figures that have nonzero values, in the order of the file."""
         return [
             name for (of, name), column in self.columns.items()
             if of == group and any(y > 0 for y in column)
         ]  # fmt: skip
 
     def growth(self, group: str, name: str) -> list[float]:
-        """Of each step, by how much a count since the beginning of the process has grown. It begins
-        anew where a run was resumed."""
+        """The growth of a count in each step. The count starts at 0 with each process, so it starts
+        again where a run was resumed."""
         return list(_growth(y or 0.0 for y in self.numbers(name, group)))
 
     def seconds(self) -> list[float]:
-        """Of each step, with what came between the step before and this one where that is known.
-        What came before the first step of a process is of none."""
+        """The seconds of each step, including those since the step before if known. The time before
+        a process's first step belongs to no step."""
         found, before = [], math.inf
         for own, now in zip(self.numbers("seconds"), self.numbers("elapsed_seconds"), strict=True):
             since = 0.0 if now is None or now < before else now - before
@@ -76,7 +76,7 @@ def _growth(counts: Iterable[float]) -> Iterator[float]:
 
 
 def read_rows(path: Path) -> PageRows:
-    """All steps in a file of metrics; none where there is no such file."""
+    """Read all steps in a file of metrics; none if there is no such file."""
     steps, damaged = array("d"), 0
     nonfinite: set[int] = set()
     columns: dict[Key, array[float]] = {}
@@ -110,7 +110,7 @@ def read_rows(path: Path) -> PageRows:
 
 
 def _lines(file: Any) -> Iterator[str]:
-    """Lines, of which those that are too long are cut."""
+    """Iterate over lines; overlong ones are cut."""
     while line := file.readline(_MOST_LINE):
         yield line
         while line and not line.endswith("\n"):
@@ -118,7 +118,7 @@ def _lines(file: Any) -> Iterator[str]:
 
 
 def read_object(path: Path) -> Mapping[str, Any] | None:
-    """The JSON object in a file; None where there is none, or one that is too large."""
+    """Read the JSON object in a file; None if there is none, or if it is too large."""
     try:
         if path.stat().st_size > _MOST_NBYTES:
             return None
@@ -136,7 +136,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[Key, float]:
-    """The figures of a line that are known. Those in groups are not less than 0."""
+    """The known figures of a line. Those in groups are at least 0."""
     found: dict[Key, float] = {}
     for name, value in values.items():
         if name in _GROUPS and isinstance(value, dict):
@@ -158,7 +158,7 @@ def _number(value: Any) -> float | None:
 
 
 def bucketed(values: Sequence[float], buckets: int) -> list[float]:
-    """Sums of so many stretches of neighbours, or the values where there are fewer."""
+    """Sums over `buckets` stretches of neighbours, or the values themselves if there are fewer."""
     if len(values) <= buckets:
         return list(values)
     edges = [number * len(values) // buckets for number in range(buckets + 1)]

@@ -1,4 +1,4 @@
-"""The waterfall of a run's page: what every lane did in one recorded step, read from trace.json."""
+"""The waterfall of a run's page: the lanes of one recorded step, read from trace.json."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Waterfall:
     rows: Sequence[tuple[str, Sequence[Span]]]
 
     def html(self) -> str:
-        """Rows over one axis, and what the colours stand for."""
+        """Return the rows over one axis, and the key of the colours."""
         parts = []
         for name, spans in self.rows:
             busy = _covered(spans)
@@ -75,7 +75,7 @@ _SAID = {
 
 
 def read_waterfall(path: Path) -> Waterfall | None:
-    """Of the recorded step of usual length; None where the file is no trace of ours."""
+    """Read the recorded step of median length; None if the file is not a trace of offload."""
     trace = read_object(path)
     events = trace.get("traceEvents") if trace is not None else None
     if not isinstance(events, list):
@@ -138,7 +138,7 @@ def _step_number(event: Mapping[str, Any]) -> int:
 
 
 def _meaning(lane: str, name: str) -> str:
-    """Of the colour."""
+    """The meaning of a span's colour; empty between steps."""
     lane = lane.partition(" (")[0]
     if name.startswith("wait for ranks"):
         return "network"
@@ -153,8 +153,7 @@ def _meaning(lane: str, name: str) -> str:
 
 
 def _joined(spans: Sequence[Span], length_s: float) -> list[Span]:
-    """Spans in the order of drawing: those within others on top; those too short to be seen joined
-    with their neighbours of the same colour."""
+    """Merge spans too short to be seen with neighbours of the same colour, in drawing order."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None
@@ -180,7 +179,7 @@ def _joined(spans: Sequence[Span], length_s: float) -> list[Span]:
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Seconds in which any of them is."""
+    """The seconds covered by at least one span."""
     covered, reached = 0.0, 0.0
     for span in sorted(spans, key=lambda each: each.start_s):
         covered += max(0.0, span.stop_s - max(span.start_s, reached))

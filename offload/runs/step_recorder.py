@@ -1,4 +1,4 @@
-"""A logger that has a few steps of a run recorded, and writes them as trace.json."""
+"""A logger that records a few steps of a run and writes them as trace.json."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SETTLING = 2  # recorded and dropped where more follow: their prefetches have j
 
 
 class StepRecorder:
-    """Records steps of `engine` behind its first one, which learns the order of uses: the third to
-    the fifth that follow, or what there is of those before. Without an engine's own recording
-    under way."""
+    """Records steps of `engine` after its first one, which learns the order of uses: the third to
+    fifth that follow, or the last ones if there are fewer. A recording that the engine's user has
+    started takes precedence."""
 
     def __init__(self, engine: Engine, folder: RunFolder) -> None:
         self._engine = engine
@@ -26,7 +26,7 @@ class StepRecorder:
         self._begun = False
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """A step has ended."""
+        """Start recording after the first step, and stop after enough steps."""
         if not self._begun:
             self._begun = True
             if not self._engine.is_recorded:  # its user's recording is not to be disturbed
@@ -35,7 +35,7 @@ class StepRecorder:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, if it was not written yet, and record nothing more."""
+        """Write the recording, unless it was written already, and stop recording."""
         self._begun = True
         recording, self._recording = self._recording, None
         if recording is None:

@@ -1,4 +1,4 @@
-"""What `engine.watch()` returns: the figures of every step, shown and given to loggers.
+"""The object that `engine.watch()` returns: it shows the figures of every step and logs them.
 
     backward   optimizer.step()   watch.log(loss=loss)   forward of the next step
     ├───────────────┤├────────────────────────────────────┤├────────
@@ -36,15 +36,15 @@ _log = logging.getLogger("offload")
 
 
 class Watch:
-    """Of one engine, until `close` or the engine's end. A context manager."""
+    """Watches one engine, until `close` or the engine's end. A context manager."""
 
     def __init__(
         self, engine: Engine, *, steps: int | None = None, tokens: int | None = None,
         loggers: Iterable[AnyLogger] = (), show: bool = True, every: int | None = None,
         of_folder: Sequence[Logger] = (), waits_for_log: bool = True,
     ) -> None:  # fmt: skip
-        """See `Engine.watch`. `of_folder`: loggers that stay open when this ends. Not
-        `waits_for_log`: nobody will call `log`."""
+        """See `Engine.watch`. `of_folder` is loggers that stay open afterwards. If `waits_for_log`
+        is false, `log` will not be called."""
         own = loggers_of(loggers)
         for name, value in (("steps", steps), ("tokens", tokens), ("every", every)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -82,13 +82,13 @@ class Watch:
         self, loss: Any = None, *, validation_loss: Any = None, gradient_norm: Any = None,
         tokens: int | None = None, **figures: Any,
     ) -> None:  # fmt: skip
-        """Figures of the step: between its backward and the next step's forward, before or after
-        `optimizer.step()`. The last one of a name counts. Numbers, or tensors with one element.
+        """Log figures of the step: between its backward and the next step's forward, before or
+        after `optimizer.step()`. The last value of a name counts. Values are numbers, or tensors
+        with one element.
 
-        `loss` takes the place of the sum of what `engine.backward` was given, `gradient_norm` of
-        the norm that the step found, which is smaller after a clipping of the loop's own; `tokens`:
-        of this step, of all ranks. UnsupportedError for what is no number, StateError after
-        `close`.
+        `loss` replaces the sum of the losses given to `engine.backward`; `gradient_norm` replaces
+        the norm found by the step, which is smaller after the loop's own clipping; `tokens` is this
+        step's, of all ranks. Raises UnsupportedError for other values, StateError after `close`.
         """
         if self._is_closed:
             raise StateError(
@@ -105,13 +105,13 @@ class Watch:
                 given[name] = _number(name, value)
 
     def passed(self, loss: torch.Tensor) -> None:
-        """A backward pass has been made of `loss`."""
+        """Add the loss of a backward pass."""
         if self._is_first and loss.numel() == 1:
             loss = loss.detach().reshape(()).clone()  # the loop may change it in place
             self._passes = loss if self._passes is None else self._passes + loss
 
     def interrupted(self) -> None:
-        """A Ctrl-C ends the loop: say, once, what is saved of it."""
+        """Print once, when a Ctrl-C ends the loop, which steps are saved."""
         engine = self._engine()
         if engine is None or not self._is_first or self._outlet.interrupted:
             return
@@ -123,7 +123,7 @@ class Watch:
         _say(_what_is_kept(stepper.taken + stepper.skipped, engine.last_checkpoint))
 
     def close(self) -> None:
-        """Show and log what is left, and close the loggers. Idempotent. A run's folder goes on."""
+        """Show and log the last step, and close loggers, except a run folder's. Idempotent."""
         engine = self._engine()
         self._is_closed = True
         try:
@@ -150,7 +150,7 @@ class Watch:
 
     # ---------------------------------------------------------------- from step to step
     def _begins(self) -> None:
-        """The model is called."""
+        """Begin a step when the model is called."""
         if not torch.is_grad_enabled():
             return
         engine = self._engine()
@@ -167,7 +167,7 @@ class Watch:
         self._begun = True
 
     def _stepped(self) -> None:
-        """The optimizer's step has ended."""
+        """Make the row of a step when the optimizer's step ends."""
         now, engine = time.perf_counter(), self._engine()
         assert engine is not None, "its optimizer makes a step"
         self._outlet.flush()  # where no forward of the whole model was seen
@@ -187,7 +187,7 @@ class Watch:
             self._outlet.flush()
 
     def _complete_last(self, engine: Engine) -> None:
-        """Make the row of the last step, if none was made as it was not to be shown then."""
+        """Make the row of the last step, if none was made because it was not to be shown."""
         outlet = self._outlet
         last = outlet.held or outlet.left_out
         if last is not None and last.row is None and outlet.display is not None:
@@ -216,7 +216,7 @@ _Given = dict[str, Any]
 
 @dataclass(slots=True)
 class _Held:
-    """A step that has ended, until the next begins. `row` None: nobody asks for it."""
+    """A step that has ended, until the next one begins. `row` is None if it is not wanted."""
 
     row: StepMetrics | None
     given: _Given
@@ -226,7 +226,7 @@ class _Held:
 
 @dataclass
 class _Outlet:
-    """Where rows go. It does not know the engine, so that it can outlive it."""
+    """The receivers of rows. It does not refer to the engine, so that it can outlive it."""
 
     loggers: list[Logger]
     own: list[Logger]  # those of them that are closed in the end
@@ -237,7 +237,7 @@ class _Outlet:
     interrupted: bool = False
 
     def wants(self, step: int) -> bool:
-        """Whether somebody asks for the row of this step."""
+        """Whether the row of this step will be shown or logged."""
         return bool(self.loggers) or (self.display is not None and self.display.wants(step))
 
     def flush(self) -> None:
@@ -281,8 +281,7 @@ def _what_is_kept(done: int, saved: SavedCheckpoint | None) -> str:
 
 
 def _completed(held: _Held) -> tuple[StepMetrics, dict[str, Any]]:
-    """The row with what was given to it, and what of it loggers get: None where a row has nan for
-    what is not known."""
+    """The row with the logged values, and the values for loggers, with None instead of nan."""
     row, given = held.row, {name: float(value) for name, value in held.given.items()}
     assert row is not None, "asked by the caller"
     sum_of_passes = None if held.passes is None else float(held.passes)
@@ -298,7 +297,7 @@ def _completed(held: _Held) -> tuple[StepMetrics, dict[str, Any]]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A number, or a tensor of one on another device, which is not asked for it yet."""
+    """Return a number, or a tensor of one on another device, which is not read yet."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item() if value.device.type == "cpu" else value.detach().clone()
     try:
@@ -322,6 +321,6 @@ def _alive(reference: weakref.ref[Watch]) -> Watch:
 
 
 def _end(outlet: _Outlet, pid: int) -> None:
-    """The engine was dropped, or the program ends."""
+    """Close the outlet when the engine is dropped or the program ends."""
     if os.getpid() == pid:
         outlet.close()

@@ -1,4 +1,4 @@
-"""The ranks of one `offload train` under `torchrun`: the first one decides, speaks and writes."""
+"""The ranks of one `offload train` under `torchrun`; the first one decides, prints and writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """Every method is to be called by all ranks."""
+    """The ranks of a run. All ranks have to call every method."""
 
     rank: int
     size: int
@@ -37,7 +37,7 @@ class World:
     @classmethod
     @contextmanager
     def joined(cls, config: OffloadConfig, device: torch.device) -> Iterator[World]:
-        """The world that the environment asks for; it ends with the block."""
+        """Join the world given by the environment, until the block ends."""
         from offload.zero.ranks import control_device, end_world, start_world
         from offload.zero.sharding import ALONE, Sharding
 
@@ -55,7 +55,7 @@ class World:
                 end_world()
 
     def tell(self, text: str) -> str:
-        """The first rank's value, on every rank."""
+        """Return the first rank's value on every rank."""
         if self.size == 1:
             return text
         mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
@@ -66,11 +66,11 @@ class World:
         return bytes(said.tolist()).decode()
 
     def mean(self, number: float) -> float:
-        """Over all ranks."""
+        """Return the mean over all ranks."""
         return sum(self._all(number)) / self.size
 
     def greatest(self, number: float) -> float:
-        """Of all ranks."""
+        """Return the maximum over all ranks."""
         return max(self._all(number))
 
     def _all(self, number: float) -> list[float]:
@@ -84,29 +84,29 @@ class World:
 
 
 class FollowersFolder(RunFolder):
-    """The run's folder for a rank that is not the first: nothing is written."""
+    """The run's folder on ranks other than the first, which write nothing."""
 
     def make(self) -> None:
-        """The first rank makes it."""
+        """Do nothing: the first rank makes the folder."""
 
     def write_config(self, config: OffloadConfig, *, own_loop: bool = False) -> None:
-        """The first rank does."""
+        """Do nothing: the first rank writes."""
 
     def write_prediction(self, prediction: Prediction) -> None:
-        """The first rank does."""
+        """Do nothing: the first rank writes."""
 
     def write_measured(self, measured: Measured) -> None:
-        """The first rank does."""
+        """Do nothing: the first rank writes."""
 
     def write_trace(self, recorded: Recorded) -> None:
-        """The first rank does."""
+        """Do nothing: the first rank writes."""
 
     def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
-        """The first rank has them."""
+        """Return no loggers: the first rank has them."""
         return []
 
     def set_aside(self, checkpoint: Path) -> None:
-        """The first rank does."""
+        """Do nothing: the first rank renames."""
 
     def keep(self, keep_last: int, keep_every: int | None) -> None:
-        """The first rank does."""
+        """Do nothing: the first rank removes."""

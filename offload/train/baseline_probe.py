@@ -43,7 +43,7 @@ def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = Fa
 
 
 def main(precision: str) -> None:
-    """Three numbers: without micro-batches and checkpoints, and what the first of each add."""
+    """Print the peak of a plain run, and what micro-batches and checkpoints each add."""
     plain = peak_nbytes(precision)
     micro_batches = peak_nbytes(precision, micro_batches=2) - plain
     print(plain, micro_batches, peak_nbytes(precision, checkpoint=True) - plain)

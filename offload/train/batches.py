@@ -1,4 +1,4 @@
-"""The batches of a run: what each step trains on, and what the validation loss is taken over."""
+"""The batches of a run, for training steps and for the validation loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, both BS
 
 @dataclass(frozen=True)
 class Batches:
-    """Those of one of `size` ranks. `validation` is None when the text is too short for it."""
+    """The batches of one of `size` ranks. `validation` is None if the text is too short for it."""
 
     training: Batcher
     validation: Batcher | None

@@ -1,4 +1,4 @@
-"""Whether the disk can hold a run's checkpoints: known before the first step, not after hours."""
+"""Checks whether the disk can hold a run's checkpoints, before the first step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def checkpoints_beyond(found: Forecast, config: OffloadConfig, folder: Path) -> Iterator[str]:
-    """A warning where those that `folder` will hold at a time have no room beside the swap files,
-    which are still to be made. NoSpaceError where there is none for a single one."""
+    """Warn if the checkpoints that `folder` will hold at a time have no room beside the swap files,
+    which are still to be made. Raise NoSpaceError if there is no room for a single one."""
     memory, plan = found.planned.memory, found.solution.best.plan
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     one, already = memory.checkpoint_nbytes, _there_already(folder)
@@ -59,7 +59,7 @@ def _on_one_disk(folder: Path, paths: list[str]) -> bool:
 
 
 def _most_at_a_time(train: TrainConfig) -> int:
-    """The last ones and the one that is being written, and those that stay for ever."""
+    """The most checkpoints at a time: the last ones, the one being written, and permanent ones."""
     every, kept = train.checkpoint_every, 0
     if train.keep_every is not None:
         kept = train.steps // math.lcm(every, train.keep_every)
@@ -67,7 +67,7 @@ def _most_at_a_time(train: TrainConfig) -> int:
 
 
 def _that_go(train: TrainConfig, already: int) -> int:
-    """Of those that a run resumes beside, where fewer are to stay than before: at once."""
+    """The checkpoints that a resumed run removes at once, if it keeps fewer than before."""
     return 0 if train.keep_every is not None else max(0, already - train.keep_last)
 
 

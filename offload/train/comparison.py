@@ -1,4 +1,4 @@
-"""A run beside the same run in plain PyTorch: both processes counted in the same way."""
+"""The comparison of a run with the same run in plain PyTorch, both measured in the same way."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Process:
 
 
 def cannot_compare(config: OffloadConfig, ranks: int, *, resumed: bool) -> str:
-    """Why plain PyTorch cannot train the same; empty where it can."""
+    """The reason why plain PyTorch cannot train the same; empty if it can."""
     if resumed:
         return "not of a run that was resumed: plain PyTorch would have to start anew"
     if ranks > 1:
@@ -51,8 +51,8 @@ def cannot_compare(config: OffloadConfig, ranks: int, *, resumed: bool) -> str:
 
 
 def run_plain(config: OffloadConfig, file: MetricsFile, console: Console) -> Process:
-    """Train it in a process of its own, shown on `console`, its rows in `file`. Blocks until done;
-    ChildFailed with what it said if it fails."""
+    """Train in a separate process, shown on `console`, with its rows in `file`. Blocks until done;
+    raises ChildFailed with its output if it fails."""
     steps = config.train.steps
     rows = []
     file.begin(0)
@@ -74,7 +74,7 @@ def run_plain(config: OffloadConfig, file: MetricsFile, console: Console) -> Pro
 
 
 def comparison_table(ours: Process, plain: Process) -> Table:
-    """Memory and seconds of both, counted alike."""
+    """Return a table of the memory and seconds of both."""
     table = Table(title="beside plain PyTorch", title_justify="left", box=None, header_style="bold")
     for heading in ("", "offload", "plain PyTorch"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -105,7 +105,7 @@ def _rest(process: Process) -> int:
 
 
 def agreement(ours: Sequence[StepMetrics], plain: Sequence[StepMetrics]) -> str:
-    """How far the losses of both coincide, and whether to the bit or to rounding."""
+    """A sentence on how closely the losses of both agree, to the bit or to rounding."""
     differences = [abs(a.loss - b.loss) for a, b in zip(ours, plain, strict=True)]
     equal = sum(difference == 0 for difference in differences)
     if equal == len(differences):

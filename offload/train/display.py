@@ -1,4 +1,4 @@
-"""How `offload train` shows steps: on the console that it prints to."""
+"""The display of steps for `offload train`, on the console that it prints to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offload.display.panel import Display, Run, make_display
 
 
 def display_on(console: Console, run: Run) -> Display:
-    """A panel where `console` is a terminal, else lines."""
+    """Return a panel if `console` is a terminal, otherwise lines."""
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)

@@ -98,10 +98,10 @@ def run(
 ) -> RunResult:
     """Train as `config.train` says and leave everything in `folder`.
 
-    Blocks until done. A Ctrl-C or SIGTERM amid the steps ends the one that is under way, saves,
-    says that `resume_with` is the command that goes on, and raises KeyboardInterrupt. The engine is
-    closed however it ends. The folder is made once the engine has accepted the configuration: one
-    that cannot run leaves nothing behind.
+    Blocks until done. A Ctrl-C or SIGTERM during the steps ends the current one, saves, names
+    `resume_with` as the command to resume, and raises KeyboardInterrupt. The engine is closed in
+    any case. The folder is made once the engine has accepted the configuration, so that a run that
+    cannot start leaves nothing behind.
     """
     config = config.owning_the_loop()
     check_names(config.train.loggers)
@@ -159,7 +159,7 @@ def _run(
 
 
 def _last_checkpoint(config: OffloadConfig, folder: RunFolder, console: Console) -> SavedRun | None:
-    """None for a run that was killed before it came to its first one."""
+    """Return the last checkpoint, or None for a run that was killed before it saved one."""
     try:
         return folder.latest_checkpoint()
     except CheckpointError:
@@ -170,7 +170,7 @@ def _last_checkpoint(config: OffloadConfig, folder: RunFolder, console: Console)
 
 
 def _choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
-    """Resolve open settings, as the first rank chooses: every rank has to take the same steps."""
+    """Resolve open settings as the first rank does: every rank has to take the same steps."""
     found = None
     if world.is_first:
         meta = build_meta_model(config)
@@ -214,7 +214,7 @@ class Trainer:
         self._began = time.perf_counter()
 
     def restore(self, saved: SavedRun) -> None:
-        """Go on from a checkpoint; if its bytes are damaged, from the one before."""
+        """Resume from a checkpoint; if its bytes are damaged, from the one before."""
         saved = self._loaded(saved)
         self._steps_done = self._resumed_step = saved.step
         self._prune()  # a kill left others
@@ -235,7 +235,7 @@ class Trainer:
         return saved
 
     def train(self) -> RunResult:
-        """All remaining steps, with the samples, files and tables around them."""
+        """Train all remaining steps, with the samples, files and tables around them."""
         start, steps = self._steps_done, self._train.steps
         loggers = self._folder.loggers(start, self._train.loggers)
         if start < steps:
@@ -262,8 +262,8 @@ class Trainer:
         return self._finish()
 
     def _train_steps(self, loggers: list[Logger], start: int) -> None:
-        """KeyboardInterrupt after a Ctrl-C or SIGTERM, with a checkpoint of the last step; of a
-        second one at once."""
+        """Train the steps. Raise KeyboardInterrupt after a Ctrl-C or SIGTERM, once the last step is
+        saved; after a second one, raise it at once."""
         tiers = self._engine.report().tiers
         budgets = {name: tier.budget_nbytes for name, tier in tiers.items()}
         display = display_on(self._console, Run(start, self._train.steps, budgets))
@@ -284,7 +284,7 @@ class Trainer:
         self._interrupts.check()  # one that came behind the last look
 
     def _complete_save(self) -> None:
-        """Wait for one that is under way, which another Ctrl-C gives up."""
+        """Wait for a save that is under way; another Ctrl-C abandons it."""
         try:
             if not self._engine.checkpoint_saved(wait=False):
                 self._console.print("a checkpoint is being completed; Ctrl-C: it is given up")
@@ -310,7 +310,7 @@ class Trainer:
         self._console.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
     def _step_or_save(self, step: int) -> StepMetrics:
-        """Where too little memory is left, save the steps before this one; then LowMemoryError."""
+        """Take a step. If memory is too low, save the steps before it and raise LowMemoryError."""
         try:
             return self._step(step)  # which draws no random numbers
         except LowMemoryError:
@@ -380,8 +380,8 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def _checkpoint_if_due(self, *, now: bool) -> None:
-        """Save, beside the steps that follow; if it is to be `now`, and after the last step, it is
-        complete when this returns. One beside the steps that has failed is made up for now."""
+        """Save if due, beside the following steps; with `now`, and after the last step, the save is
+        complete on return. A background save that has failed is repeated at once."""
         every, done = self._train.checkpoint_every, self._steps_done
         last = done == self._train.steps
         due = now or bool(every and (last or not done % every))
@@ -402,12 +402,12 @@ class Trainer:
 
     @property
     def _saved_step(self) -> int:
-        """Of the last checkpoint that is complete; 0: there is none."""
+        """The step of the last complete checkpoint; 0 if there is none."""
         saved = self._engine.last_checkpoint
         return self._resumed_step if saved is None else saved.step
 
     def _prune(self) -> None:
-        """Once there is another complete one."""
+        """Remove old checkpoints once there is another complete one."""
         saved = self._saved_step
         if saved != self._pruned_step:
             self._folder.keep(self._train.keep_last, self._train.keep_every)
@@ -454,7 +454,7 @@ class Trainer:
         )  # fmt: skip
 
     def _plain(self) -> Process | None:
-        """The same run in plain PyTorch, where that is asked for and can be had."""
+        """Train the same in plain PyTorch, if that is requested and possible."""
         if not self._train.compare_plain or not self._world.is_first:
             return None
         why_not = cannot_compare(self._config, self._world.size, resumed=self._resumed_step > 0)
@@ -464,13 +464,13 @@ class Trainer:
         self._console.print("the same in plain PyTorch, in a process of its own:", style="bold")
         try:
             return run_plain(self._config, self._folder.plain_metrics, self._console)
-        except ChildFailed as error:  # it may need more memory than there is: ours has trained
+        except ChildFailed as error:  # it may need more memory than there is; offload has trained
             self._console.print(f"plain PyTorch {error.brief}", style="yellow", soft_wrap=True)
             return None
 
 
 def readable(text: bytes) -> str:
-    """Bytes as text for a terminal: what is not printable ASCII or a line break becomes `·`."""
+    """Decode bytes for a terminal: all but printable ASCII and line breaks becomes `·`."""
     return "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "·" for byte in text)
 
 

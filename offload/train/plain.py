@@ -1,9 +1,9 @@
-"""Plain PyTorch: the built-in model trained as one writes it without offload.
+"""Plain PyTorch: the built-in model trained as usual without offload.
 
     python -m offload.child offload.train.plain:train OPTIONS.json
 
-trains a whole run in a process of its own, on the batches of `offload train`, from the same first
-weights: what `train.compare_plain` and the benches compare with.
+trains a whole run in a separate process, on the batches of `offload train` and from the same first
+weights. `train.compare_plain` and the benches compare with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One optimizer step. `forward_backward_s` is a part of `seconds`; `known_at`, on
+    """The times of one optimizer step. `forward_backward_s` is a part of `seconds`; `known_at`, on
     `time.perf_counter`, is when the loss was known."""
 
     loss: float
@@ -42,7 +42,7 @@ class StepTimes:
 
 
 class LossOnly(nn.Module):
-    """The hooks of others find tensors in tensors, tuples and dicts, not in a dataclass."""
+    """Returns only the loss: hooks of other libraries find no tensors in a dataclass."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class LossOnly(nn.Module):
 
 
 def build_model(config: OffloadConfig) -> LanguageModel:
-    """The whole model in memory, with the very weights that ours begins with."""
+    """Build the whole model in memory, with the same initial weights as under offload."""
     meta = build_meta_model(config)
     values = MetaInitialiser(meta, config.seed).values(dict(meta.named_parameters()))
     checkpoint = config.placement.activations.checkpoint is not False
@@ -77,7 +77,7 @@ def adamw_arguments(config: OffloadConfig) -> dict[str, Any]:
 
 
 class Plain:
-    """Fused AdamW; with bf16 weights, fp32 masters."""
+    """Trains with fused AdamW, and with fp32 masters if weights are bf16."""
 
     keeps_masters = True
 
@@ -94,11 +94,11 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self._masters, fused=True, **arguments)
 
     def wrapped(self, model: LossOnly) -> nn.Module:
-        """As it is trained."""
+        """Return the model as it is trained; subclasses wrap it."""
         return model
 
     def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
-        """One optimizer step over all of `micro_batches`; its loss is their mean."""
+        """Take one optimizer step over all of `micro_batches`; its loss is their mean."""
         started = time.perf_counter()
         losses = []
         for inputs, targets in micro_batches:
@@ -126,7 +126,7 @@ class Plain:
                     param.copy_(master)
 
     def state_nbytes(self) -> int:
-        """Bytes of parameters, their gradients, masters and the optimizer's states, as they are."""
+        """The actual bytes of parameters, their gradients, masters and the optimizer's states."""
         states = [t for s in self.optimizer.state.values() for t in s.values()]
         masters = self._masters if self._mixed else []
         return sum(tensor.nbytes for tensor in (*self._params, *self._params, *masters, *states))
@@ -134,7 +134,7 @@ class Plain:
 
 # ---------------------------------------------------------------- a run, in a process of its own
 def train(options: Mapping[str, Any], parent: Parent) -> None:
-    """Answers the values of each step's `StepMetrics`, and in the end what the process took."""
+    """Train, and answer each step's `StepMetrics` values, then the memory of the process."""
     from offload.config import OffloadConfig
 
     config = OffloadConfig.load(options["config"])

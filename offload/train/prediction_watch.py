@@ -1,5 +1,5 @@
-"""A run's prediction against its measurement: one line after the first steps, advice if they
-differ.
+"""Compares a run's prediction with its measurement: one line after the first steps, and advice if
+they differ.
 
 The line is printed once, as soon as a few steps have settled; the folder gets prediction.json
 before the first step and measured.json after the last.
@@ -32,13 +32,13 @@ _STEPS = SETTLING_STEPS + 3  # after which the line is printed
 
 
 class PredictionWatch:
-    """A logger of one run. Without a forecast it only writes what was measured."""
+    """A logger of one run. Without a forecast it only writes the measurement."""
 
     def __init__(
         self, folder: RunFolder, console: Console, found: Forecast | None, engine: Engine,
         steps: int,
     ) -> None:  # fmt: skip
-        """`steps`: of the run, those done before it was resumed included."""
+        """`steps` is the run's total, including those done before it was resumed."""
         self._folder = folder
         self._console = console
         self._forecast = found
@@ -50,7 +50,7 @@ class PredictionWatch:
             self._prediction = found.prediction()
 
     def begin(self) -> None:
-        """Steps are about to be taken: write prediction.json."""
+        """Write prediction.json before the first step."""
         self._others = OtherPrograms()
         if self._prediction is not None:
             self._folder.write_prediction(self._prediction)
@@ -63,8 +63,8 @@ class PredictionWatch:
             self._say(self._engine.report())
 
     def ended(self, report: Report, *, all_saved: bool | None = None) -> None:
-        """No step comes any more: write measured.json, unless none was taken. `all_saved`: of the
-        steps of a run that was interrupted."""
+        """Write measured.json after the last step, unless there was none. `all_saved` tells whether
+        the steps of an interrupted run are saved."""
         if self._times.count:
             measured = self._measured(report.tiers)
             if all_saved is not None:

@@ -1,4 +1,4 @@
-"""The table at the end of a run: what each tier held, and what plain PyTorch would have taken."""
+"""The table at the end of a run: the peaks of each tier, and the memory of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain_state_nbytes(config: OffloadConfig, parameters: int) -> int:
 
 
 def in_ram_nbytes(config: OffloadConfig, report: TierTraffic) -> int:
-    """Most that the tiers in RAM have held: without a GPU, `device` is RAM, too."""
+    """The most bytes that the tiers in RAM have held: without a GPU, `device` is in RAM, too."""
     names = ("host", "device") if config.device == "cpu" else ("host",)
     return sum(report.tiers[name].peak_nbytes for name in names)
 
@@ -42,8 +42,8 @@ def in_ram_nbytes(config: OffloadConfig, report: TierTraffic) -> int:
 def summary_table(
     config: OffloadConfig, report: TierTraffic, memory: MemoryUse, parameters: int | None
 ) -> Table:
-    """Peak bytes per tier against its budget, and peak RSS; what the states of so many
-    `parameters` would take under plain PyTorch, where that was not measured."""
+    """Return the peaks per tier against budgets, the peak RSS, and the bytes that the states of so
+    many `parameters` would take under plain PyTorch (None: those were measured)."""
     table = Table(title="memory", title_justify="left", box=None, header_style="bold")
     table.add_column("tier")
     for name in ("peak", "budget", "used"):
@@ -76,13 +76,13 @@ def summary_table(
 
 
 def moved_line(moved: Mapping[str, int]) -> str:
-    """`moved: nvme read 1.2 GiB, nvme write 0.6 GiB`."""
+    """The moved bytes: `moved: nvme read 1.2 GiB, nvme write 0.6 GiB`."""
     parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in moved.items() if nbytes]
     return f"moved: {', '.join(parts) or 'nothing'}"
 
 
 def waits_line(waits: Mapping[str, float]) -> str:
-    """`waited: nvme 1.23 s`, of the thread that computes."""
+    """The waits of the computing thread: `waited: nvme 1.23 s`."""
     parts = [f"{name} {duration(seconds)}" for name, seconds in waits.items() if seconds]
     return f"waited: {', '.join(parts) or 'for nothing'}"
 

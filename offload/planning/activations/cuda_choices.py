@@ -1,9 +1,10 @@
-"""What torch's functions choose on a GPU, where a trace's tensors say that they are on the CPU.
+"""The operations that torch's functions choose on a GPU, for traces whose tensors are on the CPU.
 
-A trace for a GPU must work where torch knows none: no tensor can claim to be there. Most functions
-save the same on both; those that do not are replaced by what they call on a GPU. Attention: fused
-kernels as of Ampere; which one takes a call follows `sdp_utils` of torch 2.11 to 2.13 in what
-decides about memory (type, mask, grouped heads, head size).
+A trace for a GPU must work on machines without one, where no tensor can claim to be on it. Most
+functions save the same tensors on both devices; the others are replaced by the operations that they
+call on a GPU. Attention assumes the fused kernels of Ampere and later; the choice among them
+follows `sdp_utils` of torch 2.11 to 2.13 as far as it affects memory (type, mask, grouped heads,
+head size).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _FLASH_ALIGN = 8  # heads of other sizes are padded
 
 @contextmanager
 def choosing_for_cuda(model: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
-    """Inside, the forward of `model` chooses as on a GPU; also that of a repeated block which is
-    called alone, to be computed again: `backward` turns modes off that were active around it."""
+    """Make the forward of `model` choose operations as on a GPU, also that of a repeated block that
+    is called alone for recomputation: `backward` disables the modes that were active around it."""
     modules = [model, *(unit.module for unit in units if unit.repeated)]
     with ExitStack() as stack:
         for module in modules:
@@ -46,7 +47,7 @@ def _choosing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CudaChoices(TorchFunctionMode):
-    """Active, functions call the operations that they call on a GPU."""
+    """A mode in which functions call the operations that they call on a GPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -92,7 +93,7 @@ def _flash(
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask as something to add, for every head."""
+    """The mask as an additive bias, expanded to every head."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -101,7 +102,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What the fused kernel saves and makes: on the CPU its operation is several."""
+    """Saves and returns what the fused GPU kernel does; the CPU has several operations instead."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, normalized: int, weight: Tensor | None) -> Tensor:
@@ -137,7 +138,7 @@ def _dropout(
 
 
 def _fp32_of_halves(function: Callable[..., Tensor], kernel: Any) -> Callable[..., Tensor]:
-    """`function`, whose kernel converts 16-bit inputs to fp32 on its way."""
+    """Return `function` as on a GPU, where its kernel converts 16-bit inputs to fp32 itself."""
 
     def chosen(
         input: Tensor,  # noqa: A002

@@ -1,7 +1,7 @@
-"""What one forward and backward pass of a model takes beside its states: bytes and operations.
+"""The bytes and operations of one forward and backward pass of a model, without its states.
 
-Found by running the model's own code without values (`trace`), kept as plain numbers so
-that an answer can be given without torch.
+They are found by running the model's own code without values (`trace`) and kept as plain numbers,
+so that predictions need no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from offload.planning.plan.kv_plan import KVHeld
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Work of one direction of one pass."""
+    """The work of one direction of one pass."""
 
     flops: int  # of matrix products, convolutions and attention: 2 per multiply-add
     touched_nbytes: int  # read and written by all operations
@@ -24,8 +24,8 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class HeapFacts:
-    """Of the bytes that `ActivationFacts` counts, those in storages of less than 32 MiB: on a CPU
-    the C library's heap, which keeps what is freed."""
+    """The share of the bytes in `ActivationFacts` that lies in storages of less than 32 MiB. On a
+    CPU these are on the C library's heap, which keeps freed memory."""
 
     saved_nbytes: int = 0
     peak_nbytes: int = 0
@@ -34,8 +34,8 @@ class HeapFacts:
 
 @dataclass(frozen=True, slots=True)
 class ActivationFacts:
-    """One forward and backward pass at a batch and a sequence length. Parameters, gradients of
-    parameters that are at home, and the inputs are not counted."""
+    """One forward and backward pass at a given batch size and sequence length. Parameters,
+    gradients of parameters at home and the inputs are not counted."""
 
     saved_nbytes: int  # what autograd holds when forward ends
     peak_nbytes: int  # most bytes of tensors alive at a time, what is saved included

@@ -1,6 +1,5 @@
-"""What generating text takes beside the weights: the facts of its two kinds of pass, and the cache
-of keys and values that grows behind them.
-"""
+"""The memory and work of generating text, without the weights: the facts of its two kinds of pass,
+and the cache of keys and values that grows with them."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _CACHE_PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class GenerationFacts:
-    """Passes at a batch. `peak` is of both together, with the cache in its largest state."""
+    """The passes at a batch size. `peak` covers both, with the cache at its largest."""
 
     prefill: ActivationFacts
     decode: ActivationFacts  # behind half of the new tokens
@@ -35,18 +34,18 @@ class GenerationFacts:
 
 
 class GenerationFactsOf:
-    """Those of one model, found once for each choice of what they depend on."""
+    """The `GenerationFacts` of one model, computed once per combination of what they depend on."""
 
     def __init__(self, forward: ForwardOf, cache: CacheShape | None, *, gpu: bool) -> None:
-        """`cache`: None where it is not known what the model keeps; `gpu`: whether it computes on
-        one."""
+        """`cache` is None if the model's cache is not known; `gpu` tells whether the model computes
+        on a GPU."""
         self._gpu = gpu
         self._forward = forward
         self.cache = cache
         self._found: dict[object, ActivationFacts] = {}
 
     def __call__(self, config: OffloadConfig, generation: Generation) -> GenerationFacts:
-        """`config` is settled."""
+        """Return the facts of `generation` under `config`, which is settled."""
         prefill, decode = (
             self._pass(config, each) for each in (generation.prefill, generation.decode)
         )
@@ -57,7 +56,7 @@ class GenerationFactsOf:
         return generation_facts(prefill, decode, cache, generation, itemsize, held)
 
     def _pass(self, config: OffloadConfig, workload: Workload) -> ActivationFacts:
-        """Weights are read whatever the batch is, so no pass is told from another."""
+        """Trace a pass, once per precision, micro_batches and workload."""
         key = config.precision, config.micro_batches, workload
         if key not in self._found:
             self._found[key] = self._forward(config, workload)
@@ -68,8 +67,8 @@ def generation_facts(
     prefill: ActivationFacts, decode: ActivationFacts, cache: CacheShape,
     generation: Generation, itemsize: int, held: KVHeld | None = None,
 ) -> GenerationFacts:  # fmt: skip
-    """`prefill` and `decode` are traced without a cache, which is added; `itemsize`: bytes of its
-    elements. `held`: it is in tiers."""
+    """Add a cache to `prefill` and `decode`, which are traced without one. `itemsize` is the bytes
+    of a cache element; `held` is given if the cache lives in tiers."""
     element = generation.batch * itemsize
     first, last = generation.prompt, generation.context
     touched = _CACHE_PASSES * element * cache.read_numel((first + last) // 2)

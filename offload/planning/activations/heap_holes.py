@@ -25,7 +25,7 @@ _LEAST_HEAP_SHARE = 1 / 6
 
 
 def heap_holes_nbytes(facts: ActivationFacts, *, leaves: bool) -> int:
-    """Holes at the peak of a pass, in bytes. `leaves`: what is saved goes to another tier."""
+    """The bytes of holes at the peak of a pass. `leaves`: saved tensors go to another tier."""
     if leaves:
         peak, in_heap = facts.peak_elsewhere_nbytes, facts.heap.peak_elsewhere_nbytes
         holes = _OF_LEFT * min(facts.saved_nbytes, TRIM_NBYTES) + _OF_PEAK * peak

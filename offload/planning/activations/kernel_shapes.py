@@ -1,4 +1,4 @@
-"""Where torch's meta kernels refuse, or give something else than the real ones."""
+"""Corrections where torch's meta kernels fail or return something other than the real kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NORMS = frozenset({_aten.native_layer_norm.default, _aten.native_group_norm.def
 
 
 def run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
-    """What `func` of meta tensors gives, as its kernel on `device` (cpu or cuda) would."""
+    """Return meta tensors like those of the kernel of `func` on `device` (cpu or cuda)."""
     if func is _aten._grouped_mm.default:
         return _grouped_mm(*args[:3], **kwargs)
     if func not in _makes_new:
@@ -36,8 +36,8 @@ def _is_functional(func: Any) -> bool:
 
 
 def _remembered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What `func` gave of inputs of the same shapes before: shapes are found in Python, and every
-    block would find them again."""
+    """Return the result of `func`, remembered by the shapes of its inputs: shape inference runs in
+    Python, and every block would repeat it."""
     key = id(func), _form(args), _form(tuple(kwargs.items()))  # its own hash is slow
     known = _remembers.get(key)
     if known is not None:
@@ -54,7 +54,7 @@ def _remembered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """All of an argument that shapes depend on, to look it up by."""
+    """The part of an argument that result shapes depend on, as a hashable key."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -63,8 +63,8 @@ def _form(value: Any) -> Any:
 
 
 def _with_cpu_statistics(args: Sequence[Any], result: Any) -> Any:
-    """The mean and deviation that a norm saves are fp32 on a GPU, as the meta kernel says; on a CPU
-    they are of the input's type, unless the weight is of another one."""
+    """Convert the mean and deviation that a norm saves: they are fp32 on a GPU, as the meta kernel
+    returns, but of the input's type on a CPU, unless the weight has another type."""
     source, weights = args[0], [x for x in args[1:] if isinstance(x, torch.Tensor)]
     if any(x.dtype is not source.dtype for x in weights):
         return result
@@ -75,7 +75,7 @@ def _with_cpu_statistics(args: Sequence[Any], result: Any) -> Any:
 def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor:
-    """In any type: the meta kernel takes bf16 alone."""
+    """Return the result of a grouped product in any type; the meta kernel accepts only bf16."""
     dtype = kwargs.get("out_dtype") or a.dtype
     shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
     if a.dim() == b.dim():  # matrices cut along what they share, or a product for each

@@ -1,4 +1,4 @@
-"""Bytes of living storages, followed from operation to operation."""
+"""The bytes of live storages, tracked from operation to operation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HEAP_LIMIT_NBYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Bytes of storages."""
+    """A number of bytes in storages."""
 
     nbytes: int = 0
     heap_nbytes: int = 0  # of those below `HEAP_LIMIT_NBYTES`
 
     @classmethod
     def of(cls, nbytes: int) -> Alive:
-        """One storage."""
+        """Return the bytes of one storage of `nbytes`."""
         return cls(nbytes, nbytes if nbytes < HEAP_LIMIT_NBYTES else 0)
 
     def __add__(self, other: Alive) -> Alive:
@@ -40,11 +40,11 @@ class Alive:
 class LiveBytes:
     """Counts each storage once, from the operation that made it until nothing refers to it.
 
-    What was there before (parameters, inputs) counts nothing.
+    Storages that existed before (parameters, inputs) are not counted.
     """
 
     def __init__(self, grown: Callable[[], None]) -> None:
-        """`grown` is called whenever there are more bytes than before."""
+        """`grown` is called whenever the number of bytes has increased."""
         self.now = Alive()
         self._grown = grown
         self._counts = True
@@ -52,7 +52,7 @@ class LiveBytes:
         self._nbytes: dict[int, int] = {}
 
     def made(self, results: Iterable[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-        """An operation gave `results` when it was `given` tensors."""
+        """Register the `results` of an operation, which received the tensors in `given`."""
         before = self.now
         for tensor in results:
             storage = tensor.untyped_storage()
@@ -65,7 +65,7 @@ class LiveBytes:
 
     @contextmanager
     def counting(self, counts: bool) -> Iterator[None]:
-        """Whether what is made inside counts anything."""
+        """Set whether storages made inside are counted."""
         before, self._counts = self._counts, counts
         try:
             yield
@@ -73,11 +73,11 @@ class LiveBytes:
             self._counts = before
 
     def nbytes_of(self, tensor: torch.Tensor) -> int:
-        """What is counted for the storage of `tensor`."""
+        """The bytes counted for the storage of `tensor`."""
         return self._nbytes.get(tensor.untyped_storage()._cdata, 0)
 
     def forget(self) -> None:
-        """Start from nothing: what lives now counts nothing."""
+        """Start again from zero: storages that are alive now are not counted."""
         self.now = Alive()
         for key in self._nbytes:
             self._nbytes[key] = 0

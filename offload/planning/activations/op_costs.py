@@ -1,4 +1,4 @@
-"""What one operation costs: multiply-adds of dear ones, bytes read and written of all."""
+"""The cost of one operation: FLOPs of products, and bytes read and written by any operation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})  # read w
 
 
 def flops(op: Any, args: Sequence[Any], result: Any) -> int:
-    """2 per multiply-add of matrix products, convolutions and attention; 0 for anything else.
+    """Return 2 per multiply-add of matrix products, convolutions and attention, otherwise 0.
 
-    Causal attention counts half: kernels leave out what the mask hides.
+    Causal attention counts half, since kernels skip what the mask hides.
     """
     name = op._schema.name.rpartition("::")[2]
     counted = _FLOPS.get(name)
@@ -31,7 +31,7 @@ def flops(op: Any, args: Sequence[Any], result: Any) -> int:
 
 
 def touched_nbytes(op: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
-    """Bytes that an operation reads and writes at least."""
+    """The bytes that an operation reads and writes at least."""
     name = op._schema.name.rpartition("::")[2]
     written = sum(map(_nbytes, results))
     if name in _GATHERS:
@@ -43,10 +43,11 @@ def touched_nbytes(op: Any, given: Sequence[torch.Tensor], results: Sequence[tor
 
 
 def scratch_nbytes(op: Any, args: Sequence[Any]) -> int:
-    """Memory that a kernel takes for itself, where that is much and known.
+    """The scratch memory of a kernel, where it is large and known.
 
-    Flash attention's backward on a GPU: fp32 sums of the query's gradient, a number per row, and
-    gradients of keys and values for each of their query heads (`mha_bwd` in its source).
+    For flash attention's backward on a GPU these are fp32 sums of the query's gradient, a number
+    per row, and gradients of keys and values for each of their query heads (`mha_bwd` in its
+    source).
     """
     if op is not torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
         return 0
@@ -60,7 +61,7 @@ def scratch_nbytes(op: Any, args: Sequence[Any]) -> int:
 
 
 def is_kernel(op: Any) -> bool:
-    """Whether anything runs: views and empty tensors are made without."""
+    """Whether the operation runs a kernel; views and empty tensors need none."""
     schema = op._schema
     name = schema.name.rpartition("::")[2]
     if name.startswith(("empty", "new_empty")) or name in ("_unsafe_view", "detach", "lift_fresh"):
@@ -75,7 +76,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> int:
-    """(..., m, k) by (..., k, n) or (k,); of groups of rows each by its own matrix, too."""
+    """The FLOPs of (..., m, k) by (..., k, n) or (k,), also of row groups with a matrix each."""
     return 2 * a.numel() * (int(b.shape[-1]) if b.dim() > 1 else 1)
 
 
@@ -107,7 +108,7 @@ _FLOPS: dict[str, Flops] = {
 
 
 def _attention(name: str, op: Any, args: Sequence[Any]) -> int:
-    """Two products forward, five backward (scores are computed again)."""
+    """The FLOPs of attention: 2 products forward, 5 backward (scores are computed again)."""
     backward = name.endswith("backward")
     query, key, value = args[1:4] if backward else args[:3]
     if query.dim() != 4:

@@ -1,4 +1,4 @@
-"""One forward and backward pass, operation by operation: what is alive, and what each one costs."""
+"""Observes one forward and backward pass by operation: the bytes alive and the cost of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Cost:
 
 @dataclass(slots=True)
 class CountedOps:
-    """Operations that count several times."""
+    """The costs of operations that count `times` times."""
 
     times: int = 1
     forward: _Cost = field(default_factory=_Cost)
@@ -39,7 +39,7 @@ class CountedOps:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Operations from here on, and nodes that they add to the graph, belong to..."""
+    """The place that operations from here on, and the graph nodes that they add, belong to."""
 
     node: int  # sequence number of the first
     where: str
@@ -48,8 +48,8 @@ class _Mark:
 
 
 class PassWatch(TorchDispatchMode):
-    """Sees every operation. `enter` and `leave` tell it where the forward is; an operation of the
-    backward belongs to where its node was made."""
+    """Sees every operation. `enter` and `leave` report the position of the forward; an operation of
+    the backward belongs to the place where its node was made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class PassWatch(TorchDispatchMode):
 
     @property
     def _cost(self) -> _Cost:
-        """Of the direction and the part that operations belong to now."""
+        """The cost counter of the current direction and part."""
         return self._now.part.backward if self._backward else self._now.part.forward
 
     def _find_node(self) -> None:
@@ -129,13 +129,13 @@ class PassWatch(TorchDispatchMode):
 
     # ---------------------------------------------------------------- where the forward is
     def begin(self) -> None:
-        """The model is called: what was made before is its input."""
+        """Start when the model is called: tensors made before are its inputs."""
         self.live.forget()
         self.peak = Alive()
         self._mark("the model", self.rest, Alive())
 
     def enter(self, where: str, part: CountedOps | None = None) -> None:
-        """A block, or a module that is in none."""
+        """Enter a block, or a module outside of all blocks."""
         if not self._backward:
             self._mark(where, part or self.rest, self._now.more)
             self._block = self._now
@@ -146,8 +146,8 @@ class PassWatch(TorchDispatchMode):
             self._block = None
 
     def enter_inside(self, place: str) -> None:
-        """A module of the block, whose name begins with the block's and ends with `place`: its
-        operations are the block's."""
+        """Enter a module of the current block, named by the block's name followed by `place`; its
+        operations count as the block's."""
         if not self._backward and self._block is not None:
             self._mark(self._block.where + place, self._block.part, self._now.more)
 
@@ -158,7 +158,7 @@ class PassWatch(TorchDispatchMode):
 
     @property
     def more(self) -> Alive:
-        """What blocks that are not run would have left alive by now."""
+        """The bytes that blocks that are not run would have left alive by now."""
         return self._now.more
 
     def add_more(self, more: Alive) -> None:
@@ -176,13 +176,13 @@ class PassWatch(TorchDispatchMode):
 
     # ---------------------------------------------------------------- what it cost
     def part(self, times: int) -> CountedOps:
-        """A new one."""
+        """Make a new part, whose operations count `times` times."""
         part = CountedOps(times)
         self._parts.append(part)
         return part
 
     def expect_alike(self, one: CountedOps, other: CountedOps) -> None:
-        """Both should have the same costs in the end."""
+        """Require that both parts have the same costs in the end."""
         self._alike.append((one, other))
 
     @property
@@ -203,5 +203,5 @@ class PassWatch(TorchDispatchMode):
 
 
 def _next_node() -> int:
-    """The sequence number of the node that is added to a graph next."""
+    """The sequence number of the next node that is added to a graph."""
     return int(torch._C._autograd._get_sequence_nr())

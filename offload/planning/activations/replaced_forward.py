@@ -1,4 +1,4 @@
-"""Another function in the place of a module's forward."""
+"""A context manager that replaces a module's forward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calling `module` calls `forward`. Afterwards its own forward is back, on the instance
-    only if it was there."""
+    """Make `module` call `forward` inside. Its own forward is restored afterwards, on the instance
+    only if it was there before."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:

@@ -1,4 +1,4 @@
-"""How a model is called for one pass, where the caller does not say."""
+"""The way a model is called for one pass, if the caller does not specify it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[[nn.Module, Workload], Tensor]
 
 
 def default_run(model: nn.Module) -> Run:
-    """By the names of what the model's forward takes. UnsupportedError where they say nothing."""
+    """Choose inputs by the names of forward's parameters, or raise UnsupportedError."""
     names = inspect.signature(model.forward).parameters.keys()
     if {"tokens", "targets"} <= names:
         return _run_on_tokens
@@ -34,8 +34,8 @@ def default_run(model: nn.Module) -> Run:
 
 
 def forward_run(model: nn.Module) -> Run:
-    """As `default_run`, for a pass that generates: gives the logits of each sequence's last token,
-    or of all where the model cannot leave the others out. Nothing is kept in a cache."""
+    """Like `default_run`, for a generating pass. The run returns the logits of each sequence's last
+    token, or of all tokens if the model cannot omit the others. Nothing is cached."""
     names = inspect.signature(model.forward).parameters.keys()
     if "decoder_input_ids" in names:
         raise UnsupportedError(

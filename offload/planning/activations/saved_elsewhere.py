@@ -1,9 +1,9 @@
-"""Saved tensors that leave for another tier, as `swap/activations.py` takes them, without moving.
+"""Saved tensors that move to another tier as in `swap/activations.py`, simulated without moving.
 
-What it takes and what it leaves alone follow the rules there: storages of 128 KiB and more travel
-whole, each once, unless little of one is saved; inputs, parameters and buffers stay. What comes
-back is a new storage. On a CPU it counts only if it may be larger than a slot of the window; a
-smaller one is used in the window, where it arrived.
+The rules are the same as there: storages of 128 KiB and more move whole, each once, unless only a
+small part of one is saved; inputs, parameters and buffers stay. What comes back is a new storage.
+On a CPU it counts only if it may be larger than a slot of the window; a smaller one is used in
+place in the window.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST_SLOT_NBYTES = LEAST_WINDOW_NBYTES // 4
 
 
 class _LeftStorage:
-    """Bytes of a storage that left; it stays on the device while other tensors refer to it."""
+    """The bytes of a moved storage; it stays on the device while other tensors refer to it."""
 
     def __init__(self, storage: torch.UntypedStorage, version: int, span: tuple[int, int]) -> None:
         self.version = version
@@ -52,7 +52,7 @@ class _LeftTensor:
 
 
 class SavedElsewhere:
-    """A keeper of saved activations (`zero/handles.py`)."""
+    """Implements the keeper of saved activations (`zero/handles.py`)."""
 
     def __init__(self, live: LiveBytes, *, in_place: bool) -> None:
         """`live` knows which storages count. `in_place`: the model computes on the CPU, where the
@@ -62,7 +62,7 @@ class SavedElsewhere:
         self._left: weakref.WeakValueDictionary[int, _LeftStorage] = weakref.WeakValueDictionary()
 
     def keep(self, tensor: Tensor) -> _LeftTensor | None:
-        """Let it leave; None where it stays."""
+        """Move the tensor away; return None if it stays."""
         if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
             return None
         span = span_of(tensor)
@@ -83,7 +83,7 @@ class SavedElsewhere:
         return record
 
     def bring_back(self, record: _LeftStorage) -> torch.UntypedStorage:
-        """The record's bytes where the model computes."""
+        """Return the record's bytes where the model computes."""
         found = record.there()
         if found is None:
             nbytes = record.stop_bytes - record.start_bytes

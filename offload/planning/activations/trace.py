@@ -1,4 +1,4 @@
-"""Activations, counted from the model's own forward and backward, run without values.
+"""Counts activations by running the model's own forward and backward without values.
 
     the model ── its parameters exchanged for valueless ones of the configured precision
        │
@@ -47,14 +47,14 @@ def trace_activations(
     model: nn.Module, config: OffloadConfig, workload: Workload, *, run: Run | None = None,
     device: str | None = None, skip: bool = True,
 ) -> ActivationFacts:  # fmt: skip
-    """One forward and backward pass of `model` under `config`, counted.
+    """Count one forward and backward pass of `model` under `config`.
 
-    `run(model, workload)` calls the model on inputs of its own making and gives the loss; by
-    default models that take `input_ids` and `labels`, or `tokens` and `targets`, are called so.
-    `device` (cpu or cuda) says whose kernels are meant, by default `config.device`. The model, on
-    any device, is left as it was. `skip=False` runs every block.
+    `run(model, workload)` calls the model on inputs of its own making and returns the loss; by
+    default, models that take `input_ids` and `labels`, or `tokens` and `targets`, are supported.
+    `device` (cpu or cuda) selects the kernels, by default `config.device`. The model, on any
+    device, is left unchanged. `skip=False` runs every block.
 
-    UnsupportedError where the model cannot be run without knowing more.
+    Raises UnsupportedError if the model cannot be run with this information.
     """
     config = config.settled()
     call = run or default_run(model)
@@ -65,10 +65,11 @@ def trace_forward(
     model: nn.Module, config: OffloadConfig, workload: Workload, *, run: Run | None = None,
     device: str | None = None, skip: bool = True,
 ) -> ActivationFacts:  # fmt: skip
-    """As `trace_activations`, of one forward pass without gradients in eval mode: nothing is saved,
-    and there is no backward. Without a cache of keys and values: `cache_work` adds that.
+    """Like `trace_activations`, for one forward pass without gradients in eval mode: nothing is
+    saved, and there is no backward. The cache of keys and values is left out: `generation_facts`
+    adds it.
 
-    `run` gives the logits; by default models that take `input_ids` or `tokens` are called so.
+    `run` returns the logits; by default, models that take `input_ids` or `tokens` are supported.
     """
     config = config.settled()
     call = run or forward_run(model)
@@ -115,7 +116,7 @@ def _both(passes: Callable[..., PassWatch]) -> ActivationFacts:
 
 
 def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
-    """What the same pass takes where saved tensors stay, and where they leave."""
+    """The facts of a pass from two traces: saved tensors stay, and saved tensors move elsewhere."""
     return ActivationFacts(
         saved_nbytes=here.saved.nbytes,
         peak_nbytes=here.peak.nbytes,
@@ -131,7 +132,7 @@ def _passes(
     model: nn.Module, units: Sequence[Unit], config: OffloadConfig, workload: Workload, run: Run,
     device: str, *, skip: bool, elsewhere: bool, gradients: bool = True,
 ) -> PassWatch:  # fmt: skip
-    """Forward and, with `gradients`, backward, seen by the watch that is returned."""
+    """Run forward and, with `gradients`, backward, and return the watch that observed them."""
     watch = PassWatch()
     away = SavedElsewhere(watch.live, in_place=device == "cpu") if elsewhere else None
     with ExitStack() as stack:
@@ -157,7 +158,7 @@ def _passes(
 
 @contextmanager
 def _collector_off() -> Iterator[None]:
-    """Bytes must not depend on when cycles are collected."""
+    """Disable the garbage collector: bytes must not depend on when cycles are collected."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -169,7 +170,7 @@ def _collector_off() -> Iterator[None]:
 
 @contextmanager
 def valueless(model: nn.Module, values: WithoutValues, dtype: torch.dtype) -> Iterator[None]:
-    """The model's parameters and buffers without values, as the engine would have them."""
+    """Replace parameters and buffers by valueless ones of the types that the engine would use."""
     made: dict[int, Tensor] = {}
 
     def exchanged(tensor: Tensor) -> Tensor:
@@ -200,8 +201,8 @@ def valueless(model: nn.Module, values: WithoutValues, dtype: torch.dtype) -> It
 def as_the_engine(
     model: nn.Module, units: Sequence[Unit], config: OffloadConfig, away: SavedElsewhere | None
 ) -> Iterator[None]:
-    """What the engine installs in a model that changes what is alive: recomputation, micro-batches,
-    saved tensors that leave, gradients that are taken."""
+    """Install what changes the live bytes as the engine does: recomputation, micro-batches, saved
+    tensors that move elsewhere, gradients that are taken."""
     with ExitStack() as stack:
         checkpoint = config.placement.activations.checkpoint
         if checkpoint and any(unit.repeated for unit in units):
@@ -221,7 +222,7 @@ def as_the_engine(
 
 
 class _AllHere:
-    """Parameters are where they are."""
+    """The parameter source of a trace: all parameters are always in place."""
 
     def held(self, unit: Unit) -> AbstractContextManager[None]:
         return nullcontext()
@@ -240,7 +241,7 @@ def _take_gradient(param: Tensor) -> None:
 
 @contextmanager
 def _leaving(model: nn.Module, away: SavedElsewhere) -> Iterator[None]:
-    """Around the model's forward: what autograd saves goes to `away`."""
+    """Hand the tensors that autograd saves during the model's forward to `away`."""
     handles = HandleTable(lambda group: None, away)
     entered: list[AbstractContextManager[Any]] = []
 

@@ -1,4 +1,4 @@
-"""Which repeated blocks are run for real in a trace, and what stands for the others.
+"""Chooses the repeated blocks that a trace runs, and the stand-ins for the others.
 
 Identical blocks (same class, settings, parameter shapes) do the same to the same inputs. Of a
 stretch of them, in which they may alternate with some period, four periods are run:
@@ -34,12 +34,12 @@ _SIMPLE = (bool, int, float, str, type(None))
 
 
 class CannotSkipError(Exception):
-    """Blocks are not as alike as they look: run all of them."""
+    """Blocks differ more than they appear to: all of them have to be run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Blocks `[start, stop)` that repeat every `period`. Whole periods are skipped."""
+    """Blocks `[start, stop)` that repeat every `period`. Only whole periods are skipped."""
 
     start: int
     stop: int
@@ -47,12 +47,12 @@ class Stretch:
 
     @property
     def skipped(self) -> int:
-        """Periods that are not run."""
+        """The number of periods that are not run."""
         return max(0, (self.stop - self.start) // self.period - _RUN)
 
     def role(self, index: int) -> int:
-        """Of a block: the period (0 to 3) that it is of or that counts for it; -1: it is skipped,
-        4: left over."""
+        """The period (0 to 3) that a block is in or that counts for it; -1 if the block is skipped,
+        4 if it is left over."""
         number = (index - self.start) // self.period
         if number < _RUN - 1:
             return number
@@ -60,7 +60,7 @@ class Stretch:
 
 
 def stretches(blocks: Sequence[Unit]) -> list[Stretch]:
-    """Those in which skipping spares anything, by ever longer periods; the rest is run."""
+    """Find the stretches of blocks in which skipping saves work; other blocks are run."""
     signatures = _signatures(blocks)
     found = []
     start = 0
@@ -85,7 +85,7 @@ def _stretch(signatures: Sequence[Any], start: int, period: int) -> Stretch:
 
 
 def _signatures(blocks: Sequence[Unit]) -> list[Any]:
-    """What makes each block do what it does, but for values and for its own number."""
+    """The settings that determine each block's work, except values and its own number."""
     settings = [_settings(unit.module) for unit in blocks]
     places = [int(place) if place.isdigit() else 0 for place in map(_last_name, blocks)]
     numbers = {
@@ -98,7 +98,7 @@ def _signatures(blocks: Sequence[Unit]) -> list[Any]:
 
 
 def _last_name(unit: Unit) -> str:
-    """`12` of `model.layers.12`."""
+    """The last part of a unit's name: `12` of `model.layers.12`."""
     return unit.name.rpartition(".")[2]
 
 
@@ -108,7 +108,7 @@ def _distance(value: Any, place: int) -> Any:
 
 
 def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
-    """Classes, plain attributes and shapes of a block's modules, by module and name."""
+    """The classes, plain attributes and shapes of a block's modules, by module and name."""
     found: dict[tuple[str, str], Any] = {}
     for name, module in block.named_modules():
         found[name, ""] = type(module)
@@ -125,7 +125,8 @@ def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
 def watched_blocks(
     model: nn.Module, units: Sequence[Unit], watch: PassWatch, *, skip: bool
 ) -> Iterator[None]:
-    """Tells `watch` where the forward is. With `skip`, a few of many identical blocks are run."""
+    """Report the position of the forward to `watch`. With `skip`, skip most of many equal
+    blocks."""
     blocks = [unit for unit in units if unit.repeated]
     counted: dict[int, _CountedStretch] = {}
     for stretch in stretches(blocks) if skip else ():
@@ -161,7 +162,7 @@ def _told_by_hooks(unit: Unit, blocks: Sequence[Unit], watch: PassWatch) -> list
 
 
 class _WatchedBlock:
-    """One block's forward, watched or left out."""
+    """The forward of one block, which is watched or skipped."""
 
     def __init__(
         self, unit: Unit, index: int, watch: PassWatch, counted: _CountedStretch | None
@@ -182,7 +183,7 @@ class _WatchedBlock:
 
 
 class _CountedStretch:
-    """The blocks of one stretch, of which some count for others."""
+    """The blocks of one stretch, some of which count for others."""
 
     def __init__(self, stretch: Stretch, blocks: Sequence[Unit], watch: PassWatch) -> None:
         self._stretch = stretch
@@ -201,7 +202,7 @@ class _CountedStretch:
         self._next = stretch.start
 
     def call(self, index: int, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """CannotSkipError where the model calls its blocks in another order than it has them."""
+        """Run or skip a block. Raise CannotSkipError if blocks are called out of their order."""
         if index != self._next:
             raise CannotSkipError
         self._next += 1
@@ -226,8 +227,8 @@ class _CountedStretch:
         return output
 
     def _begin(self, role: int) -> None:
-        """A period begins. CannotSkipError where anything is computed between blocks: that is run
-        for skipped ones, too, but not on what it would be given."""
+        """Begin a period. Raise CannotSkipError if anything is computed between blocks: that code
+        also runs for skipped blocks, but not on the inputs that it would receive."""
         now, between = self._watch.live.now, self._watch.rest.forward.operations
         if role in (0, 1):
             self._between = between
@@ -247,7 +248,7 @@ class _CountedStretch:
 
 
 class Understudy:
-    """Stands for skipped blocks: knows what the block that counts for them was given and gave."""
+    """Stands in for skipped blocks, with the input and output of the block that is run for them."""
 
     def __init__(self) -> None:
         self._given: Any = None
@@ -256,7 +257,7 @@ class Understudy:
         self._structure: pytree.TreeSpec | None = None
 
     def learn(self, args: Any, kwargs: Any, output: Any) -> None:
-        """CannotSkipError if an output is not like any input."""
+        """Remember a call. Raise CannotSkipError if an output tensor has no input like it."""
         given = pytree.tree_leaves((args, kwargs))
         self._given = [_kind(leaf) for leaf in given]
         leaves, self._structure = pytree.tree_flatten(output)
@@ -266,7 +267,7 @@ class Understudy:
         ]
 
     def stand_in(self, args: Any, kwargs: Any) -> Any:
-        """An output. CannotSkipError if the input is another one than was learnt."""
+        """Return an output. Raise CannotSkipError if the input differs from the learnt one."""
         given = pytree.tree_leaves((args, kwargs))
         if self._structure is None or [_kind(leaf) for leaf in given] != self._given:
             raise CannotSkipError

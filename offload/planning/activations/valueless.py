@@ -1,9 +1,9 @@
-"""Tensors without values that say they are on a device: a model's own code runs, nothing computes.
+"""Tensors without values that claim a device, so that a model's own code runs without computing.
 
-A meta tensor has a shape, a type and a storage of so many bytes, but it says that it is on `meta`,
-and code that asks where it is goes another way: `scaled_dot_product_attention` then takes no fused
-kernel, and saves the whole matrix of scores. So the tensors here are meta tensors that claim a
-device. torch's FakeTensor does the same; what that has to import takes longer than a trace.
+A meta tensor has a shape, a type and a storage of a given size, but it reports the device `meta`,
+and code that checks the device takes another path: `scaled_dot_product_attention` then uses no
+fused kernel and saves the whole matrix of scores. The tensors here are therefore meta tensors that
+claim a device. torch's FakeTensor does the same, but importing it takes longer than a trace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _ate
 
 
 class ValuelessTensor(ValuesUnknown, torch.Tensor):
-    """Shape, type, strides and a storage; `known` are its values where code may need them."""
+    """A shape, a type, strides and a storage; `known` has the values where code may need them."""
 
     owner: WithoutValues
     known: torch.Tensor | None
@@ -54,7 +54,7 @@ class ValuelessTensor(ValuesUnknown, torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def tolist(self) -> Any:
-        """torch has none for subclasses."""
+        """Return the known values as nested lists; torch has no `tolist` for subclasses."""
         return self.owner.read(self, "tolist", self.known).tolist()
 
     @classmethod
@@ -67,13 +67,13 @@ class ValuelessTensor(ValuesUnknown, torch.Tensor):
 
 
 class WithoutValues(TorchDispatchMode):
-    """Inside, every operation works on shapes alone, and makes tensors that are on the CPU."""
+    """A mode in which operations work on shapes alone and make tensors that claim the CPU."""
 
     device = _CPU
 
     def __init__(self, kernels: str = "cpu") -> None:
-        """`kernels`: those of which device, cpu or cuda. torch may have been built without the
-        latter, and its autograd needs a device that is there."""
+        """`kernels` is the device whose kernels are simulated, cpu or cuda. Tensors never claim
+        cuda: torch may be built without it, and its autograd needs an existing device."""
         super().__init__()
         self.kernels = kernels
 
@@ -84,14 +84,14 @@ class WithoutValues(TorchDispatchMode):
     def tensor_like(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> ValuelessTensor:
-        """Of the same shape and strides, over a storage of its own. To be called outside."""
+        """Return a tensor of the same shape and strides with its own storage. For use outside."""
         meta = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=_META
         )
         return ValuelessTensor(meta, self)
 
     def adopted(self, tensor: torch.Tensor) -> ValuelessTensor:
-        """The tensor without values, but for what code may need to know. To be called outside."""
+        """Return the tensor without its values, unless code may need them. For use outside."""
         if isinstance(tensor, ValuelessTensor):
             return tensor
         made = self.tensor_like(tensor)
@@ -135,13 +135,13 @@ class WithoutValues(TorchDispatchMode):
         return self._wrapped(result, known, place)
 
     def _changed_view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """`set_` and the like: the tensor itself gets another shape or storage."""
+        """Run `set_` and similar operations, which change the tensor's own shape or storage."""
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             torch._C._set_meta_in_tls_dispatch_include(True)
             return func(*args, **kwargs)
 
     def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A meta tensor over the tensor's storage."""
+        """Return a meta tensor over the tensor's storage."""
         if not isinstance(tensor, ValuelessTensor):
             if tensor.is_meta:
                 return tensor
@@ -154,7 +154,7 @@ class WithoutValues(TorchDispatchMode):
         )
 
     def read(self, tensor: torch.Tensor, func: Any, known: Any) -> Any:
-        """What is known. UnsupportedError if nothing is."""
+        """Return the known value. Raise UnsupportedError if there is none."""
         if known is None:
             raise UnsupportedError(
                 f"its code depends on values ({func} of a tensor of shape {tuple(tensor.shape)}), "
@@ -165,8 +165,8 @@ class WithoutValues(TorchDispatchMode):
     def _counted(
         self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
     ) -> torch.Tensor:
-        """`bincount`. Of values that are not known, as even as can be: so a layer of experts counts
-        the tokens of each, and they are as many as routing that is balanced gives it."""
+        """Compute `bincount`. Unknown values are assumed to be spread evenly, so that a layer of
+        experts that counts its tokens sees balanced routing."""
         if _is_known(tensor) and weights is None:
             counts = torch.bincount(getattr(tensor, "known", tensor), minlength=minlength)
         else:
@@ -179,7 +179,7 @@ class WithoutValues(TorchDispatchMode):
         return made
 
     def _wrapped(self, result: Any, known: Any, given: dict[int, torch.Tensor]) -> Any:
-        """With tensors of ours for those of the result; `given` are those that came in."""
+        """Wrap the tensors of a result as `ValuelessTensor`; `given` maps those that came in."""
         if isinstance(result, torch.Tensor):
             found = given.get(id(result))
             if found is None:
@@ -194,7 +194,7 @@ class WithoutValues(TorchDispatchMode):
     def _known_result(
         self, func: Any, inputs: Sequence[torch.Tensor], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """What the operation gives where every value is known and it is about whole numbers."""
+        """Return the result of an operation on known whole numbers; None if values are unknown."""
         if inputs:
             if not all(map(_is_known, inputs)):
                 return None
@@ -210,7 +210,7 @@ class WithoutValues(TorchDispatchMode):
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples and lists."""
+    """Iterate over the tensors in nested tuples and lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -219,7 +219,7 @@ def tensors_of(values: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same with every tensor in nested tuples and lists changed."""
+    """Apply `change` to every tensor in nested tuples and lists."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -234,7 +234,7 @@ def _is_known(tensor: torch.Tensor) -> bool:
 
 
 def _makes_whole_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Of operations without tensors: those that make masks and lengths."""
+    """Whether an operation without tensor inputs makes whole numbers, as for masks and lengths."""
     dtype = kwargs.get("dtype")
     makes = func._schema.name in ("aten::zeros", "aten::ones", "aten::full")
     return makes and dtype is not None and not dtype.is_floating_point

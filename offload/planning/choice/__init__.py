@@ -1,1 +1,1 @@
-"""Choosing a placement, saying why, and holding it against what came."""
+"""Choosing a placement, explaining it, and comparing it with measurements."""

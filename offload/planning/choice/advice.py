@@ -1,4 +1,4 @@
-"""What would make a step faster: changes tried through the solver, those that matter kept."""
+"""Advice on making a step faster: the solver tries changes, and those that matter are kept."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _CORRECTION = (1 / 3, 3.0)  # beyond, it is not the speeds that are wrong
 
 
 def advise(now: RunPlan) -> list[Change]:
-    """Changes of `now.asked` that gain at least `MATTERS`, each alone, the largest gain first.
+    """Return changes of `now.asked` that each gain at least `MATTERS` alone, the largest gain
+    first.
 
-    A budget is raised as little as brings most of what raising it to all there is would bring.
+    A budget is raised by the least amount that brings most of the gain of raising it fully.
     """
     gains: dict[str, Change] = {}
     for settings, text in _changes(now):
@@ -65,7 +66,7 @@ def _changes(now: RunPlan) -> Iterator[tuple[dict[str, str], str]]:
 
 
 def _solved(now: RunPlan, settings: Mapping[str, str]) -> Candidate | None:
-    """The best plan after a change; None where it contradicts the rest of the configuration."""
+    """Return the best plan after a change, or None if the change contradicts the configuration."""
     overrides = [f"{key}={value}" for key, value in settings.items()]
     try:
         config = OffloadConfig.load(now.asked, overrides)
@@ -75,16 +76,16 @@ def _solved(now: RunPlan, settings: Mapping[str, str]) -> Candidate | None:
 
 
 def _short(nbytes: int) -> str:
-    """`6GiB`, as a budget is written."""
+    """Format bytes as a budget is written: `6GiB`."""
     return format_bytes(nbytes).replace(" ", "").replace(".0", "")
 
 
 def corrected(speeds: Speeds, step: StepEstimate, measured_s: float) -> Speeds | None:
-    """Speeds with which the prediction would have been what was measured; None where that is too
-    far off: other programs are at work, or something is not in the model of time at all.
+    """Scale `speeds` so that the prediction matches the measured time. Return None if the factor is
+    too large to be an error of speeds: other programs run, or the time model lacks something.
 
-    All rates by one factor: one number cannot say which of them was wrong. What the machine was
-    measured to do alone is then what it does in this run.
+    All rates are scaled by one factor, since one number cannot tell which of them was wrong. Rates
+    measured alone are thereby corrected to what this run achieves.
     """
     factor = step.seconds / measured_s
     if not _CORRECTION[0] <= factor <= _CORRECTION[1]:

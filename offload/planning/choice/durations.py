@@ -1,4 +1,4 @@
-"""Times and counts in words for people: `12.3 ms`, `2 min 5 s`, `6.74 B`; one form everywhere."""
+"""Durations and counts as text, in one form everywhere: `12.3 ms`, `2 min 5 s`, `6.74 B`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def duration(seconds: float) -> str:
-    """`12.3 ms`, `1.23 s`, `2 min 5 s`, `3 h 20 min`, `12.5 days`: at least two digits."""
+    """Format `12.3 ms`, `1.23 s`, `2 min 5 s`, `3 h 20 min`, `12.5 days`: at least two digits."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds <= 0:
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: float) -> str:
-    """`6.74 B` (short scale: a thousand million), three digits; exact below ten thousand."""
+    """Format `6.74 B` (short scale: 10^9) with three digits; exact below ten thousand."""
     if number < 1e4:
         return f"{number:,.0f}"
     for factor, letter in _SCALES:
@@ -40,7 +40,7 @@ def counted(number: float) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Format a number with three significant digits, without an exponent."""
     if number >= 99.95:
         return f"{number:,.0f}"
     if number >= 9.995:

@@ -1,4 +1,4 @@
-"""Placements laid out, checked and timed, with checkpoint and micro_batches settled."""
+"""Lays out, checks and times placements, with checkpoint and micro_batches settled."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ NO_LIBRARIES = Baseline(0, symbols_nbytes=0, compiler_nbytes=0)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run beside the sizes of its states: its work, the machine's speeds, what a
-    pass takes."""
+    """The facts of a run beside the sizes of its states: its work, the machine's speeds, and the
+    cost of a pass."""
 
     workload: Workload
     speeds: Speeds
@@ -63,7 +63,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement laid out."""
+    """A placement that has been laid out and evaluated."""
 
     config: OffloadConfig  # settled: checkpoint and micro_batches as they were chosen
     plan: Plan
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def passing_nbytes(self) -> int:
-        """RAM of activations beside the tiers; 0 on a GPU, or where it is not known."""
+        """RAM of activations beside the tiers; 0 on a GPU or if it is not known."""
         return 0 if self.plan.gpu else self.evaluator.passing_nbytes
 
     @property
@@ -83,7 +83,7 @@ class Candidate:
         return not self.shortfalls
 
     def elsewhere(self, placed: PlacedClass) -> Iterator[Candidate]:
-        """The same plan but for one class, which is whole in another tier that is open to it."""
+        """The same plan with one class moved whole to another tier that is open to it."""
         here = self.plan.placements
         for tier in self.evaluator.open_tiers.get(placed, ()):
             moved = Placement.on(tier)
@@ -115,8 +115,8 @@ class PlacementEvaluator:
         self._idle: dict[_Key, Held] = {}
 
     def _with_open_budgets(self, config: OffloadConfig) -> OffloadConfig:
-        """Where they are open, the device tier takes what activations and libraries leave of a GPU,
-        the host tier what they and the reserve leave of RAM."""
+        """Set open budgets: the device tier gets what activations and libraries leave of a GPU, the
+        host tier what they and the reserve leave of RAM."""
         run, hardware = self._run, self._hardware
         if run is None:
             return config
@@ -131,7 +131,7 @@ class PlacementEvaluator:
         return _within(config, Tier.HOST, left - reserve_nbytes(left))
 
     def candidates(self) -> list[Candidate]:
-        """Laid out, in the order of the search; at least one."""
+        """The evaluated candidates in the order of their rank; at least one."""
         found = list(self._search.corners())
         plans = self._ranked(found)
         for least in (_WORTH, 1):
@@ -159,7 +159,7 @@ class PlacementEvaluator:
 
     @property
     def _count(self) -> int:
-        """How many placements are laid out."""
+        """The number of placements to evaluate."""
         if self._run is None:
             return 2
         if self._any_fit:
@@ -167,13 +167,13 @@ class PlacementEvaluator:
         return _CANDIDATES if self.is_small else _CANDIDATES_LARGE
 
     def _rank(self, plan: Plan) -> tuple[int, float, int]:
-        """What is short least, then what keeps its slowest link busy least; of equals the plainest.
-        `sorted` keeps the order of what is left: that of the search."""
+        """The sort key of plans: least missing bytes, then the least time of the slowest link, then
+        the fewest parts. `sorted` keeps the order of the search among equals."""
         parts = sum(len(placement.tiers) for placement in plan.placements.values())
         return self._short(plan), float(f"{self._links_s(plan):.3g}"), parts
 
     def _short(self, plan: Plan) -> int:
-        """Bytes that are missing, weighed."""
+        """The missing bytes of all tiers, weighted."""
         weights = short_weights(gpu=plan.gpu)
         return sum(weights[tier] * max(0, self._lacks(plan, tier)) for tier in Tier)
 
@@ -186,7 +186,7 @@ class PlacementEvaluator:
         return slowest_link_s(plan, self._config, run.speeds, self._idle[key])
 
     def _lacks(self, plan: Plan, tier: Tier) -> int:
-        """Bytes that a tier lacks of its budget or of the machine; negative: to spare."""
+        """Bytes by which a tier exceeds its budget or the machine; negative if there is room."""
         return lacking_nbytes(plan, tier, self._hardware, self._elsewhere_nbytes)
 
     def _plan(self, placements: Placements) -> Plan:
@@ -197,11 +197,11 @@ class PlacementEvaluator:
 
     @property
     def is_small(self) -> bool:
-        """Whether trying many placements takes no time worth mentioning."""
+        """Whether trying many placements takes negligible time."""
         return self._pieces <= _FEW_PIECES
 
     def refined(self, start: Candidate) -> Candidate:
-        """`start`, moved class by class as long as predicted steps get shorter."""
+        """Move classes of `start` one by one as long as the predicted step gets shorter."""
         return start if start.step is None else self._plainer(self._moved(self._plainer(start)))
 
     def _moved(self, best: Candidate) -> Candidate:
@@ -219,7 +219,7 @@ class PlacementEvaluator:
         return best
 
     def _near(self, placements: Placements, step: float) -> Iterator[Placements]:
-        """With `step` of a class in another tier, or of two in each other's place."""
+        """Placements with a share `step` of a class in another tier, or with two exchanged."""
         for state_class, tiers in self.open_tiers.items():
             here = placements[state_class]
             for moved in neighbours(here, tiers, step):
@@ -227,8 +227,9 @@ class PlacementEvaluator:
         yield from self._search.swapped(placements, step)
 
     def _could_be_shorter(self, best: Candidate) -> bool:
-        """Not if work that is the same wherever states live takes all of the step: on a CPU the
-        model's and the optimizer's where nothing moves, beside a GPU's link the model's alone."""
+        """Whether a step could get shorter: not if it is all work that no placement changes (on a
+        CPU the model's and the optimizer's where nothing moves; beside a GPU's link the model's
+        alone)."""
         if best.step is None:
             return False
         work_s = {link.name: link.seconds for link in best.step.links}
@@ -238,7 +239,7 @@ class PlacementEvaluator:
         return least_s < best.seconds * (1 - _GAIN)
 
     def _plainer(self, best: Candidate) -> Candidate:
-        """Without splits that bring next to nothing."""
+        """Remove splits that bring next to nothing."""
         for state_class in self.open_tiers:
             placement = best.plan.placements[state_class]
             if len(placement.tiers) > 1:
@@ -250,7 +251,7 @@ class PlacementEvaluator:
         return best
 
     def evaluate(self, placements: Placements) -> Candidate:
-        """Laid out and timed; by the bytes over its links where no step can be predicted."""
+        """Lay out and time a placement, by its links alone where no step can be predicted."""
         key = _key(placements)
         if key not in self._candidates:
             plan = self._plan(placements)
@@ -263,7 +264,7 @@ class PlacementEvaluator:
         return self._candidates[key]
 
     def _fitting(self, placements: Placements) -> Candidate | None:
-        """Timed only if it fits: times take longest."""
+        """Evaluate a placement if it fits, otherwise return None: timing takes longest."""
         return None if self._missing(self._plan(placements)) else self.evaluate(placements)
 
     def _missing(self, plan: Plan) -> tuple[Shortfall, ...]:
@@ -290,7 +291,7 @@ class PlacementEvaluator:
     # ---------------------------------------------------------------- room
     @cached_property
     def open_tiers(self) -> dict[PlacedClass, tuple[Tier, ...]]:
-        """Where classes may go that the configuration does not name."""
+        """The tiers open to each class that the configuration does not name."""
         config, builder = self._config, self._builder
         below = [Tier.HOST]
         if builder.budgets[Tier.NVME] > 0:
@@ -314,7 +315,7 @@ class PlacementEvaluator:
 
     @property
     def _elsewhere_nbytes(self) -> int:
-        """RAM that others need beside the tiers: libraries, and on a CPU activations."""
+        """RAM needed beside the tiers: by libraries and, on a CPU, by activations."""
         return self._libraries_nbytes + (0 if self._builder.gpu else self.passing_nbytes)
 
     @property
@@ -325,18 +326,18 @@ class PlacementEvaluator:
 
     @property
     def passing_nbytes(self) -> int:
-        """RAM of a pass on a CPU: tensors, and the holes between them."""
+        """RAM of a pass on a CPU: tensors and the holes between them."""
         away = self._config.placement.activations.tier == "nvme"
         return self._peak_nbytes(self._config) + heap_holes_nbytes(self._facts, leaves=away)
 
     def _peak_nbytes(self, config: OffloadConfig) -> int:
-        """Activations where the model computes."""
+        """The peak of activations where the model computes."""
         gpu = self._hardware.device_nbytes > 0
         away = least_window(Tier(config.placement.activations.tier), gpu) > 0
         return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
 
     def _beside(self, plan: Plan) -> Iterator[Shortfall]:
-        """What memory the tiers, activations and libraries need together."""
+        """The shortfall, if any, of the memory that tiers, activations and libraries share."""
         if self._run is None:
             return
         hardware = self._hardware
@@ -364,7 +365,7 @@ def _key(placements: Placements) -> _Key:
 
 
 def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:
-    """With a budget of `nbytes` for a tier that was left open, in whole pages."""
+    """Return `config` with `nbytes`, in whole pages, as the budget of a tier if it is open."""
     if getattr(config.budget, tier) is not None:
         return config
     pages = max(0, nbytes) // PAGE_NBYTES * PAGE_NBYTES

@@ -1,4 +1,4 @@
-"""Experts in words: what `offload plan` and memest say of them."""
+"""The experts of a model as text, for `offload plan` and memest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXPERT_HEADS = ("moved in a step or pass", "expected", "if all were touched")
 
 
 def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
-    """How many there are, and how many of them take part."""
+    """Sentences on the number of experts and on how many of them take part."""
     there = f"{found.experts:,} experts in {found.tables:,} tables"
     if found.chosen is None:
         return (
@@ -47,7 +47,7 @@ def _spread_facts(found: ExpertEstimate) -> Iterator[str]:
 
 
 def expert_rows(found: ExpertEstimate) -> Iterator[tuple[str, str, str]]:
-    """What moves, in bytes, and what would if all were touched; nothing being kept anywhere."""
+    """Rows of the bytes that move, and that would if all experts were touched; without copies."""
     for each in found.moved:
         yield each.name, format_bytes(each.touched_nbytes), format_bytes(each.all_nbytes)
     yield "together", format_bytes(found.touched_nbytes), format_bytes(found.all_nbytes)

@@ -1,6 +1,5 @@
-"""Generating text by a plan: its two kinds of pass, and the batch at which the model's work takes
-as long as the weights do on their way.
-"""
+"""The estimate of text generation under a plan: its two kinds of pass, and the batch size at which
+the model's work takes as long as moving the weights."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ def estimate_inference(
     planned: RunPlan, generation: Generation, facts_of: GenerationFactsOf | None,
     speeds: Speeds | None,
 ) -> InferenceEstimate:  # fmt: skip
-    """`facts_of`: None where the model's code is not known; `speeds`: None where they are not."""
+    """Estimate text generation. `facts_of` is None if the model's code is not known, `speeds` if
+    they are not."""
     best = planned.best
     itemsize, cache = ITEMSIZE[best.config.precision], facts_of.cache if facts_of else None
     held = token = None
@@ -53,9 +53,9 @@ def _break_even_batch(
     """The least number of sequences per pass whose work takes as long as the slowest link of
     `decode`.
 
-    Where only products count, this is bytes per parameter x FLOP/s / (2 x link's bytes/s). What
-    operations touch is a straight line through a batch and `twice` of it. None where nothing has to
-    move, or no batch is enough.
+    If only products count, this is bytes per parameter x FLOP/s / (2 x link's bytes/s). The bytes
+    that operations touch are a straight line through a batch and `twice` of it. None if nothing has
+    to move, or if no batch size is enough.
     """
     link_s = max((link.seconds for link in decode.links if link.nbytes), default=0.0)
     experts = stand_ins(planned.best.plan, planned.model, generation.usual)
@@ -76,6 +76,6 @@ def _break_even_batch(
 
 
 def _at(factor: float, one: PassCost, two: PassCost) -> PassCost:
-    """The cost of a pass of `factor` as many sequences as `one` has, `two` of twice as many."""
+    """The cost of a pass of `factor` times the sequences of `one`; `two` has twice as many."""
     touched = one.touched_nbytes + (factor - 1) * (two.touched_nbytes - one.touched_nbytes)
     return replace(one, flops=int(one.flops * factor), touched_nbytes=int(touched))

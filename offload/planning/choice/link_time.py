@@ -1,7 +1,7 @@
-"""How long the slowest link of a step is busy: which of two plans is likely to be faster.
+"""The time for which a step's slowest link is busy, to tell which of two plans is likely faster.
 
-Bytes over rates, no pipeline: for choosing what is worth a prediction (`step_time`), and all that
-can be said where nothing is known of the work.
+It divides bytes by rates and ignores the pipeline. It selects the plans that are worth a prediction
+(`step_time`), and replaces the prediction if a step's work is not known.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BESIDE = 0.01  # of links beside the slowest: of plans that are as fast the one
 def slowest_link_s(
     plan: Plan, config: OffloadConfig, speeds: Speeds, idle: Held | None = None
 ) -> float:
-    """Of one step. Rates that are not known are those of `NOMINAL`. `idle`: bytes at home that a
-    step leaves there."""
+    """Seconds for which the slowest link of one step is busy. Unknown rates are those of `NOMINAL`;
+    `idle` is the bytes at home that a step does not move."""
     passes = config.gradient_accumulation_steps
     links = [_nvme_s(plan, idle or {}, passes, config.optimizer.in_backward is True, speeds)]
     if plan.gpu:
@@ -33,8 +33,8 @@ def slowest_link_s(
 
 
 def _nvme_s(plan: Plan, idle: Held, passes: int, ahead: bool, speeds: Speeds) -> float:
-    """Parameters are read in both directions of a pass, less what has a copy in memory that is
-    left; gradients go there and back unless updates use them at once (`ahead`)."""
+    """Seconds of nvme. Parameters are read in both directions of a pass, unless spare memory has a
+    copy; gradients are written and read back unless updates use them at once (`ahead`)."""
     weights, gradients, records = _used(plan, idle, Tier.NVME)
     states = (passes - ahead) * gradients + records
     spare = _spare(plan, Tier.HOST)
@@ -45,7 +45,7 @@ def _nvme_s(plan: Plan, idle: Held, passes: int, ahead: bool, speeds: Speeds) ->
 
 
 def _beside_gpu_s(plan: Plan, idle: Held, passes: int, speeds: Speeds) -> list[float]:
-    """To the GPU, from it, and the memory bus of what the CPU steps."""
+    """Seconds of the links to and from the GPU, and of the memory bus for updates on the CPU."""
     below = _used(plan, idle, Tier.HOST), _used(plan, idle, Tier.NVME)
     weights, gradients, records = map(sum, zip(*below, strict=True))
     down = 2 * passes * max(0, weights - _spare(plan, Tier.DEVICE))
@@ -58,7 +58,7 @@ def _beside_gpu_s(plan: Plan, idle: Held, passes: int, speeds: Speeds) -> list[f
 
 
 def _used(plan: Plan, idle: Held, tier: Tier) -> list[int]:
-    """By class, of what is at home in a tier."""
+    """The bytes at home in a tier that a step uses, by class."""
     left = idle.get(tier, {})
     return [plan.expected[tier].get(each, 0) - left.get(each, 0) for each in CLASSES]
 

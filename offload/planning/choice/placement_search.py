@@ -1,15 +1,15 @@
-"""Placements worth comparing, found by asking the planner how many bytes each tier would hold.
+"""Generates placements worth comparing, by asking how many bytes each tier would hold.
 
     corners   every open class whole in one tier: what one would try by hand
     filled    everything in the slowest tier, then raised class by class: whole, or the largest
               share that the faster tier holds; in every order of the classes, and once more
               without nvme, which costs buffers and windows in memory as soon as anything is there
 
-Where experts have homes of their own, their classes go where those of the rest do, or all to the
-slowest tier (corners), and are raised behind all of the rest, which every token uses, or each
-behind its class (filled).
+If experts have homes of their own, their classes go where those of the other parameters do, or all
+to the slowest tier (corners), and are raised after all of the others, which every token uses, or
+each after its class (filled).
 
-Shares are whole per cents. Deterministic: the order is that of the classes and of the tiers.
+Shares are whole per cents. The search is deterministic, in the order of classes and tiers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Lacking = Callable[[Placements, Tier], int]
 
 
 class PlacementSearch:
-    """Of one model, one configuration and one machine."""
+    """Searches placements for one model, one configuration and one machine."""
 
     def __init__(self, named: Placements, open_tiers: OpenTiers, lacking: Lacking) -> None:
         self._named = named
@@ -55,7 +55,8 @@ class PlacementSearch:
                 yield self._with({**experts, **homes}.items())
 
     def filled(self, least: int) -> Iterator[Placements]:
-        """`least`: per cent of a class that are worth a split. The same may come several times."""
+        """Placements filled tier by tier, possibly repeated. `least`: the per cent worth a
+        split."""
         yield from self._all_filled(self._open, least)
         without = {c: _without_nvme(tiers) for c, tiers in self._open.items()}
         if without != self._open:
@@ -70,8 +71,8 @@ class PlacementSearch:
             yield self._raised_in_turn(lowest, order, least)
 
     def swapped(self, placements: Placements, step: float) -> Iterator[Placements]:
-        """`step` of a class goes down from a tier, and another takes the room: from the slowest, or
-        from where the first one goes."""
+        """Placements in which a share `step` of a class moves down from a tier and another class
+        takes the room, from the slowest tier or from where the first class goes."""
         for goes, comes in itertools.permutations(self._open, 2):
             tiers = self._open[goes]
             for tier, below in itertools.combinations(tiers, 2):
@@ -91,7 +92,7 @@ class PlacementSearch:
         self, placements: Placements, state_class: PlacedClass, tier: Tier, least: int,
         below: Tier = Tier.NVME,
     ) -> Placements:  # fmt: skip
-        """With as much of the class in `tier` as it holds, taken from the slowest that has any."""
+        """Raise as much of the class as fits into `tier`, from the slowest tier with some of it."""
         here = placements[state_class]
         slower = tier.slower[: tier.slower.index(below) + 1]
         source = next((each for each in reversed(slower) if share_of(here, each)), None)
@@ -107,7 +108,7 @@ class PlacementSearch:
             return {**placements, state_class: shares}
 
         def lacking(percent: int) -> int:
-            """Of the tier, or more than before of those above: pieces are dealt out anew."""
+            """Bytes that the tier, or additionally tiers above, lack: pieces are dealt out anew."""
             tried = moved(percent)
             more = sum(
                 max(0, self._lacking(tried, each) - nbytes)
@@ -122,7 +123,7 @@ class PlacementSearch:
 
 
 def _orders(open_tiers: OpenTiers) -> Iterable[tuple[PlacedClass, ...]]:
-    """All of the rest; experts behind it, or each class behind the same one of the rest."""
+    """Orders of the classes: experts' classes after all others, or each after its counterpart."""
     found: dict[tuple[PlacedClass, ...], None] = {}
     for order in itertools.permutations(CLASSES):
         experts = [EXPERTS_OF[each] for each in order]
@@ -139,7 +140,7 @@ def _without_nvme(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
 
 def _largest(most: int, lacking: Callable[[int], int]) -> int:
     """The largest of 0 ... `most` that lacks nothing, or one less; 0 if none does. Bytes are nearly
-    linear: guessed between what is spare at one end and what is lacking at the other."""
+    linear, so each guess interpolates between the spare and the missing bytes at the two ends."""
     over = lacking(most)
     if over <= 0:
         return most

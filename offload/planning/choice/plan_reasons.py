@@ -1,4 +1,4 @@
-"""Why each class of state is where it is: which tier it does not fit, what moving it would cost."""
+"""Explains where each class of state is: the tier it does not fit, and the cost of moving it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FASTER = {Tier.HOST: Tier.DEVICE, Tier.NVME: Tier.HOST}
 
 
 def reasons(solution: Solution) -> dict[PlacedClass, str]:
-    """A sentence per class."""
+    """Return a sentence for each class."""
     return {
         state_class: _reason(solution, state_class, placement)
         if f"placement.{state_class}" in solution.open_keys
@@ -43,6 +43,6 @@ def _reason(solution: Solution, state_class: PlacedClass, placement: Placement) 
 
 
 def _missing(plan: Plan, state_class: PlacedClass, tier: Tier, above: Tier) -> int:
-    """Bytes that the tier above lacks to hold what of the class lies in `tier`."""
+    """Bytes that the tier above lacks to hold the part of the class that is in `tier`."""
     left = plan.room_nbytes(above) - needed_nbytes(plan, above)
     return home_nbytes(plan, state_class, tier) - left

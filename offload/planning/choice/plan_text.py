@@ -1,4 +1,4 @@
-"""A plan in words: what `offload plan` prints."""
+"""The text of a plan, as `offload plan` prints it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CLASSES = (
 
 @dataclass(frozen=True)
 class Planned:
-    """All that `offload plan` says."""
+    """The data that `offload plan` prints."""
 
     model: str
     config: OffloadConfig  # as it was given
@@ -57,7 +57,7 @@ class Planned:
 
 
 def describe(planned: Planned) -> RenderableType:
-    """The placement with its reasons, its bytes and its time."""
+    """Describe the placement with its reasons, bytes and time."""
     parts: list[RenderableType] = [_headline(planned), "", _why(planned), "", _bytes(planned)]
     parts += [_needs(planned.plan), ""]
     best = planned.solution.best
@@ -137,13 +137,13 @@ def _headline(planned: Planned) -> RenderableType:
 
 
 def _work(workload: Workload) -> str:
-    """`2 passes of 4 x 2,048 tokens`."""
+    """The work of a step: `2 passes of 4 x 2,048 tokens`."""
     passes = f"{workload.passes} passes of " if workload.passes > 1 else ""
     return f"{passes}{workload.batch:,} x {workload.sequence:,} tokens"
 
 
 def _generation(found: InferenceEstimate) -> str:
-    """`128 tokens each for 4 prompts of 512; their cache takes 320.0 MiB in the end`."""
+    """The work: `128 tokens for 4 prompts of 512; the cache takes 320.0 MiB in the end`."""
     asked = found.generation
     prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
     cached = ""
@@ -153,7 +153,7 @@ def _generation(found: InferenceEstimate) -> str:
 
 
 def _ranks(planned: Planned) -> str:
-    """`1 of 16, 8 on each machine; ZeRO stage 3: 2 copies of shards for 8 ranks`."""
+    """The ranks: `1 of 16, 8 on each machine; ZeRO stage 3: 2 copies of shards for 8 ranks`."""
     sharding, stage = planned.plan.sharding, planned.config.zero.stage
     groups = f"{sharding.replicas} copies of shards for {sharding.ranks} ranks"
     if sharding.ranks == 1:

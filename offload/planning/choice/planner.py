@@ -1,4 +1,4 @@
-"""Budgets in, a plan out: which class of state lives where, and whether that can work."""
+"""Makes plans from budgets: the tier of each class of state, and whether it can hold its part."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _log = logging.getLogger("offload")
 
 
 def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
-    """`config` with the plan's placement, chunk and prefetch as explicit values, and the budgets
-    that it was made for: what is free may be less in a moment."""
+    """Return `config` with the plan's placement, chunk and prefetch as explicit values, and with
+    its budgets, since the free memory may change."""
     homes = {str(placed): placement for placed, placement in plan.placements.items()}
     budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
     update = {
@@ -39,8 +39,8 @@ def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
 def resolved_config(
     config: OffloadConfig, plan: Plan, device: str, ranks_here: int = 1
 ) -> OffloadConfig:
-    """`config` with every `auto` that the machine and the model decide filled in. `ranks_here`
-    share the machine's cores."""
+    """Return `config` with every `auto` that the machine and the model decide filled in.
+    `ranks_here` is the number of ranks that share the machine's cores."""
     threads = _threads(config, available_cores() // ranks_here, gpu=plan.gpu)
     chosen = chosen_config(config.resolved(), plan)
     return chosen.model_copy(update={"device": device, "threads": threads})
@@ -55,7 +55,7 @@ def _threads(config: OffloadConfig, cores: int, *, gpu: bool) -> ThreadsConfig:
 
 
 def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
-    """The plan of a model on some hardware. BudgetError if a budget cannot work."""
+    """Make the plan of a model on some hardware. Raise BudgetError if a budget cannot work."""
     _check_least(config, model, hardware)
     plan = lay_out_plan(config, model, hardware)
     check_plan(plan, hardware)
@@ -65,19 +65,19 @@ def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> P
 
 
 def check_plan(plan: Plan, hardware: Hardware) -> None:
-    """BudgetError, naming the missing bytes and the key, if a tier cannot hold its part."""
+    """Raise BudgetError, naming the missing bytes and the key, if a tier cannot hold its part."""
     missing = shortfalls(plan, hardware)
     if missing:
         raise BudgetError(missing[0].message)
 
 
 def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
-    """The plan as the configuration asks for it, whether or not it fits (see `shortfalls`)."""
+    """Make the plan that the configuration describes, whether or not it fits (see `shortfalls`)."""
     return solve(config, model, hardware).best.plan
 
 
 def _tell_of_sums(plan: Plan) -> None:
-    """Warn of states that are not where the configuration puts them."""
+    """Warn of gradient sums that stay on host although the configuration puts them on nvme."""
     if Tier.NVME not in dict(plan.placements[StateClass.GRADIENTS].shares):
         return
     summed = [group for group in plan.groups if group.summed]
@@ -91,7 +91,7 @@ def _tell_of_sums(plan: Plan) -> None:
 
 
 def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
-    """Warn where the results depend on the machine."""
+    """Warn if the results depend on the machine."""
     if config.optimizer.states.uniform:
         return
     homes = config.placement.homes()
@@ -105,7 +105,7 @@ def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
 
 
 def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
-    """Refuse what no placement could hold, before counting it chunk by chunk."""
+    """Refuse a model that no placement could hold, before counting it chunk by chunk."""
     numel = model.numel
     least = sum(least_nbytes(group, ITEMSIZE[config.precision]) for group in model.groups)
     there = hardware.device_nbytes + hardware.host_nbytes + hardware.nvme_free_nbytes

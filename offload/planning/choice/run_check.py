@@ -1,10 +1,10 @@
-"""Predicted against measured, for a run: what each tier held, RSS, and seconds per step.
+"""The comparison of a run with its prediction: bytes per tier, RSS, and seconds per step.
 
-    prediction.json    written before the first step: what the plan of the run was expected to take
+    prediction.json    written before the first step: the expected figures of the run's plan
     measured.json      written after the last: ledger peaks, peak RSS, seconds of a usual step
     metrics.jsonl      seconds of every step, also of a run that has not ended
 
-Ratios are predicted over measured: 1.10 says that the prediction was 10 % more than what came.
+Ratios are predicted over measured: 1.10 means that the prediction was 10 % too high.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SETTLING_STEPS = 2  # the first learns the order of uses, the second is the firs
 
 
 class _Kept:
-    """A dataclass that is kept as JSON."""
+    """A dataclass that is stored as JSON."""
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` wrote; ValueError if it is something else."""
+        """Parse the text that `to_json` wrote. Raise ValueError for any other text."""
         values = json.loads(text)
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
@@ -44,7 +44,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class LinkPrediction:
-    """What one link has to do in a step."""
+    """The predicted load of one link in a step."""
 
     seconds: float
     nbytes: Nbytes
@@ -52,7 +52,7 @@ class LinkPrediction:
 
 @dataclass(frozen=True)
 class Prediction(_Kept):
-    """Peaks in bytes, and one step of a long run."""
+    """The predicted peaks in bytes, and one step of a long run."""
 
     tiers: Mapping[str, Nbytes]  # the ledgers' peaks
     rss_nbytes: Nbytes | None  # None: what a pass takes is not known
@@ -65,7 +65,7 @@ class Prediction(_Kept):
 
 @dataclass(frozen=True)
 class Measured(_Kept):
-    """What came: peaks in bytes, seconds of a usual step (None: too few steps)."""
+    """The measured peaks in bytes and seconds of a usual step (None: too few steps)."""
 
     tiers: Mapping[str, Nbytes]
     rss_nbytes: Annotated[Nbytes, Field(gt=0)]
@@ -77,7 +77,7 @@ class Measured(_Kept):
 
 @dataclass(frozen=True)
 class _Step:
-    """What is read of a line of metrics.jsonl."""
+    """The part of a line of metrics.jsonl that is read."""
 
     seconds: Positive
     tiers: Mapping[str, Nbytes]
@@ -86,7 +86,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both."""
+    """One figure, predicted and measured."""
 
     name: str  # a tier, `RSS` or `step`
     predicted: float
@@ -96,13 +96,13 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
+        """The predicted figure divided by the measured one."""
         return self.predicted / self.measured
 
 
 @dataclass(frozen=True)
 class RunCheck:
-    """A run's rows: tiers that hold anything, RSS, and the step where both sides know it."""
+    """The rows of a run: tiers that hold anything, RSS, and the step if both sides have it."""
 
     rows: tuple[Row, ...]
     steps: int
@@ -111,7 +111,7 @@ class RunCheck:
 
     @property
     def line(self) -> str:
-        """`predicted / measured: host 1.00, nvme 0.99, RSS 1.03, step 0.94`."""
+        """The figures: `predicted / measured: host 1.00, nvme 0.99, RSS 1.03, step 0.94`."""
         parts = [
             f"{row.name} {row.ratio:.2f}{' (a bound)' if row.is_bound else ''}" for row in self.rows
         ]
@@ -121,7 +121,7 @@ class RunCheck:
 def compare(
     prediction: Prediction, measured: Measured, *, finished: bool = True, step: str = "step"
 ) -> RunCheck:  # fmt: skip
-    """Rows of what both sides know and is not nothing. `step`: what seconds are of."""
+    """Compare the figures that both sides have and that are not 0. `step` names the timed unit."""
     rows = [
         Row(name, prediction.tiers[name], held, "bytes", name in prediction.bounds)
         for name, held in measured.tiers.items()
@@ -143,34 +143,34 @@ def _missing(prediction: Prediction, measured: Measured) -> Iterator[str]:
 
 
 def usual_step_s(seconds: Sequence[float]) -> float | None:
-    """Of the steps of a run, the first ones not counted; None where there are no others."""
+    """The median seconds of a run's steps without the first ones; None if there are no others."""
     settled = list(seconds)[SETTLING_STEPS:]
     return statistics.median(settled) if settled else None
 
 
 class StepTimes:
-    """Of a run that is under way, in seconds; of a long one, those of its last steps."""
+    """The step times of a running run, in seconds; of a long run, those of the last steps."""
 
     def __init__(self) -> None:
         self.count = 0
         self._settled: deque[float] = deque(maxlen=1000)
 
     def note(self, seconds: float) -> None:
-        """A step has been taken."""
+        """Record a step that has been taken."""
         self.count += 1
         if self.count > SETTLING_STEPS:
             self._settled.append(seconds)
 
     @property
     def usual_s(self) -> float | None:
-        """As `usual_step_s`."""
+        """The median as in `usual_step_s`."""
         return statistics.median(self._settled) if self._settled else None
 
 
 def check_run(folder: Path) -> RunCheck:
-    """Predicted against measured for the run in `folder`, ended or not. Needs no torch.
+    """Compare predicted with measured figures of the run in `folder`, ended or not, without torch.
 
-    ConfigError, saying what is missing, where the folder holds no run that can be checked.
+    Raises ConfigError, naming what is missing, if the folder has no run that can be checked.
     """
     prediction = _read(folder, PREDICTION, Prediction.from_json)
     if (folder / MEASURED).exists():
@@ -179,7 +179,7 @@ def check_run(folder: Path) -> RunCheck:
 
 
 def _so_far(folder: Path) -> Measured:
-    """What metrics.jsonl says of a run that was cut short: the most that any step ended with."""
+    """The measurement of an unfinished run from metrics.jsonl: its largest figures so far."""
     path = folder / "metrics.jsonl"
     try:
         lines = [line for line in path.read_text().splitlines() if line.endswith("}")]

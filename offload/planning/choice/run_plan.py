@@ -1,9 +1,9 @@
 """The plan of a run: the first of the solver's candidates that the machine physically holds.
 
-The solver counts what a plan needs at least. Holes in the heap, and copies that fill a budget, come
-on top, and a slower candidate may keep fewer activations. So the candidates are gone through in the
-solver's order, their peaks predicted (`step/memory`), and the first one is taken whose peaks fit
-into every place. `offload train`, `offload plan` and memest all choose so.
+The solver counts the least memory that a plan needs. Heap holes, and copies that fill a budget,
+come on top, and a slower candidate may keep fewer activations. Therefore the peaks of the
+candidates are predicted in the solver's order (`step/memory`), and the first candidate whose peaks
+fit everywhere is taken. `offload train`, `offload plan` and memest all choose this way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The chosen candidate (`solution.best`) of a run, and what it lacks."""
+    """The chosen candidate (`solution.best`) of a run, and its shortfalls."""
 
     asked: OffloadConfig  # as it was given: what is open there may be placed anew
     model: ModelShape
@@ -50,8 +50,8 @@ def plan_run(
     config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts, *,
     traced: bool = True,
 ) -> RunPlan:  # fmt: skip
-    """The plan of `config`, whether or not it fits. `traced`: `run` knows what a pass takes;
-    otherwise states and libraries alone are counted."""
+    """Choose the plan of `config`, whether or not it fits. `traced`: `run` knows the cost of a
+    pass; otherwise only states and libraries are counted."""
     solution = solve(config, model, hardware, run if traced else None)
     candidates = (solution.best, *solution.others)
     first = None
@@ -77,8 +77,8 @@ def plan_run(
 
 
 def _reported(best: Candidate, asked: OffloadConfig) -> Iterator[Shortfall]:
-    """What the plan lacks. A budget that was left open is only what the machine leaves: it is
-    named where nothing else is short of that place."""
+    """The shortfalls of the plan. An open budget is only what the machine leaves, so it is reported
+    only if nothing else is short of that place."""
     for index, each in enumerate(best.shortfalls):
         budget = best.plan.budgets[each.tier]
         opened = getattr(asked.budget, each.tier) is None
@@ -92,7 +92,7 @@ _NOTHING_LEFT = "; libraries and activations leave nothing for it"
 
 
 def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> Iterator[Shortfall]:
-    """Places that overflow though every tier keeps its budget."""
+    """Shortfalls of places that overflow although every tier keeps its budget."""
     said = {shortfall.tier for shortfall in best.shortfalls}
     for tier, place in memory.places.items():
         if place.peak_nbytes <= place.capacity_nbytes or tier in said:
@@ -119,7 +119,7 @@ _CLASSES = {
 
 
 def remedy(name: MemoryClass, tier: Tier, best: Candidate, workload: Workload) -> str:
-    """What could be done about the largest part of a place, of what is not done already."""
+    """Return a remedy for the largest class of a place that is not applied yet."""
     if name is MemoryClass.ACTIVATIONS:
         fewer = "a smaller batch" if workload.batch > 1 else "a shorter sequence"
         recomputed = best.config.placement.activations.checkpoint is True or not best.plan.trains
@@ -150,10 +150,10 @@ def _key_of(name: MemoryClass, tier: Tier, plan: Plan) -> str:
 
 
 def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:
-    """Every place against what one rank has of it.
+    """Compare every place with the capacity that one rank has there.
 
-    A tier that its budget cannot hold is predicted as full, the excess as a negative class: what
-    would have to be held is shown instead.
+    A tier that exceeds its budget is predicted as full, with the excess as a negative class; such
+    classes are dropped, so that the bytes to be held are shown.
     """
     there = {
         Tier.DEVICE: hardware.device_nbytes,

@@ -1,4 +1,4 @@
-"""Which placement makes a step fastest within the budgets: what is left open, filled in.
+"""Finds the placement that makes a step fastest within the budgets, for all that is left open.
 
     1  every class whole in one tier, and the largest shares that fit into the faster ones
        (`placement_search`), laid out by the planner, checked to the byte and ranked by how long
@@ -42,7 +42,7 @@ _CHECKPOINTS = (False, "selective", True)
 
 @dataclass(frozen=True)
 class Solution:
-    """The best candidate, and those after it, of other kinds."""
+    """The best candidate, and the other ones after it."""
 
     best: Candidate
     others: tuple[Candidate, ...]
@@ -50,7 +50,7 @@ class Solution:
 
     @property
     def next_best(self) -> Candidate | None:
-        """The fastest other one that fits and is not nearly the same."""
+        """The fastest other candidate that fits and differs enough."""
         others = (other for other in self.others if other.fits)
         return next((other for other in others if _differ(self.best, other)), None)
 
@@ -58,10 +58,10 @@ class Solution:
 def solve(
     config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts | None = None
 ) -> Solution:
-    """The best placement of `model`, whether or not it fits (then what is least short).
+    """Find the best placement of `model`; if none fits, the one with the least missing bytes.
 
-    Without `run`, activations.checkpoint and micro_batches that are `auto` are settled, and no
-    class but the parameters is given device memory, which activations will need.
+    Without `run`, `auto` values of activations.checkpoint and micro_batches are settled, and only
+    parameters may be placed in device memory, which activations will need.
     """
     if run is not None and run.speeds.nvme_read_bytes_per_s:
         speeds = run.speeds
@@ -78,7 +78,7 @@ def solve(
 
 
 def _refined(candidates: list[Candidate]) -> list[Candidate]:
-    """What the fastest that fit become when parts of them are moved elsewhere."""
+    """Refine the fastest candidates that fit by moving parts of them to other tiers."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     starts = sorted(fitting, key=lambda candidate: candidate.seconds)
     starts = starts[: _STARTS if starts and starts[0].evaluator.is_small else 1]
@@ -87,7 +87,7 @@ def _refined(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _differ(one: Candidate, other: Candidate) -> bool:
-    """Whether they are two plans to a reader: another way to recompute, or a class elsewhere."""
+    """Whether two plans differ for a reader: other recomputation, or a class in another place."""
     if (
         one.config.placement.activations.checkpoint != other.config.placement.activations.checkpoint
         or one.config.micro_batches != other.config.micro_batches
@@ -100,9 +100,9 @@ def _differ(one: Candidate, other: Candidate) -> bool:
 
 
 def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, int, float]:
-    """What fits first, that which others leave room for now before it, then by time; of what is as
-    fast the plainest, and that which moves least. `sorted` keeps the order of equals, which is that
-    of the search."""
+    """The sort key of candidates: those that fit, then those that fit into free memory, then by
+    time; among equally fast ones the fewest parts, then the least busy links. `sorted` keeps the
+    search's order among equals."""
     weights = short_weights(gpu=candidate.plan.gpu)
     short = sum(
         weights[s.tier] * (s.needed_nbytes - s.capacity_nbytes) for s in candidate.shortfalls
@@ -127,8 +127,8 @@ def _open_keys(config: OffloadConfig) -> Iterator[str]:
 def _choices(
     config: OffloadConfig, run: RunFacts | None, model: ModelShape
 ) -> Iterator[OffloadConfig]:
-    """Settled configurations to compare, the plainest first. Of a model whose experts are to move
-    one by one those that let them."""
+    """Settled configurations to compare, the plainest first. If experts are to move one by one,
+    only those that allow it."""
     if run is None:
         yield config.settled()
         return

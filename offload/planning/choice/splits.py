@@ -1,4 +1,4 @@
-"""How a class of state may be split over tiers, fastest first."""
+"""Splits of a class of state over tiers, fastest first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def share_of(placement: Placement, tier: Tier) -> float:
 
 
 def neighbours(placement: Placement, tiers: Sequence[Tier], step: float) -> Iterator[Placement]:
-    """Placements with `step` of the class in another tier."""
+    """Placements with a share `step` of the class in another tier."""
     for one, other in itertools.combinations(tiers, 2):
         for move in (step, -step):
             moved = shifted(placement, one, other, move)
@@ -23,7 +23,7 @@ def neighbours(placement: Placement, tiers: Sequence[Tier], step: float) -> Iter
 
 
 def shifted(placement: Placement, to: Tier, source: Tier, move: float) -> Placement | None:
-    """`move` of the class taken from `source` to `to`; None where that is more than there is."""
+    """Move a share `move` of the class from `source` to `to`; None if there is not so much."""
     shares = {tier: share_of(placement, tier) for tier in Tier}
     shares[to] = round(shares[to] + move, 6)
     shares[source] = round(shares[source] - move, 6)

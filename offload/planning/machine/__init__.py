@@ -1,1 +1,1 @@
-"""How fast this machine is, what it has room for, and what a process takes of it."""
+"""The speed of this machine, its free room, and the memory that a process takes."""

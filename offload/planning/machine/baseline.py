@@ -1,9 +1,9 @@
-"""What a process takes before it has a model: interpreter, libraries, compiled kernels, contexts.
+"""The memory of a process before it has a model: interpreter, libraries, kernels, contexts.
 
-Measured once per machine in a process of its own, which trains a model of a few thousand parameters
-(`baseline_probe`), and kept in the user's cache (`disk_cache`) by precision and by the versions of
-Python, torch and numba; where that cannot be written the measurement is used and not kept. Nothing
-here needs torch: `known_baseline` gives what was measured before, or a documented default.
+It is measured once per machine in a separate process, which trains a model of a few thousand
+parameters (`baseline_probe`), and kept in the user's cache (`disk_cache`) by precision and versions
+of Python, torch and numba; if the cache cannot be written, the result is used and not kept. Nothing
+here needs torch: `known_baseline` returns an earlier measurement or a documented default.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GPU_RAM_NBYTES = 1536 << 20
 # Of a GPU, three things lie beside `budget.device`, which holds our tiers alone: tensors of passes
 # (`planning/activations`), and these two. A process that trains has its context when it asks what
 # is free, so there the context is counted twice, on the safe side.
-# 1. The context, with PyTorch's kernels and ours: what nvidia-smi shows of a process that has run
+# 1. The context, with PyTorch's and offload's kernels: what nvidia-smi shows of a process that ran
 # some, on an H100 with torch 2.11 for CUDA 13. Without the code of cuBLAS's kernels.
 GPU_CONTEXT_NBYTES = 612 << 20
 # 2. cuBLAS's workspaces, of PyTorch's allocator: one for each thread and stream that multiplies
@@ -63,7 +63,7 @@ _KIND = "baseline"
 
 @dataclass(frozen=True)
 class Baseline:
-    """Bytes of the framework. `measured`: on this machine, not the default."""
+    """The framework's memory in bytes. `measured`: on this machine; otherwise a default."""
 
     ram_nbytes: Annotated[Nbytes, Field(gt=0)]
     gpu_nbytes: Nbytes = 0
@@ -74,19 +74,19 @@ class Baseline:
     compiler_nbytes: Nbytes = _DEFAULT_COMPILER_NBYTES
 
     def ram_of(self, config: OffloadConfig, parameters: int) -> int:
-        """RAM of a process with a model of so many parameters (tensors): with what torch imports
-        besides, for what `config` asks of it, and with objects."""
+        """Bytes of RAM of a process with a model of so many parameters (tensors): its objects, and
+        further imports of torch for the features that `config` uses."""
         taken = self.ram_nbytes + parameters * OBJECTS_NBYTES
         if config.placement.activations.checkpoint:
             return taken + self.compiler_nbytes
         return taken + (self.symbols_nbytes if config.micro_batches != 1 else 0)
 
     def with_transformers(self) -> Baseline:
-        """The same process when it generates text."""
+        """The baseline of the same process when it generates text."""
         return replace(self, ram_nbytes=self.ram_nbytes + _TRANSFORMERS_NBYTES)
 
     def beside_gpu(self) -> Baseline:
-        """The same process with CUDA: nothing of that is measured here."""
+        """The baseline of the same process with CUDA, from constants rather than measurements."""
         return replace(
             self, ram_nbytes=max(self.ram_nbytes, GPU_RAM_NBYTES),
             gpu_nbytes=GPU_CONTEXT_NBYTES + workspaces_nbytes(),
@@ -94,7 +94,7 @@ class Baseline:
 
     @property
     def note(self) -> str:
-        """Where the figures are from, as a sentence."""
+        """A sentence on the source of the figures."""
         ram = format_bytes(self.ram_nbytes)
         if self.gpu_nbytes:
             return (
@@ -112,22 +112,21 @@ class Baseline:
 
 
 def workspaces_nbytes() -> int:
-    """Of a GPU for cuBLAS, as PyTorch reads its setting: `:KiB:COUNT`, once or several times."""
+    """GPU bytes of cuBLAS workspaces by PyTorch's setting: `:KiB:COUNT`, once or several times."""
     found = re.findall(r":(\d+):(\d+)", os.environ.get(_WORKSPACE_SETTING, ""))
     each = sum(int(size) * int(count) << 10 for size, count in found)
     return _MULTIPLYING_THREADS * (each if found else _WORKSPACE_NBYTES)
 
 
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
-    """What was measured before in `precision`, or the default; at once, without torch."""
+    """Return the earlier measurement for `precision`, or the default; at once, without torch."""
     kept = load(_KIND, _key(precision), Baseline)
     found = kept[0] if kept is not None else Baseline(_DEFAULT_RAM_NBYTES[precision])
     return found.beside_gpu() if gpu else found
 
 
 def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
-    """As `known_baseline` without a GPU; what was never measured is measured, which takes some
-    seconds."""
+    """Like `known_baseline` without a GPU, but measure unknown ones, which takes some seconds."""
     key = _key(precision)
     if not remeasure:
         return remembered(_KIND, key, Baseline, lambda: measure_baseline(precision))
@@ -138,10 +137,10 @@ def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
 
 
 def measure_baseline(precision: str) -> Baseline:
-    """Peak RAM of a process that trains next to nothing, and what micro-batches and checkpoints
-    add.
+    """Measure the peak RAM of a process that trains a tiny model, and the additional memory of
+    micro-batches and checkpoints.
 
-    OffloadError if it fails.
+    Raises OffloadError if the measurement fails.
     """
     command = [sys.executable, "-m", "offload.train.baseline_probe", precision]
     try:

@@ -1,4 +1,4 @@
-"""How fast this machine is: measured once, kept in the user's cache, read without torch.
+"""Measures this machine's speeds once, keeps them in the user's cache, reads them without torch.
 
     $XDG_CACHE_HOME/offload/speeds/        (or ~/.cache/offload/speeds)
         compute-<digest>.json              by CPU, cores, torch version, GPUs
@@ -41,10 +41,10 @@ _Part = TypeVar("_Part", ComputeSpeeds, DiskSpeeds)
 
 
 def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = False) -> Speeds:
-    """This machine's speeds, with swap files in `nvme_paths` (none: in a temporary folder).
+    """Return this machine's speeds, with swap files in `nvme_paths` (none: in a temporary folder).
 
-    What is not in the cache is measured, which takes some seconds, all cores and up to 4 GiB of
-    each folder's disk, and is kept. PathError where a folder cannot be used.
+    Speeds that are not in the cache are measured, which takes some seconds, all cores and up to 4
+    GiB of each folder's disk, and kept. Raises PathError if a folder cannot be used.
     """
     folders = _folders(nvme_paths)
     key = _compute_key()
@@ -57,15 +57,15 @@ def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = Fals
 
 
 def measure_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds:
-    """As `machine_speeds`, measured now and kept nowhere."""
+    """Like `machine_speeds`, but measure now and keep nothing."""
     compute = _measure_compute()
     return _speeds(compute, _measure_disk(_folders(nvme_paths), compute.gpu))
 
 
 def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
-    """What `machine_speeds` would give, if it has been measured before; at once, without torch.
+    """Return what `machine_speeds` would, if it is in the cache; at once, without torch.
 
-    None also where that was beside other programs that are gone: it is time to measure again.
+    Returns None also if it was measured beside other programs that are gone: measure again then.
     """
     try:
         folders = _folders(nvme_paths)
@@ -118,7 +118,7 @@ def _disk_key(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Models of the GPUs that the driver has, without asking it."""
+    """The models of the GPUs, from the driver's files."""
     models = []
     with suppress(OSError):
         for file in sorted(_GPUS.glob("*/information")):
@@ -164,19 +164,19 @@ def _measured(key: Key, measure: Callable[[], _Part]) -> _Part:
 
 
 def _busy_share() -> float:
-    """Of all cores, what is taken before we do anything."""
+    """The share of all cores that other programs use before a measurement."""
     return psutil.cpu_percent(_LOOK_S) / 100
 
 
 # ---------------------------------------------------------------- the cache
 def _file(key: Key) -> tuple[str, str]:
-    """Folder and name in the cache."""
+    """The folder and the name of a cache entry."""
     return _KIND, f"{'nvme' if _SYSTEMS in key else 'compute'}-{key_of(key)}"
 
 
 def _settled(part: type[_Part], key: Key) -> _Part | None:
-    """What was measured for `key` on a quiet machine, or is still the best there is; None where
-    nothing valid is kept."""
+    """Return the measurement for `key` from a quiet machine, or from a busy one that is still busy;
+    None if there is no valid one."""
     kept = load(*_file(key), GenericAlias(tuple, (part, bool)))
     if kept is None:
         return None

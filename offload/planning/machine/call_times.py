@@ -1,5 +1,5 @@
-"""A small model of our own that only computes, plain and out of a store of weights: what calls of
-passes without gradients cost, beside work and motion.
+"""Times a small model, plain and from a weight store: the cost of the calls in passes without
+gradients, beside work and motion.
 
     plain                 operations
     weights in memory     and uses of groups: hooks, the trace, what is next
@@ -45,7 +45,7 @@ _HOST_NBYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """Seconds of one call, nothing else running."""
+    """Seconds of one call while nothing else runs."""
 
     operation_s: float  # of a kernel
     use_s: float = 0.0  # of a group in memory
@@ -53,7 +53,7 @@ class CallTimes:
 
 
 def measure_calls(device: torch.device) -> CallTimes:
-    """On an accelerator operations alone: there calls are queued ahead of the work."""
+    """Measure call times; on an accelerator only operations, since calls are queued ahead there."""
     config = config_of("fp32", _SAMPLE, device, storage={"weights": "int4"})
     meta = build_meta_model(config).requires_grad_(False)
     operations = trace_forward(meta, config, Workload(1, 1)).forward.operations
@@ -72,7 +72,7 @@ def measure_calls(device: torch.device) -> CallTimes:
 def _stored_s(
     config: OffloadConfig, device: torch.device, *, coded: bool
 ) -> tuple[float, int, int]:
-    """Seconds of a pass out of a store in memory; uses of groups in it, and matrices in codes."""
+    """Seconds of a pass from a store in memory, its uses of groups, and its matrices in codes."""
     model = made(config, device).eval().requires_grad_(False)
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -106,10 +106,10 @@ def _pass_s(model: LanguageModel, device: torch.device) -> float:
 
 
 class _Homes:
-    """Weights in host memory, as they are or in codes."""
+    """Holds weights in host memory, as they are or in codes."""
 
     def __init__(self, found: Discovery, stack: ExitStack) -> None:
-        """`stack` closes what is made."""
+        """`stack` closes the states that are made."""
         memory = HostMemory(_HOST_NBYTES)
         tier = MemoryTier(Tier.HOST, _HOST_NBYTES, memory, Ledger())
         self._pool = SlotPool(tier, threading.RLock())

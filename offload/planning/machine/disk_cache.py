@@ -28,20 +28,20 @@ _MOST_NBYTES = 64 << 20
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/offload`, or `~/.cache/offload`; not absolute where there is no home."""
+    """`$XDG_CACHE_HOME/offload` or `~/.cache/offload`; a relative path if there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
     return root / "offload"
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """A name for everything that an answer depends on."""
+    """A hash of everything that an answer depends on."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def remembered(kind: str, key: str, answer: Any, find: Callable[[], _T]) -> _T:
-    """The answer kept under `key`, else `find()`, kept where the cache can be written."""
+    """Return the answer kept under `key`, else that of `find()`, which is kept if possible."""
     known: tuple[_T] | None = load(kind, key, answer)
     if known is not None:
         return known[0]
@@ -52,9 +52,9 @@ def remembered(kind: str, key: str, answer: Any, find: Callable[[], _T]) -> _T:
 
 
 def load(kind: str, key: str, answer: Any) -> tuple[Any] | None:
-    """What is kept under `key`; None if there is nothing that can be read.
+    """Return the answer kept under `key`, or None if there is none that can be read.
 
-    `answer`: its type, which pydantic reads back. A file whose digest is wrong is as good as none.
+    `answer` is its type, which pydantic validates. A file with a wrong digest counts as missing.
     """
     try:
         path = _path(kind, key)
@@ -69,8 +69,8 @@ def load(kind: str, key: str, answer: Any) -> tuple[Any] | None:
 
 
 def save(kind: str, key: str, answer: Any, found: Any) -> None:
-    """Keep `found` under `key`: a reader sees all of it or what was there before. OSError where
-    that cannot be done (a full disk, a read-only home); the next answer is as slow then."""
+    """Keep `found` under `key`, atomically for readers. Raise OSError if that is not possible (a
+    full disk, a read-only home); the next answer is then computed again."""
     values = TypeAdapter(answer).dump_python(found, mode="json")
     path = _path(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

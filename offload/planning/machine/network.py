@@ -1,4 +1,4 @@
-"""How long collectives take between the GPUs of machines that are described and not here.
+"""The time of collectives between GPUs of machines that are described rather than present.
 
 A model of two terms, bytes over the slower of two links and the time of messages one after another.
 Of a group of `n` ranks, `m` on each machine of `L`, a buffer of `B` bytes:
@@ -23,7 +23,7 @@ from offload.zero.sharding import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Of one process group."""
+    """The members of one process group."""
 
     ranks: int
     per_machine: int
@@ -35,7 +35,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the ranks. Sustained bytes per second in one direction."""
+    """The links between ranks: sustained bytes per second in one direction, and latencies."""
 
     ranks_per_machine: int
     inside_bytes_per_s: float  # of one GPU to those beside it
@@ -46,19 +46,19 @@ class Network:
     message_s: float  # to send one more message, where each rank sends to each
 
     def members(self, among: Among, sharding: Sharding) -> Members:
-        """Ranks of a shard group are neighbours; replicas of a rank are a shard group apart."""
+        """The members of a group. Shards are on neighbours, replicas a shard group apart."""
         here = self.ranks_per_machine
         if among is Among.SHARDS:
             return Members(sharding.ranks, min(sharding.ranks, here))
         return Members(sharding.replicas, min(sharding.replicas, max(1, here // sharding.ranks)))
 
     def knows(self, sharding: Sharding) -> bool:
-        """Whether the times of all of its groups can be told."""
+        """Whether the times of all groups of `sharding` are known."""
         inside = sharding.world_size <= self.ranks_per_machine
         return self.inside_bytes_per_s > 0 and (inside or self.between_bytes_per_s > 0)
 
     def seconds(self, exchange: Exchange, sharding: Sharding) -> float:
-        """Of one call. Every rank of the world makes one like it at the same time."""
+        """Seconds of one call, while every rank of the world makes one like it."""
         members = self.members(exchange.among, sharding)
         if members.ranks == 1:
             return 0.0
@@ -67,7 +67,7 @@ class Network:
         return self._all_to_all_s(exchange.nbytes, members)
 
     def all_to_all_s(self, nbytes: int, ranks: int) -> float:
-        """Of one call among each `ranks` neighbours, who have a buffer of `nbytes` each."""
+        """Seconds of one call among each `ranks` neighbours, each with a buffer of `nbytes`."""
         return self._all_to_all_s(nbytes, Members(ranks, min(ranks, self.ranks_per_machine)))
 
     def _ring_s(self, nbytes: int, members: Members) -> float:

@@ -1,4 +1,4 @@
-"""Our optimizer kernel's variants, each with the arrays it passes over."""
+"""The variants of the optimizer kernel, each with the arrays that it passes over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHT16 = Stream("weight bf16", "uint16")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to keep weights and moments. Adding one to VARIANTS is all it takes."""
+    """One way to keep weights and moments. A new variant only has to be added to VARIANTS."""
 
     name: str
     grad: Stream
@@ -33,7 +33,7 @@ class Variant:
 
     @property
     def record(self) -> tuple[Stream, ...]:
-        """The arrays of a record, as its format has them."""
+        """The arrays of a record, in the order of its format."""
         return tuple(
             Stream(f"{field.name} {field.dtype.name}", field.dtype.name, elements_each=field.block)
             for field in self.kept.fields
@@ -45,7 +45,7 @@ class Variant:
 
     @property
     def traffic(self) -> float:
-        """Bytes per parameter of one step."""
+        """The bytes per parameter of one step."""
         return sum(stream.traffic for stream in self.streams)
 
 
@@ -61,10 +61,10 @@ VARIANTS = (PLAIN, SPLIT, SPLIT_BF16, SPLIT_INT8)
 
 
 def filled(arrays: Arrays, stream: Stream) -> Array:
-    """The array of `stream`, with contents that every variant can go on from.
+    """Return the array of `stream`, with contents that every variant can start from.
 
-    Gradients are normal numbers of the size one meets; weights too; moments and scales begin at
-    zero, as in training. Bits of bf16 are the upper halves of fp32's.
+    Gradients and weights are normal numbers of a typical size; moments and scales begin at zero, as
+    in training. Values in bf16 are the upper halves of fp32 ones.
     """
     return arrays.get(stream, lambda array: _fill(array, stream.name))
 
@@ -82,7 +82,7 @@ def _fill(array: Array, name: str) -> None:
 
 
 def stepper(variant: Variant, arrays: Arrays, runner: ParallelRunner) -> Callable[[], None]:
-    """A function that makes one step."""
+    """Return a function that makes one optimizer step."""
     grad, weight = filled(arrays, variant.grad), filled(arrays, variant.weight)
     fields = zip(variant.kept.fields, variant.record, strict=True)
     arrays_of = {field.name: filled(arrays, stream) for field, stream in fields}
@@ -104,7 +104,7 @@ def stepper(variant: Variant, arrays: Arrays, runner: ParallelRunner) -> Callabl
 
 
 def scalars_of(step: int) -> AdamScalars:
-    """The numbers that all systems use; unscaling and clipping in one factor."""
+    """The hyperparameters that all systems use; unscaling and clipping are one factor."""
     return AdamScalars(
         lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.5
     )

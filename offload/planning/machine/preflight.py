@@ -1,8 +1,8 @@
-"""What would fail later, found before the first byte is allocated.
+"""Checks that find later failures before the first byte is allocated.
 
-`shortfalls` holds a plan against its budgets, the memory that may ever be used and free disk. This
-looks at the machine as it is now: RAM that other processes leave, files that lie in RAM, locked
-memory, kernel requests, O_DIRECT, and what kind of file system a folder is on.
+`shortfalls` checks a plan against its budgets, the usable memory and free disk. This module checks
+the machine's present state: RAM that other processes leave, files that lie in RAM, locked memory,
+kernel requests, O_DIRECT, and the kind of file system that each folder is on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found. A refusal is an error that is not raised yet; warnings are sentences."""
+    """The findings. A refusal is an error that has not been raised yet; warnings are sentences."""
 
     refusals: tuple[OffloadError, ...]
     warnings: tuple[str, ...]
@@ -43,12 +43,11 @@ def preflight(
     freed_nbytes: int = 0, passing_nbytes: int = 0, disk_nbytes: int | None = None,
     root: Path = _ROOT,
 ) -> Preflight:  # fmt: skip
-    """Hold `plan` against the machine as it is now.
+    """Check `plan` against the present state of the machine.
 
-    `freed_nbytes`: RAM of parameters that already exist and will move into the tiers.
-    `passing_nbytes`: RAM of activations, where that is known. `disk_nbytes`: free under `paths`,
-    where that is known. `root`: below it lie `/proc` and `/sys`. Makes two page-sized transfers
-    where `nvme.direct: true`.
+    `freed_nbytes` is the RAM of existing parameters that will move into the tiers, `passing_nbytes`
+    the RAM of activations and `disk_nbytes` the free bytes under `paths`, where they are known.
+    `/proc` and `/sys` are read below `root`. Makes two page-sized transfers if `nvme.direct: true`.
     """
     folders = [Path(path).expanduser().absolute() for path in paths] if plan.opens_files else []
     refusals: list[OffloadError] = []
@@ -64,7 +63,7 @@ def preflight(
 
 
 def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iterator[OffloadError]:
-    """RAM for the host tier, for what a CPU calls its device, and for files that lie in RAM."""
+    """Refusals if RAM is short for the host tier, a CPU's device tier, and files in RAM."""
     held = ram_nbytes(plan)
     files = _files_in_memory(plan, folders, root)
     available = machine.available_memory_nbytes(root) + freed
@@ -89,7 +88,7 @@ def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iter
 
 
 def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
-    """Bytes of swap files that take RAM."""
+    """The bytes of swap files that take RAM."""
     mounts = [machine.mount_of(folder, root) for folder in folders]
     share = sum(mount is not None and mount.is_memory for mount in mounts) / max(1, len(mounts))
     return int(needed_nbytes(plan, Tier.NVME) * share)
@@ -145,7 +144,7 @@ def _locked(plan: Plan) -> Iterator[str]:
 
 
 def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
-    """Copies may fill a budget that the machine does not have free now."""
+    """Warn if the host budget, which copies may fill, is more than the free RAM."""
     budget, available = plan.budgets[Tier.HOST], machine.available_memory_nbytes(root)
     if not plan.copies_on_host or budget <= available:
         return
@@ -157,7 +156,7 @@ def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
 
 
 def activations_beyond(plan: Plan, passing: int, root: Path = _ROOT) -> Iterator[str]:
-    """A warning where `passing` bytes of activations beside the tiers are more than is free now."""
+    """Warn if the tiers and `passing` bytes of activations are more than the free RAM."""
     held, available = ram_nbytes(plan), machine.available_memory_nbytes(root)
     if plan.gpu or not passing or held + passing <= available:
         return

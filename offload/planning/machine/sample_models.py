@@ -1,4 +1,4 @@
-"""Small models of our own, trained for a few passes: what passes cost beside their products."""
+"""Small models, trained for a few passes to measure the cost of passes beside their products."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LEAST_LEFT = 0.02  # of a pass: what is left of it beside products is no less t
 def measure_models(
     products: Mapping[str, float], device: torch.device, samples: Sequence[Sample] | None = None
 ) -> tuple[float, dict[str, float]]:
-    """Seconds per call of a kernel, and bytes per second that operations touch, by precision.
+    """Measure seconds per kernel call, and bytes per second that operations touch by precision.
 
     `products` are FLOP/s of matrix products by precision. A 16-bit format without a fast kernel is
-    not tried: its products take all of the time.
+    not measured: its products take all of the time.
     """
     gpu = accelerator.is_accelerator(device)
     facts, took_s = _passes("fp32", _CALLS, device)
@@ -61,7 +61,7 @@ def _operations(facts: ActivationFacts) -> int:
 
 
 def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[ActivationFacts, float]:
-    """What a forward and a backward pass do, and the seconds that both take together."""
+    """The facts of a forward and backward pass, and the seconds that both take together."""
     batch, sequence = sample[4:]
     config = config_of(precision, sample, device)
     facts = trace_activations(build_meta_model(config), config, Workload(batch, sequence))
@@ -93,7 +93,7 @@ def config_of(
 
 
 def made(config: OffloadConfig, device: torch.device) -> LanguageModel:
-    """With small weights, drawn from a generator of its own."""
+    """Return a model with small weights from a generator of its own."""
     with torch.device("meta"):
         model = LanguageModel(config.train.model)
     model = model.to(DTYPES[config.precision]).to_empty(device=device)

@@ -1,4 +1,4 @@
-"""The arrays that all systems of a bench share, placed so that none has luckier pages.
+"""The arrays that all systems of a bench share, placed so that none has more favourable pages.
 
 Arrays whose starts differ by a large power of two compete for the same cache sets and DRAM banks:
 measured, that costs a third to a half of the bandwidth. So each starts some pages and cache lines
@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Stream:
-    """One array as a pass over it meets it."""
+    """One array as a pass reads or updates it."""
 
     name: str
     dtype: str  # of NumPy
@@ -42,14 +42,14 @@ class Stream:
 
     @property
     def traffic(self) -> float:
-        """Bytes per parameter of one pass."""
+        """The bytes per parameter of one pass."""
         return self.itemsize * (2 if self.updated else 1) / self.elements_each
 
 
 class Arrays:
-    """Arrays by name, `numel` parameters long, filled when first asked for.
+    """Arrays by name, `numel` parameters long, filled at the first request.
 
-    Room is reserved for `streams`; ValueError for others.
+    Room is reserved for `streams`; requests for others raise ValueError.
     """
 
     def __init__(self, numel: int, streams: Sequence[Stream]) -> None:
@@ -66,7 +66,8 @@ class Arrays:
         return -(-self.numel // stream.elements_each) * stream.itemsize
 
     def get(self, stream: Stream, fill: Callable[[Array], None]) -> Array:
-        """The array of `stream`, 1D. The first time `fill(array)` sets, and touches, all of it."""
+        """The array of `stream`, 1D. The first request sets, and touches, all of it by
+        `fill(array)`."""
         if self._planned.get(stream.name) != stream.dtype:
             raise ValueError(f"{stream.name} ({stream.dtype}) was not among the arrays planned for")
         if stream.name not in self._made:
@@ -83,5 +84,5 @@ class Arrays:
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """The same memory as a 1D tensor of `dtype`, as wide as the array's."""
+    """Return a 1D tensor of `dtype` over the memory of `array`; both have the same item size."""
     return torch.from_numpy(array.view(np.uint8)).view(dtype)

@@ -1,13 +1,13 @@
 """The measurements behind `Speeds`: short loops over the parts of a step.
 
-Rates are those of a long training run: arrays larger than every cache, files that were written
-before and that no drive's memory holds. For a loop over cores and memory alone the fastest run
-counts, since other programs slow the others; for a disk, or two things at once, the median counts.
+Rates are those of a long training run: arrays larger than every cache, files that are already
+written and in no drive's memory. For a loop over cores and memory alone the fastest run counts,
+since other programs slow the others; for a disk, or two things at once, the median counts.
 
-What a model costs beside its products is measured on small models, forward and backward, and
-expressed in the very terms in which facts are counted: bytes that operations touch, and calls.
-Interference is measured as it happens in a step: a product runs while the optimizer's kernel or the
-store's backend runs beside it, and what it loses is counted.
+The cost of a model beside its products is measured on small models, forward and backward, in the
+terms in which facts are counted: bytes that operations touch, and calls. Interference is measured
+as it happens in a step: a product runs beside the optimizer's kernel or the store's backend, and
+the time that it loses is counted.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ Work = Callable[[], object]
 
 
 def seconds(work: Work, repeat: int = 3, device: torch.device = _CPU) -> float:
-    """The fastest of `repeat` runs, after one that does not count; fewer where they take long.
-    A run is over when `device` has done it."""
+    """Return the fastest of `repeat` runs after a warm-up; fewer if they take long. A run ends when
+    `device` has completed its work."""
     began = time.perf_counter()
     _timed(work, device)
     times = [_timed(work, device)]
@@ -105,7 +105,7 @@ def _timed(work: Work, device: torch.device) -> float:
 
 # ---------------------------------------------------------------- compute
 def measure_compute() -> ComputeSpeeds:
-    """Blocks for two to four seconds. Holds some 300 MiB meanwhile."""
+    """Measure all compute speeds. Blocks for two to four seconds and holds about 300 MiB."""
     device = torch.device(accelerator.default_type())
     gpu = accelerator.is_accelerator(device)
     with ExitStack() as stack:
@@ -143,8 +143,8 @@ def measure_compute() -> ComputeSpeeds:
 
 
 def _fresh_s_per_byte() -> float:
-    """The system clears memory page by page when it is first written, which weights' gradients and
-    logits of a large model are every time: the C library keeps no storage of their size."""
+    """Seconds per byte of first writes, when the system clears the memory: gradients of weights and
+    logits of a large model are always in new storages, since the C library keeps none so large."""
     again = torch.empty(_FRESH_NBYTES, dtype=torch.uint8)
     again_s = seconds(lambda: again.fill_(1))
     fresh_s = seconds(lambda: torch.empty_like(again).fill_(1))
@@ -154,9 +154,9 @@ def _fresh_s_per_byte() -> float:
 def matmul_rate(
     dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int] | None = None
 ) -> float:
-    """FLOP/s of a layer's three products, forward, input's and weight's gradient, together.
+    """FLOP/s of a layer's three products (forward, gradients of input and weight) together.
 
-    16-bit products of a CPU may have a fast kernel for some of the three only; training needs all.
+    A CPU may have fast 16-bit kernels for only some of the three; training needs all.
     """
     gpu = accelerator.is_accelerator(device)
     trial = _product_rate(dtype, device, _TRIAL)
@@ -169,7 +169,7 @@ def matmul_rate(
 def _forward_rates(
     products: Mapping[str, float], device: torch.device
 ) -> Iterator[tuple[str, float]]:
-    """FLOP/s of a layer's product alone, by format and rows; of formats with a fast kernel."""
+    """FLOP/s of a layer's forward product by format and rows, for formats with a fast kernel."""
     gpu = accelerator.is_accelerator(device)
     _, inputs, outputs = _PRODUCT_GPU if gpu else _PRODUCT
     for name, dtype in DTYPES.items():
@@ -184,7 +184,7 @@ def _forward_rates(
 
 
 def _coded_rates() -> Iterator[tuple[str, float]]:
-    """The same of products straight from weights in fewer bits, which are few rows alone."""
+    """FLOP/s of products straight from weights in codes, which exist for few rows only."""
     _, inputs, outputs = _PRODUCT
     numel = inputs * outputs
     noise = np.random.default_rng(0)
@@ -219,7 +219,7 @@ def _products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
 
 
 def is_slow(flops_per_s: float, shape: tuple[int, int, int]) -> bool:
-    """Whether a layer of that size takes too long to be timed: there is no fast kernel."""
+    """Whether a layer of that shape takes too long to be timed, as without a fast kernel."""
     return 6 * _product(shape) / flops_per_s > _MOST_PRODUCT_S
 
 
@@ -247,7 +247,7 @@ def _layer(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]
 
 
 def _random(device: torch.device, *shape: int) -> torch.Tensor:
-    """From a generator of its own: a measurement does not change the random numbers of training."""
+    """Return random values from a separate generator, which leaves training's unchanged."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(*shape, device=device, generator=generator)
 
@@ -263,7 +263,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 # ---------------------------------------------------------------- one beside the other
 @dataclass(frozen=True)
 class _Together:
-    """Two things that ran side by side."""
+    """The times of two kinds of work that ran side by side."""
 
     took_s: float
     products_s: float  # what the products would have taken alone
@@ -271,12 +271,12 @@ class _Together:
 
     @property
     def lost_s(self) -> float:
-        """Per turn."""
+        """The seconds that the products lost per turn of the other work."""
         return max(0.0, self.took_s - self.products_s) / max(1, self.turns)
 
 
 def _beside(product: Work, other: Work) -> list[_Together]:
-    """Rounds of both until `_BESIDE_S` have passed."""
+    """Run both kinds of work side by side, in rounds of `_BESIDE_S`."""
     alone_s = seconds(product)
     return [_together(product, other, alone_s) for _ in range(_ROUNDS)]
 
@@ -316,8 +316,8 @@ def _lost_share(step: Work, alone_s: float) -> float:
 def measure_disk(
     paths: Sequence[Path], *, beside_compute: bool, file_nbytes: int = _FILE_NBYTES
 ) -> DiskSpeeds:
-    """Of swap files of `file_nbytes` in all `paths` at once, less where little is free or writing
-    takes long. Blocks for some seconds; the files are gone after."""
+    """Measure swap files of `file_nbytes` in all `paths` at once, less if little is free or writes
+    are slow. Blocks for some seconds and removes the files."""
     with ExitStack() as stack:
         files = [stack.enter_context(SwapFile(path)) for path in paths]
         room = min(free_space(path) for path in paths) // _LEAST_FREE
@@ -332,7 +332,7 @@ def measure_disk(
 
 @dataclass(frozen=True)
 class _Moved:
-    """In all directions, of all files together."""
+    """The bytes moved in all directions by all files together."""
 
     nbytes: int
     seconds: float
@@ -343,7 +343,7 @@ class _Moved:
 
 
 class _Disk:
-    """Reads and writes go through the files round and round, half a file apart:
+    """Measures swap files. Reads and writes cycle through the files, half a file apart:
 
     ├───── written before ─────┤├ writes ┤├───── written before ─────┤├ reads ┤├ ... ┤
     """
@@ -359,8 +359,8 @@ class _Disk:
             self._buffer[start : start + len(noise)] = noise
 
     def measure(self, *, beside_compute: bool) -> DiskSpeeds:
-        """The three rates in turn: a disk that others use, or that is throttled after a while,
-        changes while it is measured."""
+        """Measure the three rates in turn, since the speed of a disk that is shared, or throttled
+        after a while, changes during the measurement."""
         self._fill()
         part = max(_BLOCK_NBYTES, self._nbytes // _ROUNDS)
         rounds = [self._round(part) for _ in range(_ROUNDS)]
@@ -379,7 +379,7 @@ class _Disk:
         )  # fmt: skip
 
     def _fill(self) -> None:
-        """Fresh blocks, which take up to twice as long; a run writes them once."""
+        """Write all blocks once: first writes take up to twice as long, and are rare in a run."""
         self._move("w", self._nbytes, _BLOCK_NBYTES, _FILL_S)
         self._nbytes = self._next["w"]
         self._next["w"] = self._nbytes // 2 // _BLOCK_NBYTES * _BLOCK_NBYTES
@@ -389,14 +389,14 @@ class _Disk:
         return {how: self._move(how, nbytes, _BLOCK_NBYTES, _PART_S) for how in ways}
 
     def _small_s(self) -> float:
-        """Seconds per small read, many of them in flight."""
+        """Seconds per small read, with many in flight."""
         count = max(1, min(64, self._nbytes // _SMALL_NBYTES))
         moved = self._move("r", count * _SMALL_NBYTES, _SMALL_NBYTES, _PART_S)
         return _SMALL_NBYTES / moved.rate
 
     def _pipeline_rate(self) -> float:
-        """Bytes per second of read | step | write, chunk by chunk, beside products: what an update
-        gets behind a forward. Its threads wait for each other and for a core at every turn."""
+        """Bytes per second of read | step | write, chunk by chunk beside products, as in an update
+        behind a forward. Its threads wait for each other and for a core at every turn."""
         product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
         count = max(1, min(_PIPELINE_CHUNKS, self._nbytes // _ROUNDS // _CHUNK_NBYTES))
         with ExitStack() as stack:
@@ -409,7 +409,7 @@ class _Disk:
         return turns_per_s * 2 * count * _CHUNK_NBYTES
 
     def _pipeline(self, count: int, step: Work) -> None:
-        """`count` chunks through as many buffers as the runtime has."""
+        """Pass `count` chunks through as many buffers as the runtime has."""
         parts = [
             self._buffer[i * _CHUNK_NBYTES : (i + 1) * _CHUNK_NBYTES]
             for i in range(STAGING_BUFFERS)
@@ -433,7 +433,7 @@ class _Disk:
         all_of(writes).wait()
 
     def _lost_s_per_byte(self) -> float:
-        """What a product loses to a byte that moves beside it and is checked."""
+        """Seconds that a product loses per byte that is moved and checked beside it."""
         product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
         part = max(_BLOCK_NBYTES, min(_BESIDE_NBYTES, self._nbytes // _ROUNDS))
         turn = 2 * part * len(self._files)
@@ -444,8 +444,8 @@ class _Disk:
         return statistics.median(together.lost_s for together in _beside(product, move)) / turn
 
     def _move(self, how: str, nbytes: int, block_nbytes: int, most_s: float) -> _Moved:
-        """The next `nbytes` of each file in each direction that `how` names, r, w or rw; fewer
-        where that takes longer than `most_s`."""
+        """Move the next `nbytes` of each file in each direction in `how` (r, w or rw); stop early
+        if that takes longer than `most_s`."""
         waiting: list[Transfer[None]] = []
         started = time.perf_counter()
         most = _IN_FLIGHT_NBYTES // block_nbytes
@@ -470,7 +470,7 @@ class _Disk:
         return _Moved(count * block_nbytes, time.perf_counter() - started)
 
     def _offset(self, direction: str, nbytes: int) -> int:
-        """Where the next `nbytes` are read or written."""
+        """Return the offset of the next `nbytes` to read or write."""
         at = self._next[direction]
         if at + nbytes > self._nbytes:
             at = 0
@@ -480,7 +480,7 @@ class _Disk:
     def _submit(
         self, direction: str, file: SwapFile, part: memoryview, offset_bytes: int
     ) -> Transfer[None]:
-        """With a checksum, as the block store asks for one."""
+        """Submit a transfer with a checksum, like those of the block store."""
         if direction == "r":
             return self._backend.submit_read(
                 file.fd, part, offset_bytes, path=file.path, after=lambda: _sum(part)

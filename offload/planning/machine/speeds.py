@@ -1,4 +1,4 @@
-"""How fast a machine is: the numbers that the model of time works with."""
+"""The speeds of a machine, as the time model uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rates = Annotated[Mapping[str, Positive], Field(min_length=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSpeeds:
-    """What does not depend on a disk."""
+    """The speeds that do not depend on a disk."""
 
     gpu: bool  # whether the model computes on a GPU
     matmul_flops_per_s: Rates  # by precision: fp32, bf16, fp16
@@ -47,9 +47,8 @@ class ComputeSpeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpeeds:
-    """Of all paths of a configuration together. Where model, optimizer and I/O share cores and
-    memory bus, what they lose to each other; 0 and 1 beside a GPU, or where that is not measured:
-    then they are taken to share without loss."""
+    """The speeds of all paths of a configuration together, and what model, optimizer and I/O lose
+    by sharing cores and memory bus: no loss (0 and 1) beside a GPU, or if it was not measured."""
 
     nvme_read_bytes_per_s: Positive = 0.0
     nvme_write_bytes_per_s: Positive = 0.0
@@ -61,14 +60,14 @@ class DiskSpeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds(ComputeSpeeds, DiskSpeeds):
-    """Sustained rates of one rank's share of a machine. Bytes and operations per second."""
+    """Sustained rates of one rank's share of a machine, in bytes and operations per second."""
 
     name: str  # `this machine`, `RTX 4090 + Gen4 SSD`
     endurance_nbytes: int = 0  # that may be written to the SSDs in all; 0: unknown
     network: Network | None = None  # between ranks; None: not known
 
     def times(self, factor: float) -> Speeds:
-        """All rates and costs of a machine that is `factor` times as fast."""
+        """The speeds of a machine that is `factor` times as fast."""
         rates = {f.name: getattr(self, f.name) for f in fields(self) if "_per_s" in f.name}
         scaled: dict[str, Any] = {
             name: {key: factor * each for key, each in rate.items()}

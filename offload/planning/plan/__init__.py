@@ -1,1 +1,1 @@
-"""What a plan is: budgets, homes, bytes, and what it lacks."""
+"""Plans: budgets, homes of states, their bytes, and shortfalls."""

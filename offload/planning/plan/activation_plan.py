@@ -1,4 +1,4 @@
-"""What saved activations may take of the budgets.
+"""The share of the budgets that saved activations may take.
 
 Their bytes depend on the batch, which is not known before the first step: they get what the other
 states leave.
@@ -16,7 +16,7 @@ LEAST_WINDOW_NBYTES = 8 << 20  # four pieces of 2 MiB on their way at a time
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """Saved activations away from the device. In bytes."""
+    """The bytes for saved activations that leave the device."""
 
     tier: Tier
     window_nbytes: int  # of host memory: their home, or what they pass through
@@ -24,9 +24,9 @@ class ActivationPlan:
 
 
 def least_window(tier: Tier, gpu: bool) -> int:
-    """Host memory that activations with their home in `tier` need at least; 0 where they stay.
+    """The least host memory for activations with their home in `tier`; 0 if they stay in place.
 
-    Where the model computes in host memory, the host tier is no other place than the device.
+    Where the model computes in host memory, the host tier is the same place as the device.
     """
     away = tier is Tier.NVME or (tier is Tier.HOST and gpu)
     return LEAST_WINDOW_NBYTES if away else 0
@@ -35,11 +35,11 @@ def least_window(tier: Tier, gpu: bool) -> int:
 def share_out(
     tier: Tier, host_left_nbytes: int, nvme_left_nbytes: int, *, cached: bool
 ) -> ActivationPlan:
-    """What activations get of what is left of the budgets beside the least window.
+    """Divide the rest of the budgets, beside the least window, between activations and others.
 
-    Half of the host memory, if copies of other states (`cached`) or the pages of files want the
-    rest, else all of it. On nvme an eighth stays free: extents of other states that are written
-    anew must find holes of their size; 0 where nothing is left.
+    Activations get all of the host memory, or half if copies of other states (`cached`) or the
+    pages of files want the rest. On nvme an eighth stays free, since rewritten extents of other
+    states need holes of their size. They get 0 if nothing is left.
     """
     whole = tier is Tier.HOST and not cached
     more = max(0, host_left_nbytes if whole else host_left_nbytes // 2)

@@ -1,7 +1,7 @@
-"""From a placement of every class to a plan: bytes per tier, windows, buffers.
+"""Builds a plan from a placement of every class: bytes per tier, windows, buffers.
 
-What does not depend on the placement (budgets, chunks, bytes of every group) is counted once: many
-placements of one model can then be compared.
+Values that do not depend on the placement (budgets, chunks, bytes of groups) are computed once, so
+that many placements of one model can be compared.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ MOST_RECORDS = 1 << 20  # that the chunk is chosen for: each is dealt out, one b
 
 
 class PlanBuilder:
-    """Plans of one model, one configuration and one machine, by placement."""
+    """Builds the plans of one model, one configuration and one machine, by placement."""
 
     def __init__(
         self, config: OffloadConfig, model: ModelShape, hardware: Hardware, *,
         device_is_open: bool = False,
     ) -> None:  # fmt: skip
-        """`device_is_open`: the device's budget is what is left of a GPU, more than may be of
-        use."""
+        """`device_is_open`: the device budget is all that is left of a GPU, possibly more than is
+        of use."""
         config = config.settled()
         sharding = hardware.sharding
         _check_experts(config, model, sharding)
@@ -96,12 +96,12 @@ class PlanBuilder:
         self._assigned: dict[tuple[StateClass, Placement, Placement | None], list[Tier]] = {}
 
     def share_with(self, other: PlanBuilder) -> None:
-        """Records that are dealt out for one need not be for the other, where they are the same."""
+        """Reuse the record assignments of `other` if both have the same groups and sizes."""
         if self.groups == other.groups and self.sizes == other.sizes:
             self._dealt = other._dealt
 
     def build(self, placements: Placements) -> Plan:
-        """The plan with every class where `placements` has it, whether or not that fits."""
+        """Build the plan with every class where `placements` puts it, whether or not it fits."""
         parameters = self._assign(placements, StateClass.PARAMETERS)
         gradients = self._assign_gradients(placements)
         dealt = self._deal_records(placements)
@@ -129,7 +129,7 @@ class PlanBuilder:
         return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
     def _assign(self, placements: Placements, state_class: StateClass) -> list[Tier]:
-        """A tier per group; as with records, what is compared often differs in other classes."""
+        """A tier per group; remembered, since compared placements often differ elsewhere only."""
         key = state_class, placements[state_class], placements.get(EXPERTS_OF[state_class])
         if key not in self._assigned:
             experts = self._assign_experts(key[2])
@@ -145,14 +145,14 @@ class PlanBuilder:
         return self._assigned[key]
 
     def _assign_experts(self, placement: Placement | None) -> dict[int, Tier]:
-        """A tier per expert, the same share of each table; none where they are as the rest."""
+        """A tier per expert, with equal shares of each table; empty if experts have no own home."""
         if placement is None:
             return {}
         pairs = (zip(t, placement.blocks(len(t)), strict=True) for t in self.model.tables.values())
         return dict(itertools.chain.from_iterable(pairs))
 
     def _device_demand(self) -> int:
-        """Bytes that explicit placements ask of the device tier, with room for uneven pieces."""
+        """Bytes that explicit placements need in the device tier, with room for uneven pieces."""
         demand = 0
         for placed, placement in self.explicit.items():
             share = dict(placement.shares).get(Tier.DEVICE, 0.0)
@@ -179,8 +179,8 @@ class PlanBuilder:
         ]
 
     def _deal_records(self, placements: Placements) -> _DealtRecords:
-        """Dealt out once per placement: a large model has hundreds of thousands of records, and
-        plans that are compared often differ in other classes only."""
+        """Assign records to tiers, once per placement: a large model has hundreds of thousands of
+        records, and plans that are compared often differ in other classes only."""
         key = placements[StateClass.OPTIMIZER], placements.get(ExpertClass.OPTIMIZER)
         if key not in self._dealt:
             tiers = self._assign_records(*key)
@@ -201,8 +201,8 @@ class PlanBuilder:
     def _assign_records(
         self, placement: Placement, of_experts: Placement | None
     ) -> tuple[tuple[Tier, ...], ...]:
-        """Of all groups in one row, so that every tier's share holds from one to the next, too; of
-        an expert that has a home of its own all there."""
+        """Assign the records of all groups in one sequence, so that each tier's share holds across
+        groups; an expert with a home of its own has all records there."""
         experts = self._assign_experts(of_experts)
         rest = (group for index, group in enumerate(self.groups) if index not in experts)
         flat = placement.assign([nbytes for group in rest for nbytes in group.records])
@@ -249,7 +249,7 @@ def _expected(plan: Plan, dealt: _DealtRecords) -> dict[Tier, dict[StateClass, i
 
 
 def _with_activations(plan: Plan, tier: Tier) -> Plan:
-    """Give them what all other states leave of the budgets, or a share of it."""
+    """Give activations what all other states leave of the budgets, or a share of it."""
     least = least_window(tier, plan.gpu)
     if not least:
         return plan
@@ -265,7 +265,7 @@ def _with_activations(plan: Plan, tier: Tier) -> Plan:
 def tuned(
     config: OffloadConfig, explicit: Placements, model: ModelShape, hardware: Hardware
 ) -> OffloadConfig:
-    """`config` with chunk and prefetch chosen, where they are open, for the nvme that is there."""
+    """Choose chunk and prefetch, where `config` leaves them open, for the available nvme."""
     chunk, prefetch = config.optimizer.chunk, config.prefetch
     if chunk != "auto" and prefetch != "auto":
         return config
@@ -300,7 +300,7 @@ def _chunk_in_memory(config: OffloadConfig, named: Sequence[Placement], hardware
 
 
 def _few_enough(chunk_numel: int, model: ModelShape) -> int:
-    """A chunk that cuts the model into no more records than can be dealt out."""
+    """Enlarge the chunk until the model has few enough records to assign one by one."""
     while _records(model, chunk_numel) > MOST_RECORDS:
         chunk_numel *= 2
     return chunk_numel
@@ -322,8 +322,8 @@ def _records(model: ModelShape, chunk_numel: int) -> int:
 def resolve_budgets(
     config: OffloadConfig, hardware: Hardware, on_cpu_device: int
 ) -> dict[Tier, int]:
-    """Bytes per tier, as far as they do not depend on a placement. `on_cpu_device`: what an
-    automatic device budget is on a CPU."""
+    """Resolve the budget of each tier in bytes, as far as it does not depend on a placement.
+    `on_cpu_device` is an automatic device budget on a CPU."""
     budget = config.budget
     device_auto = int(hardware.device_nbytes * 0.8) if hardware.device_nbytes else on_cpu_device
     device_whole = hardware.device_nbytes or hardware.host_nbytes
@@ -337,16 +337,16 @@ def resolve_budgets(
 
 
 def _host_auto(hardware: Hardware) -> int:
-    """What is free without the reserve. On a CPU, RAM must hold activations, too, whose size is not
-    known here: a share of it is left to them."""
+    """The automatic host budget: free RAM without the reserve. On a CPU a share of RAM is left to
+    activations, whose size is not known here."""
     free = hardware.host_free_nbytes
     left = free - reserve_nbytes(free)
     return left if hardware.device_nbytes else min(left, int(free * _BESIDE_ACTIVATIONS))
 
 
 def reserve_nbytes(free_nbytes: int) -> int:
-    """What a budget.host that is open leaves of free RAM to whatever else runs: a twentieth, at
-    least 1 GiB, but no more than three tenths of what little there is."""
+    """The free RAM that an open budget.host leaves to other programs: a twentieth, at least 1 GiB,
+    but no more than three tenths."""
     return int(min(0.3 * free_nbytes, max(1 << 30, 0.05 * free_nbytes)))
 
 
@@ -357,12 +357,12 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
 
 
 def placed_classes(config: OffloadConfig) -> tuple[PlacedClass, ...]:
-    """Those that have a home each: of experts where they have some of their own."""
+    """The classes that have homes; experts have their own if the configuration says so."""
     return PLACED if config.placement.experts is not None else CLASSES
 
 
 def explicit_placements(config: OffloadConfig) -> dict[PlacedClass, Placement]:
-    """The classes that the configuration names a home for."""
+    """The homes of the classes for which the configuration names one."""
     homes = config.placement.homes()
     named = {placed: homes[placed] for placed in placed_classes(config)}
     return {each: placement for each, placement in named.items() if placement is not None}

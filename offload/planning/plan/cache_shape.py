@@ -1,6 +1,6 @@
-"""What a model keeps of the tokens it has seen: the cache of keys and values, by layer.
+"""The shape of the cache of keys and values that a model keeps of the tokens it has seen, by layer.
 
-As transformers' `DynamicCache` holds it: a layer of full attention keeps every token, one with a
+It is that of transformers' `DynamicCache`: a layer of full attention keeps every token, one with a
 sliding window the last `window - 1`, one of linear attention a state that does not grow.
 """
 
@@ -14,34 +14,34 @@ from offload.zero.kv_sizes import CachedLayer
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Layers in order; those without a cache have none here."""
+    """The caches of the layers in order; layers without a cache are left out."""
 
     layers: tuple[CachedLayer, ...]
 
     def kept_numel(self, tokens: int) -> int:
-        """Of one sequence of `tokens`."""
+        """The elements that are kept of one sequence of `tokens`."""
         return sum(layer.kept_numel(tokens) for layer in self.layers)
 
     def read_numel(self, tokens: int) -> int:
-        """That a pass of one token reads."""
+        """The elements that a pass of one token reads."""
         return sum(layer.read_numel(tokens) for layer in self.layers)
 
     @property
     def token_numel(self) -> int:
-        """Of one token, in all layers."""
+        """The elements of one token in all layers."""
         return sum(layer.token_numel for layer in self.layers)
 
     def largest_numel(self, tokens: int) -> int:
-        """Of the layer that keeps most of a sequence of `tokens`."""
+        """The elements of the layer that keeps most of a sequence of `tokens`."""
         return max((layer.read_numel(tokens) for layer in self.layers), default=0)
 
 
 def alike(layers: int, layer: CachedLayer) -> CacheShape:
-    """A model whose layers keep the same."""
+    """The cache of a model whose layers all keep the same."""
     return CacheShape((layer,) * layers)
 
 
 def windows_of(types: Sequence[str], window: int | None, layer: CachedLayer) -> CacheShape:
-    """Layers alike but for their windows, by transformers' `layer_types`."""
+    """The cache of layers that differ only in their windows, by transformers' `layer_types`."""
     windows = (window if each == "sliding_attention" else None for each in types)
     return CacheShape(tuple(replace(layer, window=each) for each in windows))

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint's files, from a plan: what `offload/checkpoint/saving.py` writes."""
+"""The size of a checkpoint's files under a plan, as `offload/checkpoint/saving.py` writes them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Sections = Mapping[str, Sequence[TensorInfo]]
 
 
 def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> int:
-    """Bytes of all files of one checkpoint, with all ranks' experts. While one replaces another,
-    there are two of them.
+    """The bytes of all files of one checkpoint, including all ranks' experts. Two checkpoints exist
+    while one replaces another.
 
     Persistent buffers of the model are not in a `ModelShape` and not counted.
     """

@@ -5,7 +5,7 @@
                  that are stored in codes
     sums         of gradients there, in fp32: of more passes per step than were planned for; one
                  that begins has its first, 16-bit gradient beside it
-    buffers      of our kernels, of micro-batches and for other ranks, as planned
+    buffers      of kernels, of micro-batches and for other ranks, as planned
     one unit     once more: where copies come and go, the holes that they leave do not always fit
 
 The device tier is taken in one piece, so where its budget is open it is this, not all that is left
@@ -25,14 +25,15 @@ _BLOCK_NBYTES = 2 << 20  # what PyTorch's allocator takes of a GPU at a time, fo
 
 
 def within_use(plan: Plan) -> Plan:
-    """`plan`, with a budget of the GPU that it can use all of."""
+    """Return `plan` with its GPU budget limited to what it can use."""
     room = plan.budgets[Tier.DEVICE]
     budgets = {**plan.budgets, Tier.DEVICE: min(room, device_most(plan))}
     return replace(plan, budgets=budgets, device_room_nbytes=room)
 
 
 def device_most(plan: Plan) -> int:
-    """Bytes, rounded up to what PyTorch takes of a GPU at a time; never less than is needed."""
+    """The most bytes of GPU memory in use, rounded up to PyTorch's allocation size; never less than
+    is needed."""
     elsewhere = [
         group.parameters
         for group, tier in zip(plan.groups, plan.parameters, strict=True)
@@ -49,6 +50,6 @@ def device_most(plan: Plan) -> int:
 
 
 def _sum_nbytes(group: GroupBytes) -> int:
-    """What a sum in fp32 takes beside the gradient that was planned; 0 where that is one."""
+    """The bytes of an fp32 sum beside the planned gradient; 0 if that is already such a sum."""
     nbytes = pages(group.layout.shard_trainable * 4)
     return nbytes if nbytes > group.gradients else 0

@@ -1,4 +1,4 @@
-"""Device memory for our own kernels: how much of it, and whether they can run at all."""
+"""The device memory of the offload kernels, and whether they can run at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STAGING_BUFFERS = 3  # arriving | being stepped | leaving
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Device memory beside what states take. Bytes in whole pages."""
+    """Device memory beside that of states, in bytes of whole pages."""
 
     outbox_buffers: int
     outbox_nbytes: int  # of one buffer
@@ -55,11 +55,11 @@ def plan_device(
     placements: Placements, kinds: Mapping[GroupBytes, int], sizes: Sizes, hardware: Hardware,
     budget_nbytes: int,
 ) -> DevicePlan | None:  # fmt: skip
-    """What kernels on the device need; None where there is no GPU, or they cannot run. `kinds`: a
-    group of each kind, and how many there are.
+    """Plan the memory of kernels on the device; None without a GPU or if kernels cannot run.
+    `kinds` maps a group of each kind to their number.
 
-    `placements` are those that were asked for; gradients and optimizer states that were not are
-    never put on the device. UnsupportedError where they were, and no kernel can run.
+    `placements` are the requested ones; gradients and optimizer states without one never go to the
+    device. Raises UnsupportedError if they have one there and no kernel can run.
     """
     _check_kernels(placements, hardware)
     _check_codes(kinds, hardware)
@@ -102,9 +102,8 @@ def _check_codes(groups: Iterable[GroupBytes], hardware: Hardware) -> None:
 
 
 def _outbox_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
-    """Of one buffer: any gradient, or as many whole blocks of the norm as it is good to hold. All
-    gradients of any group, which are `together` so many elements, if their share is enough: those
-    in a buffer leave as one copy."""
+    """The bytes of one buffer: any gradient, or as many whole blocks of the norm as are useful. It
+    holds all gradients of a group (`together` elements), as one copy, if their share allows."""
     shared = int(budget_nbytes * _OUTBOX_SHARE) // _OUTBOX_BUFFERS
     block = NORM_BLOCK * 4
     whole = min(_MOST_OUTBOX_NBYTES, max(block, shared // block * block))
@@ -114,7 +113,7 @@ def _outbox_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
 
 
 def _staging_nbytes(placements: Placements, groups: Iterable[GroupBytes], sizes: Sizes) -> int:
-    """One buffer: what of the largest chunk may have to be copied to the device."""
+    """The bytes of one buffer: the parts of the largest chunk that may be copied to the device."""
     longest = max((group.layout.shard_numel for group in groups), default=0)
     numel = min(sizes.chunk_numel, longest)
     nbytes = 0

@@ -1,6 +1,6 @@
-"""The answer to *will it fit, how fast will it be, what must I change*, as plain numbers.
+"""An estimate of memory, speed and useful changes, as plain numbers.
 
-Bytes are bytes, seconds are seconds. Nothing here knows how a figure was found or how it is shown.
+Sizes are in bytes and times in seconds. How a figure is found or shown is not known here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offload.tiers.tier import Tier
 
 
 class MemoryClass(enum.StrEnum):
-    """What bytes of a place are, in the order in which they are stacked."""
+    """The classes of bytes in a place, in the order in which they are stacked."""
 
     PARAMETERS = "parameters"
     MASTER = "master"
@@ -44,7 +44,7 @@ class PlaceEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Peaks of a run. A CPU-only machine has no place `device`: its tier is part of RAM."""
+    """The peaks of a run. A CPU-only machine has no place `device`: its tier is part of RAM."""
 
     places: Mapping[Tier, PlaceEstimate]
     ledger_peaks: Mapping[Tier, int]  # what the ledger of each tier will have reached
@@ -76,7 +76,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One optimizer step in the long run, all deferred work included."""
+    """One optimizer step of a long run, including all deferred work."""
 
     seconds: float
     links: tuple[LinkTime, ...]
@@ -90,7 +90,7 @@ class StepEstimate:
 
     @property
     def written_nbytes(self) -> int:
-        """Written to nvme per step."""
+        """The bytes written to nvme per step."""
         return sum(link.nbytes for link in self.links if link.name == "nvme write")
 
 
@@ -103,7 +103,7 @@ _SHORT_WEIGHTS = {Tier.DEVICE: 1000, Tier.HOST: 50, Tier.NVME: 1}
 
 
 def short_weights(*, gpu: bool) -> Mapping[Tier, int]:
-    """By tier; without a GPU the device's memory is RAM."""
+    """The weight of a missing byte by tier; without a GPU the device's memory is RAM."""
     if gpu:
         return _SHORT_WEIGHTS
     return {**_SHORT_WEIGHTS, Tier.DEVICE: _SHORT_WEIGHTS[Tier.HOST]}
@@ -111,7 +111,7 @@ def short_weights(*, gpu: bool) -> Mapping[Tier, int]:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A place that cannot hold what it would have to."""
+    """A place that cannot hold what a plan needs there."""
 
     tier: Tier
     needed_nbytes: int
@@ -122,7 +122,7 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that would help, and what they cost or gain."""
+    """Settings that would help, and their effect on the step time."""
 
     settings: Mapping[str, str]  # dotted key -> value, as `-o key=value` takes them
     text: str
@@ -132,7 +132,7 @@ class Change:
 
 @dataclass(frozen=True)
 class InferenceEstimate:
-    """Generating text: the pass over the prompts, and then one pass per token (`Estimate.step`)."""
+    """Text generation: the pass over the prompts, then one pass per token (`Estimate.step`)."""
 
     generation: Generation
     prefill: StepEstimate | None  # None where nothing is known of speeds
@@ -142,7 +142,7 @@ class InferenceEstimate:
     break_even_batch: int | None  # ... it never does, or speeds are not known
 
     def seconds(self, decode: StepEstimate) -> float | None:
-        """Of all of it."""
+        """The seconds of the whole generation; None if those of the prefill are not known."""
         if self.prefill is None:
             return None
         return self.prefill.seconds + (self.generation.new_tokens - 1) * decode.seconds
@@ -150,7 +150,7 @@ class InferenceEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Everything `memest` says about one model, one configuration and one machine."""
+    """The estimate that `memest` prints for one model, configuration and machine."""
 
     model: str
     numel: int
@@ -175,19 +175,19 @@ class Estimate:
 
     @property
     def ssd_life_steps(self) -> int | None:
-        """Steps until the SSDs have taken what they are rated for; None where nothing is written
-        or the rating is not known."""
+        """The steps after which the SSDs reach their rated writes; None if nothing is written or
+        the rating is not known."""
         written = self.step.written_nbytes if self.step is not None else 0
         return self.endurance_nbytes // written if written and self.endurance_nbytes else None
 
     @property
     def is_slow(self) -> bool:
-        """Whether training so is hardly of use."""
+        """Whether training is too slow to be useful."""
         trains = self.step is not None and self.inference is None
         return trains and self.step.tokens_per_s < _SLOW_TOKENS_PER_S  # type: ignore[union-attr]
 
     @property
     def wears_out_ssds(self) -> bool:
-        """Whether the SSDs' rated writes last for a few runs only."""
+        """Whether the SSDs' rated writes last for only a few runs."""
         life = self.ssd_life_steps
         return self.inference is None and life is not None and life < _FEW_STEPS

@@ -1,11 +1,11 @@
-"""How many experts a step touches, and what bytes of them move.
+"""The number of experts that a step touches, and the bytes of them that move.
 
-A router that chooses `k` of `E` experts for each of `T` tokens, all alike, leaves an expert without
-a token with a chance of (1 - k / E)^T. So E (1 - (1 - k / E)^T) of them are expected to be touched;
-of routers that prefer some experts to others it is the most (the sum is concave in the experts'
-shares). Only what is touched is fetched, gets gradients and is updated.
+If a router chooses `k` of `E` experts for each of `T` tokens with equal probability, an expert gets
+no token with a probability of (1 - k / E)^T, so that E (1 - (1 - k / E)^T) experts are expected to
+be touched. Routers that prefer some experts touch fewer (the sum is concave in the experts'
+shares). Only touched experts are fetched, get gradients and are updated.
 
-Where experts are spread over `ep_size` ranks a `ModelShape` has those of one rank, to which the
+If experts are spread over `ep_size` ranks, a `ModelShape` has those of one rank, to which the
 tokens of all of these ranks are sent.
 """
 
@@ -33,15 +33,15 @@ Held = dict[Tier, dict[StateClass, int]]
 
 
 def touched(experts: int, chosen: int | None, tokens: int) -> float:
-    """The expected number of `experts` that `tokens` touch; all where it is not known how many are
-    `chosen` for a token."""
+    """The expected number of `experts` that `tokens` touch; all of them if the number `chosen` for
+    a token is not known."""
     if chosen is None or chosen >= experts:
         return float(experts)
     return experts * -math.expm1(tokens * math.log1p(-chosen / experts))
 
 
 def touched_whole(experts: int, chosen: int | None, tokens: int, ep_size: int = 1) -> int:
-    """The same, rounded up; of `ep_size` ranks that the experts are spread over, on one."""
+    """The expected number, rounded up, on one of the `ep_size` ranks that share the experts."""
     here = touched(experts, chosen, tokens) / ep_size
     return min(experts // ep_size, math.ceil(here - 1e-9))
 
@@ -55,11 +55,11 @@ class Table:
 
     @property
     def experts(self) -> int:
-        """On all of these ranks."""
+        """The number of experts on all ranks that share them."""
         return len(self.indices) * self.ep_size
 
     def touched(self, chosen: int | None, tokens: int) -> int:
-        """Of this rank's, rounded up. `tokens`: of all ranks that send some here."""
+        """The touched experts of this rank, rounded up. `tokens`: of all ranks that share."""
         return touched_whole(self.experts, chosen, tokens, self.ep_size)
 
 
@@ -69,7 +69,7 @@ def tables_of(model: ModelShape) -> list[Table]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBytes:
-    """Bytes of experts that a step moves if no copy of them is kept anywhere."""
+    """The bytes of experts that a step moves if no copies are kept."""
 
     name: str
     touched_nbytes: int  # of the experts that are expected to be touched
@@ -78,7 +78,7 @@ class ExpertBytes:
 
 @dataclass(frozen=True)
 class ExpertEstimate:
-    """The experts of a model in one step. What moves is of one rank."""
+    """The experts of a model in one step. Moved bytes are those of one rank."""
 
     tables: int  # modules of experts
     experts: int  # of all of them, on all ranks
@@ -108,8 +108,8 @@ class ExpertEstimate:
 def estimate_experts(
     plan: Plan, model: ModelShape, workload: Workload, itemsize: int
 ) -> ExpertEstimate | None:
-    """None for a model without experts that move one by one. `itemsize`: bytes of an element of
-    what experts are given."""
+    """Estimate the experts of a step; None for a model without experts that move one by one.
+    `itemsize` is the bytes per element of the experts' inputs."""
     tables = tables_of(model)
     if not tables:
         return None
@@ -136,7 +136,7 @@ def estimate_experts(
 
 
 def check_spread(model: ModelShape, config: OffloadConfig, ep_size: int) -> None:
-    """ConfigError, for `--ep-size`, where the experts of the whole `model` cannot be spread so."""
+    """Raise ConfigError for `--ep-size` if the experts of the whole `model` cannot be spread so."""
     if ep_size < 1:
         raise ConfigError(f"--ep-size {ep_size}: at least 1")
     if ep_size == 1:
@@ -161,7 +161,7 @@ def check_spread(model: ModelShape, config: OffloadConfig, ep_size: int) -> None
 
 
 def check_ranks(ranks: int, ep_size: int) -> None:
-    """ConfigError, for `--ep-size`, where experts would be on some ranks more often than others."""
+    """Raise ConfigError for `--ep-size` if some experts would be on more ranks than others."""
     if ranks % ep_size:
         raise ConfigError(
             f"--ep-size {ep_size} does not divide the {ranks} ranks: each expert has to be on as "
@@ -170,8 +170,8 @@ def check_ranks(ranks: int, ep_size: int) -> None:
 
 
 def idle_nbytes(plan: Plan, model: ModelShape, workload: Workload) -> Held:
-    """Of the bytes at home, those of experts that a step is expected not to touch; none where
-    experts are as the rest: every tier then has as many of them."""
+    """The bytes at home of experts that a step is expected not to touch; 0 if experts have no homes
+    of their own, since every tier then has the same share of them."""
     idle: Held = {tier: dict.fromkeys(CLASSES, 0) for tier in Tier}
     if ExpertClass.PARAMETERS not in plan.placements:
         return idle
@@ -188,8 +188,7 @@ def idle_nbytes(plan: Plan, model: ModelShape, workload: Workload) -> Held:
 
 
 def active_numel(model: ModelShape) -> int:
-    """Parameters that one token is computed with: of experts, on whatever rank they are, those that
-    are chosen."""
+    """The parameters that compute one token: of the experts, on all ranks, only the chosen ones."""
     chosen = model.experts_per_token
     idle = 0
     for table in tables_of(model):
@@ -199,15 +198,15 @@ def active_numel(model: ModelShape) -> int:
 
 
 def _numel(model: ModelShape, table: Table) -> int:
-    """Parameters, on all ranks."""
+    """The parameters of a table on all ranks."""
     return table.ep_size * sum(model.groups[index].numel for index in table.indices)
 
 
 def _sent_nbytes(
     model: ModelShape, tables: Sequence[Table], tokens: int, itemsize: int
 ) -> int | None:
-    """What a rank sends to others in a step of `tokens` of its own: every token to each expert that
-    is chosen for it, its result back, and gradients of both."""
+    """The bytes that a rank sends to others in a step of `tokens` of its own: each token to its
+    chosen experts, their results back, and the gradients of both. None if sizes are not known."""
     total, chosen = 0, model.experts_per_token
     for table in tables:
         if table.ep_size == 1:
@@ -221,8 +220,8 @@ def _sent_nbytes(
 
 
 def _router_width(model: ModelShape, table: Table) -> int | None:
-    """Elements of a token, as the weight [E, D] of the router beside a table says, where each
-    matrix of an expert has that dimension, too; None where there is no such weight."""
+    """The width of a token, from the router weight [E, D] beside a table if each matrix of an
+    expert has the dimension D, too; None if there is no such weight."""
     expert = model.groups[table.indices[0]]
     around = expert.table.rpartition(".")[0]
     matrices = [set(param.shape) for param in expert.params if len(param.shape) == 2]

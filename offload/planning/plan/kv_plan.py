@@ -1,4 +1,4 @@
-"""What KV caches need of the tiers: a place for pages, and memory to compute with.
+"""The room that KV caches need in the tiers: for pages, and for computing with them.
 
 at home       full pages, in the tiers of `placement.kv`
 computing     each layer's open page, and one layer's keys and values as attention reads them
@@ -29,7 +29,7 @@ _OPEN_SHARE = 8  # open pages are at most this part of a layer's keys and values
 
 @dataclass(frozen=True)
 class KVPlan:
-    """Room that a plan leaves to the KV caches of a model. They may take more, where there is."""
+    """The room that a plan leaves to a model's KV caches. They may take more if there is more."""
 
     placement: Placement  # of full pages
     tokens: int  # of all sequences together
@@ -41,7 +41,7 @@ class KVPlan:
 
 
 def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: bool) -> KVPlan | None:
-    """None where nothing says that KV caches live in tiers, and in training."""
+    """Plan the KV caches; None in training, or if the configuration puts them in no tier."""
     placement = config.placement.kv
     if placement is None or not model.cached:
         return None
@@ -66,7 +66,7 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
 
 @dataclass(frozen=True, slots=True)
 class KVHeld:
-    """What the caches of one call of `generate` hold in tiers in the end. Bytes."""
+    """The bytes that the caches of one call of `generate` finally hold in tiers."""
 
     pages: Mapping[Tier, int]  # full ones, at home
     computing: int  # open pages, and one layer's keys and values
@@ -78,7 +78,7 @@ class KVHeld:
 
     @property
     def of_prefill(self) -> KVHeld:
-        """The same of the pass over the prompts, which reads none and writes all."""
+        """The same bytes for the pass over the prompts, which reads none and writes all."""
         none = (0,) * len(self.read)
         return replace(
             self, read=none, crossing=none, written=sum(self.read), leaving=sum(self.crossing)
@@ -88,7 +88,7 @@ class KVHeld:
 def kv_held(
     config: OffloadConfig, cache: CacheShape, batch: int, tokens: int, *, itemsize: int, gpu: bool
 ) -> KVHeld | None:
-    """Of `batch` sequences of so many tokens; None where caches are in no tier."""
+    """The bytes for `batch` sequences of `tokens` each; None if caches are in no tier."""
     placement = config.placement.kv
     layers = [layer for layer in cache.layers if layer.token_numel]
     if placement is None or not layers:
@@ -124,8 +124,8 @@ def kv_held(
 def kv_in_tiers(
     config: OffloadConfig, model: ModelShape, cache: CacheShape | None, batch: int, tokens: int
 ) -> tuple[OffloadConfig, ModelShape]:
-    """With room for caches of `batch` sequences of so many tokens, where they are in tiers and
-    nothing was said of how long they get."""
+    """Return `config` and `model` with room for caches of `batch` sequences of `tokens` each, if
+    caches are in tiers and `kv.tokens` is not given."""
     if config.placement.kv is None or cache is None:
         return config, model
     layers = tuple(layer for layer in cache.layers if layer.token_numel)

@@ -21,7 +21,7 @@ of uses, arrivals or updates.
 
 A save in the background keeps old versions beyond that until it has read them, in the room that
 updates on trial would have for theirs (`spare_nbytes`; `Trials.lend`). They are counted where
-`offload train` saves (`kept_nbytes`); whether a loop of somebody's own does, no plan knows.
+`offload train` saves (`kept_nbytes`); a plan does not know whether another loop does.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _REPLACED = (StateClass.PARAMETERS, StateClass.OPTIMIZER)  # while the old versi
 def nvme_most(
     plan: Plan, saved_nbytes: int, old_nbytes: int = 0, kept_nbytes: int = 0
 ) -> Mapping[StateClass, int]:  # fmt: skip
-    """Bytes by class, versions on their way as STAGING; `saved_nbytes` are of activations, as far
-    as they go there, `old_nbytes` of versions from before updates on trial, `kept_nbytes` the room
-    that saves beside training have for old versions, which trials share. Within the budget: what
-    finds no room waits."""
+    """The most bytes by class, with versions on their way as STAGING, within the budget: moves
+    without room wait. `saved_nbytes` are of activations, as far as they go there, `old_nbytes` of
+    versions from before updates on trial; `kept_nbytes` is the room of saves beside training for
+    old versions, which trials share."""
     homes = plan.expected[Tier.NVME]
     most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
     replaced = sum(most[state_class] for state_class in _REPLACED) if plan.trains else 0
@@ -55,7 +55,7 @@ def nvme_most(
 
 
 def _sources_nbytes(plan: Plan) -> int:
-    """Host memory that something on nvme can be written from."""
+    """The host memory from which something on nvme can be written."""
     host = plan.expected[Tier.HOST]
     kept = sum(host.get(each, 0) for each in (*CLASSES, StateClass.ACTIVATIONS))
     if not plan.gpu:  # it computes there

@@ -1,6 +1,6 @@
-"""A plan: budgets, homes and expected bytes, and what of it each tier must hold at least.
+"""A plan: budgets, homes and expected bytes, and the least that each tier must hold.
 
-The arithmetic that runtime and tools share.
+This arithmetic is shared by the runtime and the tools.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SPARE_SHARE = 0.9  # of what nvme has beyond the plan: extents of many sizes le
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan may use. Bytes; `device_nbytes` is 0 where the model computes on the CPU."""
+    """Resources for a plan, in bytes; `device_nbytes` is 0 if the model computes on the CPU."""
 
     device_nbytes: int
     host_nbytes: int  # may ever be held (cgroup limits count)
@@ -55,7 +55,7 @@ class Hardware:
 
 
 def read_hardware(device_nbytes: int, nvme_free_nbytes: int) -> Hardware:
-    """This machine, as far as this process may use it."""
+    """Read the resources of this machine that this process may use."""
     return Hardware(
         device_nbytes, machine.memory_limit_nbytes(), machine.available_memory_nbytes(),
         nvme_free_nbytes, cores=machine.cpu_count(),
@@ -64,7 +64,7 @@ def read_hardware(device_nbytes: int, nvme_free_nbytes: int) -> Hardware:
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement with its bytes. Tiers per group (records: per group and chunk)."""
+    """A placement with its bytes. Tiers are per group (records: per group and chunk)."""
 
     budgets: Mapping[Tier, int]
     placements: Placements
@@ -84,14 +84,14 @@ class Plan:
     decoded_window_nbytes: int  # least memory for values of what is stored in codes; 0: nothing is
     expected: Mapping[Tier, Mapping[StateClass, int]]  # at home, staging included
     activations: ActivationPlan | None = None  # None: they stay on the device
-    device: DevicePlan | None = None  # None: no kernel of ours runs on a device
+    device: DevicePlan | None = None  # None: no offload kernel runs on a device
     sharding: Sharding = ALONE  # of the rank that it is for
     shared: SharedPlan | None = None  # None: this rank is alone
     kv: KVPlan | None = None  # None: KV caches are in no tier
     device_room_nbytes: int | None = None  # where budget.device is open: with what it cannot use
 
     def room_nbytes(self, tier: Tier) -> int:
-        """What the tier may hold: its budget, and of a GPU what the plan has no use for."""
+        """The capacity of a tier: its budget, and on a GPU also what the plan cannot use."""
         if tier is Tier.DEVICE and self.device_room_nbytes is not None:
             return self.device_room_nbytes
         return self.budgets[tier]
@@ -110,25 +110,25 @@ class Plan:
 
     @property
     def copies_on_host(self) -> bool:
-        """Whether host memory has copies beside what is at home there: of what lives on nvme and,
-        where the model computes on the CPU, of weights in codes."""
+        """Whether host memory holds copies beside the states at home there: of states on nvme and,
+        if the model computes on the CPU, of weights in codes."""
         return self.uses_nvme or (self.decoded_window_nbytes > 0 and not self.gpu)
 
     @property
     def opens_files(self) -> bool:
-        """Whether anything may go to nvme: of activations it is not known how much."""
+        """Whether anything may go to nvme, including activations of unknown size."""
         return self.uses_nvme or (self.activations is not None and self.activations.disk_nbytes > 0)
 
 
 def kv_room_nbytes(plan: Plan, tier: Tier) -> int:
-    """What everything else leaves of a tier's budget to KV caches."""
+    """The part of a tier's budget that everything else leaves to KV caches."""
     others = needed_nbytes(plan, tier) - plan.expected[tier].get(StateClass.KV, 0)
     return max(0, plan.budgets[tier] - others)
 
 
 def home_nbytes(plan: Plan, placed: PlacedClass, tier: Tier) -> int:
-    """What a tier is home to, of experts alone or, where these have homes of their own, of all
-    else."""
+    """The bytes of a class at home in a tier; if experts have homes of their own, either theirs or
+    those of all others."""
     state_class = class_of(placed)
     if EXPERTS_OF[state_class] not in plan.placements:
         return plan.expected[tier].get(state_class, 0)
@@ -146,18 +146,18 @@ def home_nbytes(plan: Plan, placed: PlacedClass, tier: Tier) -> int:
 
 
 def needed_nbytes(plan: Plan, tier: Tier) -> int:
-    """What a tier has to hold at the same time, at least."""
+    """The least bytes that a tier has to hold at the same time."""
     return sum(nbytes for _, nbytes in _needs(plan, tier))
 
 
 def ram_nbytes(plan: Plan) -> int:
-    """RAM that the tiers need: that of host and, where it computes on a CPU, of the device."""
+    """The RAM that tiers need: host's and, if the model computes on a CPU, device's."""
     device = 0 if plan.gpu else needed_nbytes(plan, Tier.DEVICE)
     return needed_nbytes(plan, Tier.HOST) + device
 
 
 def breakdown(plan: Plan, tier: Tier) -> str:
-    """The terms of `needed_nbytes`: `parameters 1.9 GiB + staging 1.1 MiB`."""
+    """The terms of `needed_nbytes` as text: `parameters 1.9 GiB + staging 1.1 MiB`."""
     terms = [f"{name} {format_bytes(nbytes)}" for name, nbytes in _needs(plan, tier) if nbytes]
     return " + ".join(terms) or "nothing"
 
@@ -173,13 +173,13 @@ def _needs(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
 
 
 def gathered_nbytes(plan: Plan) -> int:
-    """What GPU memory holds of a unit's parameters that live elsewhere, while it runs."""
+    """GPU memory for the parameters of a running unit that live elsewhere."""
     elsewhere = plan.gpu and (set(plan.parameters) != {Tier.DEVICE} or plan.decoded_window_nbytes)
     return plan.unit_nbytes if elsewhere else 0
 
 
 def host_window(plan: Plan) -> int:
-    """Least memory for copies of what lives on nvme or is stored in codes."""
+    """The least memory for copies of states on nvme or stored in codes."""
     on_nvme = {c for c in CLASSES if Tier.NVME in tiers_of(plan.placements, c)}
     if StateClass.PARAMETERS in on_nvme or StateClass.GRADIENTS in on_nvme:
         return plan.window_nbytes
@@ -189,8 +189,8 @@ def host_window(plan: Plan) -> int:
 
 
 def ahead_nbytes(plan: Plan, tier: Tier) -> int:
-    """Memory of a tier that a model which does not train reads ahead into, beside what it needs.
-    (Where a model trains, updates bring weights, too, and time decides what is worth more.)"""
+    """Memory of a tier for reading ahead, beside its needs, in a model that does not train. (When a
+    model trains, updates bring weights, too, and the time decides what is worth more.)"""
     computing = Tier.DEVICE if plan.gpu else Tier.HOST
     if tier not in (computing, Tier.HOST) or plan.trains:
         return 0
@@ -200,15 +200,15 @@ def ahead_nbytes(plan: Plan, tier: Tier) -> int:
 
 
 def spare_host_nbytes(plan: Plan) -> int:
-    """What is left of the host budget when all parameters and gradients on nvme have a copy there,
-    too; negative if they do not fit."""
+    """The host budget that is left if all parameters and gradients on nvme have copies there;
+    negative if they do not fit."""
     nvme = plan.expected[Tier.NVME]
     copies = nvme.get(StateClass.PARAMETERS, 0) + nvme.get(StateClass.GRADIENTS, 0)
     return plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST) - copies
 
 
 def spare_nbytes(plan: Plan) -> OldBytes:
-    """What is left of the budgets for old versions of groups that are updated on trial."""
+    """The budgets that are left for old versions of groups that are updated on trial."""
     saved = 0 if plan.activations is None else plan.activations.disk_nbytes
     left = plan.budgets[Tier.NVME] - needed_nbytes(plan, Tier.NVME) - saved
     memory = plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST)
@@ -216,7 +216,7 @@ def spare_nbytes(plan: Plan) -> OldBytes:
 
 
 def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
-    """Groups that a step which neither clips nor skips updates during its backward
+    """The groups that a step without clipping and skipping updates during its backward
     (zero/trials.py), and the bytes of their old versions."""
     if config.optimizer.in_backward is True:
         return {}
@@ -239,8 +239,8 @@ def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
 
 
 def nvme_slack(plan: Plan) -> int:
-    """Extents whose new version is being written while the old one is still valid; of what is not
-    trained there is none."""
+    """Room for extents whose new version is written while the old one is still valid; 0 if nothing
+    is trained."""
     if not plan.trains:
         return 0
     largest = max((g.parameters + g.gradients for g in plan.groups), default=0)

@@ -1,4 +1,4 @@
-"""Memory for what belongs to several ranks, where the model computes."""
+"""The memory for data shared by several ranks, where the model computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """Bytes in whole pages; of one rank."""
+    """The bytes of one rank, in whole pages."""
 
     gather_nbytes: int  # parameters of the unit that runs and of the group behind it, whole
     bucket_nbytes: int  # a group's gradients, before they are reduced
@@ -37,8 +37,8 @@ def plan_shared(
     sharding: Sharding, model: ModelShape, groups: Sequence[GroupBytes], config: OffloadConfig,
     *, moves: bool,
 ) -> SharedPlan | None:  # fmt: skip
-    """What a rank needs for working with others; None for one alone. `moves`: some parameters are
-    at home elsewhere than where the model computes."""
+    """Plan the memory for working with other ranks; None for a single rank. `moves`: some
+    parameters have their home elsewhere than where the model computes."""
     if sharding.world_size == 1:
         return None
     zero, itemsize = config.zero, ITEMSIZE[config.precision]
@@ -65,7 +65,7 @@ def plan_shared(
 
 
 def sent_nbytes(config: OffloadConfig, *, late: bool) -> int:
-    """Of an element of a gradient on its way."""
+    """The bytes of an element of a gradient in transit."""
     rounded = config.zero.reduce_dtype
     if rounded != "fp32":
         return ITEMSIZE[rounded]
@@ -86,8 +86,8 @@ def _gather_nbytes(
 
 
 def gather_room(model: ModelShape, itemsize: int) -> int:
-    """Bytes for whole parameters on a rank that keeps its shards alone: those of the largest unit
-    and of a group behind it. `model` is cut into shards."""
+    """The bytes for whole parameters on a rank that keeps only its shards: those of the largest
+    unit and of the following group. `model` is cut into shards."""
     whole = [
         0 if group.ep_size > 1 or group.layout.is_stored else pages(group.layout.numel * itemsize)
         for group in model.groups

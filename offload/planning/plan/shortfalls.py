@@ -1,4 +1,4 @@
-"""What a plan needs of a tier or of the machine beyond what is there, each with a remedy."""
+"""The bytes that a plan lacks in a tier or on the machine, each with a remedy."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from offload.zero.layout import Layout
 
 
 def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:
-    """Every tier that cannot hold its part, budgets first; empty for a plan that can run."""
+    """The shortfalls of all tiers that cannot hold their part, budgets first; empty if all can."""
     return (*_of_budgets(plan), *_of_machine(plan, hardware))
 
 
 def lacking_nbytes(plan: Plan, tier: Tier, hardware: Hardware, beside_nbytes: int) -> int:
-    """What a tier lacks of its budget (to read ahead, too) or of the machine, where `beside_nbytes`
-    of RAM are taken beside the tiers; negative: to spare."""
+    """The bytes that a tier lacks of its budget (including reads ahead) or of the machine, with
+    `beside_nbytes` of RAM in use beside the tiers; negative if there is room."""
     needed = needed_nbytes(plan, tier)
     lacking = needed + ahead_nbytes(plan, tier) - plan.room_nbytes(tier)
     if tier is Tier.NVME:
@@ -43,7 +43,7 @@ def lacking_nbytes(plan: Plan, tier: Tier, hardware: Hardware, beside_nbytes: in
 
 
 def _leaves_none_to_activations(plan: Plan) -> bool:
-    """Whether nvme is their home, and the other states leave nothing of it."""
+    """Whether activations have their home on nvme and the other states leave nothing of it."""
     at = plan.activations
     return at is not None and at.tier is Tier.NVME and not at.disk_nbytes
 
@@ -111,7 +111,7 @@ def _to_disk(plan: Plan, hardware: Hardware) -> str:
 
 
 def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
-    """A larger budget, and another change that would be enough alone."""
+    """Suggest a larger budget, and another change that would be enough alone."""
     raised = f"raise budget.{tier}"
     if plan.expected[tier].get(StateClass.KV, 0) > short_nbytes:
         fewer = plan.kv is not None and plan.kv.tokens > 1
@@ -144,7 +144,7 @@ def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
 def _moved(
     plan: Plan, tier: Tier, short_nbytes: int, chunk_numel: int
 ) -> list[PlacedClass]:  # fmt: skip
-    """The largest classes that together leave enough room when they go; none if all do not."""
+    """The largest classes whose move frees enough room; empty if moving all of them does not."""
     held = {placed: home_nbytes(plan, placed, tier) for placed in plan.placements}
     largest = sorted((c for c in held if held[c]), key=lambda c: -held[c])
     for count in range(1, len(largest) + 1):
@@ -158,7 +158,7 @@ def _moved(
 def _passing_nbytes(
     plan: Plan, tier: Tier, moved: Sequence[PlacedClass], chunk_numel: int
 ) -> int:  # fmt: skip
-    """What a tier needs for classes that live elsewhere and are only worked on there."""
+    """The bytes that a tier needs for classes that live elsewhere and are only processed there."""
     classes = {class_of(placed) for placed in moved}
     if tier is Tier.DEVICE:
         whole = plan.gpu and StateClass.PARAMETERS in classes
@@ -175,11 +175,11 @@ def _passing_nbytes(
 
 
 def _shared_nbytes(plan: Plan, tier: Tier) -> int:
-    """Of staging, what several ranks need, which no smaller chunk lowers."""
+    """The part of staging that several ranks need, which a smaller chunk does not reduce."""
     computing = Tier.DEVICE if plan.gpu else Tier.HOST
     return plan.shared.total_nbytes if plan.shared is not None and tier is computing else 0
 
 
 def _padding(layout: Layout) -> float:
-    """The share of a group's buffer that is there to be cut evenly."""
+    """The share of a group's buffer that pads it to an even division."""
     return 1 - sum(spec.numel for spec in layout.params) / layout.numel if layout.numel else 0.0

@@ -1,4 +1,4 @@
-"""Bytes of a model's states: counted from its own groups, nothing is allocated."""
+"""The bytes of a model's states, computed from its groups without allocating."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CLASSES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
 
 
 class ExpertClass(enum.StrEnum):
-    """The same classes of the states of experts, where these have homes of their own. Named as the
-    configuration does, below `placement`."""
+    """The classes of experts' states, if these have homes of their own, named as in the
+    configuration below `placement`."""
 
     PARAMETERS = "experts.parameters"
     GRADIENTS = "experts.gradients"
@@ -51,14 +51,14 @@ def class_of(placed: PlacedClass) -> StateClass:
 
 
 def tiers_of(placements: Placements, state_class: StateClass) -> set[Tier]:
-    """Where states of a class are, those of experts included; none where it has no home."""
+    """The tiers of a class of states, including those of experts; empty if it has no home."""
     homes = (placements.get(each) for each in (state_class, EXPERTS_OF[state_class]))
     return {tier for home in homes if home is not None for tier in home.tiers}
 
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """One group's states. Bytes in whole pages, as the tiers account them."""
+    """The bytes of one group's states in whole pages, as the tiers account for them."""
 
     name: str
     layout: Layout
@@ -72,7 +72,7 @@ class GroupBytes:
 
     @property
     def updated_numel(self) -> int:
-        """Of those, the ones that an update writes home."""
+        """The elements of `home_numel` that an update writes home."""
         whole = self.home_numel == self.layout.numel
         return self.layout.edge if whole else self.layout.shard_trainable
 
@@ -86,7 +86,7 @@ class GroupBytes:
 
     @cached_property
     def trained_numels(self) -> tuple[int, ...]:
-        """By parameter."""
+        """The elements of each trainable parameter."""
         return tuple(spec.numel for spec in self.layout.params if spec.trainable)
 
 
@@ -101,20 +101,20 @@ class Sizes:
     prefetch: int
 
     def record_nbytes(self, numel: int) -> int:
-        """Of a record of `numel` elements, in the tier where it is largest."""
+        """The bytes of a record of `numel` elements in the tier where it is largest."""
         return pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
 
 
 def late_groups(config: OffloadConfig, model: ModelShape) -> frozenset[int]:
-    """Groups whose parameters get several gradients in one backward pass: they are summed in fp32,
-    and the sums are complete at its end."""
+    """The groups whose parameters get several gradients in one backward pass. These are summed in
+    fp32, and the sums are complete at its end."""
     return model.shared if config.micro_batches > 1 else frozenset()
 
 
 def measure(
     config: OffloadConfig, model: ModelShape, sharding: Sharding = ALONE
 ) -> tuple[GroupBytes, ...]:
-    """Bytes of every group's states on one rank. `model` is cut into its shards."""
+    """Compute the bytes of every group's states on one rank. `model` is cut into its shards."""
     sizes = sizes_of(config)
     late = late_groups(config, model)
     return tuple(
@@ -124,7 +124,7 @@ def measure(
 
 
 def record_formats(config: OffloadConfig) -> dict[Tier, RecordFormat]:
-    """How an optimizer record is kept in each tier."""
+    """The format of optimizer records in each tier."""
     optimizer = config.optimizer
     return {
         tier: RecordFormat(
@@ -147,8 +147,8 @@ def sizes_of(config: OffloadConfig) -> Sizes:
 def _group_bytes(
     group: GroupShape, sizes: Sizes, sharding: Sharding, *, several: bool
 ) -> GroupBytes:
-    """`several`: the group gets more gradients per step than the configuration says. Those of
-    experts that are spread over ranks are kept until the step where they are reduced."""
+    """The bytes of a group. `several`: it gets more gradients per step than the configuration says.
+    Gradients of experts that are spread over ranks are kept until the step, which reduces them."""
     layout = group.layout
     itemsize = 4 if several else sizes.gradient_itemsize
     is_kept = group.ep_size > 1 and sharding.world_size > 1
@@ -169,19 +169,18 @@ def _group_bytes(
 
 
 def least_nbytes(group: GroupShape, itemsize: int) -> int:
-    """Of a group's parameters at home, as they are stored there; without padding, where they are
-    no codes."""
+    """The bytes of a group's parameters at home as stored: codes, or values without padding."""
     layout = group.layout
     return stored_nbytes(layout, itemsize) if layout.is_stored else group.numel * itemsize
 
 
 def stored_nbytes(layout: Layout, itemsize: int) -> int:
-    """Of a group with weights in codes."""
+    """The bytes of a group whose weights are in codes."""
     return lay_out_codes(layout, itemsize).stored_nbytes
 
 
 def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
-    """Of groups that have parts as long as each other's one, and how many there are."""
+    """A group of each kind (those with parts of equal length), and the number of such groups."""
     firsts: dict[object, GroupBytes] = {}
     counts: Counter[object] = Counter()
     for group in groups:
@@ -194,8 +193,8 @@ def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
 
 
 def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
-    """Elements of parameters, without padding, in a rank's part: trainable ones and frozen ones.
-    Each rank has all of what is not cut into shards."""
+    """The elements of parameters, without padding, in a rank's part: trainable and frozen.
+    Parameters that are not cut into shards are whole on each rank."""
     part = Part.of(layout, rank % layout.ranks)
     numels = [0, 0]
     for spec in layout.params:
@@ -206,14 +205,14 @@ def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
 
 
 def _by_chunk(numel: int, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
-    """`nbytes_of` every chunk; all but the last have the same length."""
+    """The bytes of every chunk; all but the last have the same length."""
     full, rest = divmod(numel, chunk_numel)
     last = (nbytes_of(rest),) if rest else ()
     return (nbytes_of(chunk_numel),) * full + last if full else last
 
 
 def with_records(group: GroupBytes, tiers: Sequence[Tier], sizes: Sizes) -> GroupBytes:
-    """The group with the bytes that its records have in the tiers they were given."""
+    """Return the group with the bytes of its records in the tiers that they were assigned."""
     if not tiers:
         return group
     held = {tier: records_in(group, tier, sizes) for tier in Tier if tier in tiers}
@@ -226,7 +225,7 @@ def with_records(group: GroupBytes, tiers: Sequence[Tier], sizes: Sizes) -> Grou
 
 
 def records_in(group: GroupBytes, tier: Tier, sizes: Sizes) -> tuple[int, ...]:
-    """Bytes of the group's records if all were in `tier`."""
+    """The bytes of the group's records if all were in `tier`."""
     return _in_chunks(group.layout.shard_trainable, sizes.chunk_numel, sizes.record_formats[tier])
 
 
@@ -237,7 +236,7 @@ def _in_chunks(numel: int, chunk_numel: int, kept: RecordFormat) -> tuple[int, .
 
 @dataclass(frozen=True)
 class RecordKind:
-    """Records of one group that are alike."""
+    """Equal records of one group."""
 
     tier: Tier
     numel: int
@@ -248,7 +247,7 @@ class RecordKind:
 def record_kinds(
     group: GroupBytes, tiers: Sequence[Tier], chunk_numel: int
 ) -> Iterator[RecordKind]:
-    """The records by tier, and the last one, which may be shorter; `tiers` has one per record."""
+    """Group the records by tier, the last, possibly shorter one apart; `tiers` has one each."""
     if not tiers:
         return
     last = group.layout.shard_trainable - (len(tiers) - 1) * chunk_numel
@@ -260,7 +259,7 @@ def record_kinds(
 
 
 def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
-    """Memory that copies of nvme state need at least: one unit's parameters, those of an enclosing
+    """The least memory for copies of states on nvme: the parameters of one unit and of an enclosing
     module that stay gathered meanwhile, and one group's gradients or one record."""
     other = max((max(group.gradients, group.largest_record) for group in groups), default=0)
     return gathered_unit(model, groups, other)
@@ -269,14 +268,14 @@ def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
 def gathered_unit(
     model: ModelShape, groups: Sequence[GroupBytes], other_nbytes: int = 0
 ) -> int:  # fmt: skip
-    """Memory for the largest unit's parameters, none of which are at home there."""
+    """The memory for the largest unit's parameters, none of which have their home there."""
     values = [group.decoded or group.parameters for group in groups]
     codes = [group.parameters if group.decoded else 0 for group in groups]
     return largest_unit(model, values, other_nbytes, codes)
 
 
 def decoded_window_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
-    """Memory for values whose codes are at home there; 0 where no weights are in codes."""
+    """The memory for values whose codes are at home there; 0 if no weights are in codes."""
     return largest_unit(model, [group.decoded for group in groups])
 
 
@@ -284,9 +283,10 @@ def largest_unit(
     model: ModelShape, parameters: Sequence[int], other_nbytes: int = 0,
     codes: Sequence[int] = (),
 ) -> int:  # fmt: skip
-    """Memory for parameters that are gathered at the same time, a unit's and an enclosing root's
-    (an expert's and its block's), beside one other copy. `parameters`: bytes by group; `codes`:
-    what some are decoded from, one after the other, each when it has the place for its values.
+    """The memory for parameters that are gathered at the same time, a unit's and an enclosing
+    root's (an expert's and its block's), beside one other copy. `parameters` are bytes by group;
+    `codes` are those that some are decoded from, one at a time, when the place for the values is
+    taken.
 
     They lie where earlier copies left room: with `n` copies in use, the space between them may be
     in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
@@ -311,7 +311,7 @@ def largest_unit(
 
 
 def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
-    """fp32 gradients of the largest block, summed over its micro-batches."""
+    """The bytes of the largest block's fp32 gradients, summed over its micro-batches."""
     blocks = [unit.groups for unit in model.units if unit.repeated]
     numels = [sum(groups[index].layout.numel_trainable for index in block) for block in blocks]
     return _pages_or_none(max(numels, default=0) * 4)
@@ -320,7 +320,7 @@ def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
 def staging_nbytes_of(
     placements: Placements, groups: Iterable[GroupBytes], sizes: Sizes, gpu: bool
 ) -> int:  # fmt: skip
-    """One buffer: the largest chunk of every class that may have to be staged for an update."""
+    """The bytes of one buffer: the largest chunk of every class that an update may stage."""
     trained = (g.layout for g in groups if g.layout.numel_trainable)
     numel = min(sizes.chunk_numel, max((layout.shard_numel for layout in trained), default=0))
     if not numel:
@@ -344,10 +344,10 @@ def staging_nbytes_of(
 
 
 def _pages_or_none(nbytes: int) -> int:
-    """As `pages`, of what is not there without bytes."""
+    """Like `pages`, but 0 for 0 bytes."""
     return pages(nbytes) if nbytes else 0
 
 
 def pages(nbytes: int) -> int:
-    """Rounded up to whole pages, at least one."""
+    """Round up to whole pages, at least one."""
     return round_up(max(nbytes, 1), PAGE_NBYTES)

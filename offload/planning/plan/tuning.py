@@ -1,8 +1,8 @@
-"""Chunk size and prefetch depth from measured bandwidth, where the configuration leaves them open.
+"""Chunk size and prefetch depth from measured bandwidth, if the configuration leaves them open.
 
-A chunk is long enough that starting its transfer costs little beside it, and short enough that the
-buffers of the pipeline are a small part of the budget. Prefetching keeps as many bytes in flight as
-a device needs to stay busy while the CPU is busy, too. Neither changes a bit of the result.
+A chunk is long enough that starting its transfer costs little in comparison, and short enough that
+the buffers of the pipeline are a small part of the budget. Prefetching keeps as many bytes in
+flight as a device needs to stay busy while the CPU is busy, too. Neither changes results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Measure = Callable[[], Bandwidth]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was chosen."""
+    """The chosen chunk size and prefetch depth."""
 
     chunk_numel: int
     prefetch: int
@@ -49,7 +49,7 @@ UNMEASURED = Tuning(chunk_numel=1 << 20, prefetch=4)  # right for 3 GB/s
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What streams through a model's tiers. Bytes per parameter are of all that moves together."""
+    """The data that streams through a model's tiers; bytes per parameter cover all that moves."""
 
     group_nbytes: Sequence[int]  # parameters of each group
     bytes_per_parameter: float
@@ -58,13 +58,13 @@ class Streamed:
 
 
 def rated_bandwidth(read_bytes_per_s: float, write_bytes_per_s: float) -> Measure:
-    """What would be measured, where it is known from elsewhere: a data sheet."""
+    """Return a "measurement" of a bandwidth that is known from elsewhere, such as a data sheet."""
     bandwidth = Bandwidth(read_bytes_per_s, write_bytes_per_s)
     return lambda: bandwidth
 
 
 def choose(streamed: Streamed, measure: Measure | None) -> Tuning:
-    """The chunk size and prefetch depth; `measure` is called if it is worth it."""
+    """Choose the chunk size and prefetch depth; `measure` is called only if it is worth it."""
     if measure is None or sum(streamed.group_nbytes) < WORTH_MEASURING_NBYTES:
         return UNMEASURED
     bandwidth = measure()
@@ -72,15 +72,15 @@ def choose(streamed: Streamed, measure: Measure | None) -> Tuning:
 
 
 def chunk_in_memory(threads: int, *, copied: bool) -> int:
-    """Elements per chunk where no part of one is read or written, a power of two. `copied`: parts
-    are copied between host and device, through buffers of a chunk's size."""
+    """The elements per chunk if chunks are in memory alone, a power of two. `copied`: parts are
+    copied between host and device, through buffers of a chunk's size."""
     numel = _power_of_two_below(_CHUNK_PER_THREAD_NUMEL * threads**2)
     most = _MOST_CHUNK_NUMEL if copied else _MOST_IN_MEMORY_NUMEL
     return max(UNMEASURED.chunk_numel, min(most, numel))
 
 
 def chunk_numel(bandwidth: Bandwidth, streamed: Streamed) -> int:
-    """Elements per chunk, a power of two."""
+    """The elements per chunk, a power of two."""
     per_second = min(bandwidth.read_bytes_per_s, bandwidth.write_bytes_per_s)
     wanted = per_second * _CHUNK_S / streamed.bytes_per_parameter
     room = streamed.host_budget * _STAGING_SHARE / streamed.buffers
@@ -90,7 +90,7 @@ def chunk_numel(bandwidth: Bandwidth, streamed: Streamed) -> int:
 
 
 def prefetch_depth(bandwidth: Bandwidth, streamed: Streamed) -> int:
-    """Groups to fetch ahead."""
+    """The number of groups to fetch ahead."""
     in_flight = max(_IN_FLIGHT_NBYTES, bandwidth.read_bytes_per_s * _IN_FLIGHT_S)
     sizes = sorted(streamed.group_nbytes)
     usual = sizes[len(sizes) // 2] if sizes else 1

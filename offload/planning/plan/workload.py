@@ -1,4 +1,4 @@
-"""What one optimizer step, or one generation of text, is given to work on."""
+"""The input of one optimizer step, or of one generation of text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _USUAL = (1, 512, 128)  # sequences, tokens of a prompt, new ones
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The input of one step, of one rank."""
+    """The input of one step of one rank."""
 
     batch: int  # sequences per backward pass
     sequence: int  # tokens per sequence
@@ -20,13 +20,13 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
+        """The tokens per step."""
         return self.batch * self.sequence * self.passes
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What `generate` is asked for: a pass over the prompts, which gives the first new token, and
+    """The arguments of `generate`: a pass over the prompts, which yields the first new token, then
     a pass of one token per sequence for each further one."""
 
     batch: int  # sequences
@@ -37,8 +37,8 @@ class Generation:
     def asked(
         cls, batch: int | None, prompt: int | None, new_tokens: int | None
     ) -> tuple[Generation, tuple[str, ...]]:
-        """With usual numbers for those that are None, and a note for each. ConfigError, naming the
-        option, for a number that cannot be meant."""
+        """Return a generation with usual numbers for those that are None, and a note for each.
+        Raise ConfigError, naming the option, for a number out of range."""
         given = {"batch": batch, "prompt": prompt, "new tokens": new_tokens}
         numbers = [
             usual if n is None else n for n, usual in zip(given.values(), _USUAL, strict=True)
@@ -58,17 +58,17 @@ class Generation:
 
     @property
     def decode(self) -> Workload:
-        """One of the passes behind the first one."""
+        """The input of a pass after the first one."""
         return Workload(self.batch, 1)
 
     @property
     def usual(self) -> Workload:
-        """The pass that there are most of."""
+        """The input of the most frequent pass."""
         return self.decode if self.new_tokens > 1 else self.prefill
 
     @property
     def context(self) -> int:
-        """Tokens of each sequence that the cache holds in the end: the last one is in no pass."""
+        """The tokens of each sequence in the final cache; the last token is in no pass."""
         return self.prompt + self.new_tokens - 1
 
     def _check(self) -> None:

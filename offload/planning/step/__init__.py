@@ -1,1 +1,1 @@
-"""A step: its program, what it moves and holds, and how long it takes."""
+"""A step: its program, the bytes that it moves and holds, and its duration."""

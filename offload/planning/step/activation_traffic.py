@@ -1,4 +1,4 @@
-"""Bytes of activations that leave during forward and come back during backward."""
+"""The bytes of activations that leave during forward and return during backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REQUEST_NBYTES = 2 << 20  # of one request: storages differ, pieces are at leas
 def add_activations(
     plan: Plan, model: ModelShape, facts: ActivationFacts, moves: Sequence[Move]
 ) -> None:
-    """What is saved leaves during forward and comes back during backward.
+    """Add the moves of saved activations, which leave during forward and return during backward.
 
     On nvme half of the window is never written, and what is still in the window is not read.
     """
@@ -53,5 +53,5 @@ def add_activations(
 
 
 def _part(nbytes: int, index: int, count: int) -> int:
-    """Part `index` of `nbytes` in `count` whole parts that add up."""
+    """Return part `index` of `nbytes` in `count` whole parts that add up."""
     return nbytes * (index + 1) // count - nbytes * index // count

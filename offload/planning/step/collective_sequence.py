@@ -1,4 +1,4 @@
-"""The collectives of one step, in order, from a model's shape and a rank's place among others.
+"""The collectives of one step, in order, from a model's shape and a rank's sharding.
 
     stage   forward                      backward
     0                                    every group averaged among the replicas
@@ -35,14 +35,14 @@ _STEPS = 3  # the first one does not know what comes next; the last one counts
 
 
 class Call(enum.StrEnum):
-    """What a process group is asked for."""
+    """The calls of a process group."""
 
     ALL_GATHER = "all-gather"
     ALL_TO_ALL = "all-to-all"  # of which a reduce-scatter is made: `zero.collectives`
 
 
 class Among(enum.StrEnum):
-    """Who takes part."""
+    """The ranks that take part in a call."""
 
     SHARDS = "shard group"  # neighbouring ranks: one copy of the states
     REPLICAS = "replicas"  # the ranks that own the same shard
@@ -50,7 +50,7 @@ class Among(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One call of a process group. `nbytes`: of the whole buffer, as long on every rank."""
+    """One call of a process group. `nbytes` is that of the whole buffer, equal on every rank."""
 
     call: Call
     among: Among
@@ -59,7 +59,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What all ranks do together with the buffer of one group. `action` is what asks for it."""
+    """The calls of all ranks for the buffer of one group, requested by `action`."""
 
     action: Action
     group: int
@@ -72,7 +72,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class CollectiveSequence:
-    """One step of a long run. The queues run side by side."""
+    """The collectives of one step of a long run. The two queues run side by side."""
 
     program: StepProgram
     gathers: tuple[Collective, ...]
@@ -81,15 +81,15 @@ class CollectiveSequence:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return sum(each.nbytes for each in (*self.gathers, *self.reductions))
 
 
 def collective_sequence(
     config: OffloadConfig, model: ModelShape, sharding: Sharding, passes: int
 ) -> CollectiveSequence:
-    """What a rank of `sharding` calls in one step of `passes` backward passes, each of which is
-    reduced (no `no_sync`)."""
+    """The collectives that a rank of `sharding` calls in one step of `passes` backward passes, each
+    of which is reduced (no `no_sync`)."""
     model = model.sharded(sharding.ranks, sharding.replicas)
     layouts = [group.layout for group in model.groups]
     itemsize = ITEMSIZE[config.precision]
@@ -123,7 +123,7 @@ def collective_sequence(
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """In which elements travel (`zero.collectives.Wire`)."""
+    """The format in which elements travel (`zero.collectives.Wire`)."""
 
     weight_nbytes: int
     codes_weights: bool
@@ -138,8 +138,8 @@ class _Format:
 def _reduction(
     layout: Layout, wire: _Format, sharding: Sharding, itemsize: int
 ) -> Iterator[Exchange]:
-    """As `zero.collectives.Collectives.reduce`: 16-bit gradients travel as they are to the owner of
-    their shard, their fp32 sums among its replicas."""
+    """The calls of `zero.collectives.Collectives.reduce`: 16-bit gradients travel unchanged to the
+    owner of their shard, then their fp32 sums among its replicas."""
     if sharding.ranks > 1:
         numel = layout.numel_trainable
         coded = (numel, 4 * scales_numel(numel))  # codes are followed by their scales
@@ -152,7 +152,7 @@ def _reduction(
 
 
 def _gather(layout: Layout, wire: _Format, *, frozen: bool) -> Iterator[Exchange]:
-    """Trainable and frozen parameters are sharded apart."""
+    """The calls that gather a group; trainable and frozen parameters are sharded separately."""
     numels = [layout.numel_trainable, layout.numel - layout.numel_trainable if frozen else 0]
     for numel in filter(None, numels):
         nbytes = codes_nbytes(numel) if wire.codes_weights else numel * wire.weight_nbytes
@@ -162,8 +162,8 @@ def _gather(layout: Layout, wire: _Format, *, frozen: bool) -> Iterator[Exchange
 def _of_updated(
     program: StepProgram, layouts: Sequence[Layout], wire: _Format
 ) -> Iterator[Collective]:
-    """Stages 1 and 2: every group once per step, behind its update; behind the step, where updates
-    are made within backward. Frozen ones never change."""
+    """The gathers of stages 1 and 2: every group once per step, after its update, or after the step
+    if updates are made within backward. Frozen groups never change."""
     actions, uses = program.actions, (Verb.FORWARD, Verb.BACKWARD)
     first = next((action for action in actions if action.verb in uses), None)
     behind = itertools.takewhile(lambda action: action.verb is not Verb.GRADIENT, actions)
@@ -177,7 +177,7 @@ def _of_updated(
 
 
 def _begins(program: StepProgram) -> dict[int, Action]:
-    """The first forward of every pass."""
+    """The first forward action of every pass."""
     found: dict[int, Action] = {}
     for action in program.actions:
         if action.verb is Verb.FORWARD:
@@ -186,7 +186,7 @@ def _begins(program: StepProgram) -> dict[int, Action]:
 
 
 class _GatheredGroups:
-    """Stage 3: which groups are whole in memory, by the rules of `zero.gathered.Gatherer`."""
+    """The groups that are whole in memory in stage 3, by the rules of `zero.gathered.Gatherer`."""
 
     def __init__(
         self, model: ModelShape, layouts: Sequence[Layout], wire: _Format, room_nbytes: int
@@ -223,7 +223,8 @@ class _GatheredGroups:
         return found
 
     def _use(self, action: Action, uses: Sequence[int], end: int) -> Iterator[Collective]:
-        """`end`: of the uses of this pass."""
+        """Gather the used group and the next one, if they are not held. `end`: of this pass's
+        uses."""
         group = action.group
         kept = self._kept if action.verb is Verb.FORWARD else frozenset[int]()
         if group not in self._held:

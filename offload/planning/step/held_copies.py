@@ -1,8 +1,8 @@
-"""Which copies of states are in memory when: a slot pool without its bytes, over a step's uses.
+"""Simulates which copies of states are in memory: a slot pool without bytes, over a step's uses.
 
-The same arena (`tiers/arena.py`), the same trace (`swap/trace.py`) and the same rule of what is
-given up (`swap/slot_pool.py`). Two things are taken as ideal: every move is over when the next one
-begins, and only the group at work uses its copies.
+It uses the same arena (`tiers/arena.py`), trace (`swap/trace.py`) and eviction rule
+(`swap/slot_pool.py`) as the runtime, with two simplifications: every move ends before the next one
+begins, and only the current group uses its copies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from offload.tiers.ledger import StateClass
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Copyable:
-    """What may have a copy: a group's parameters or gradients, or a record. Names decide what is
-    given up where nothing else does."""
+    """A state that may have a copy: a group's parameters or gradients, or a record. Names break
+    ties when copies are evicted."""
 
     name: str
     group: int
@@ -43,10 +43,10 @@ _Entry = tuple[float, int, str, int, Copyable]
 
 
 class HeldCopies:
-    """Copies in `nbytes` of memory.
+    """Simulates the copies in `nbytes` of memory.
 
-    Which one is needed last is known from a heap: when a copy is needed next changes only while it
-    is locked, at its own use, and for all at once when a step begins.
+    A heap finds the copy that is needed last: the next use of a copy changes only while it is
+    locked, at its own use, and for all copies when a step begins.
     """
 
     def __init__(self, nbytes: int, trace: Trace) -> None:
@@ -74,21 +74,21 @@ class HeldCopies:
         return self._arena.high_water_nbytes
 
     def begin_step(self) -> None:
-        """All expectations have changed."""
+        """Enter all copies anew, since the expected uses of all have changed."""
         self._heap = []
         for piece in self._held:
             self._enter(piece)
 
     def work_on(self, *pieces: Copyable) -> None:
-        """These copies cannot be given up from here on, those before can."""
+        """Lock these copies against eviction, and unlock the ones locked before."""
         before, self._locked = self._locked, set(pieces)
         for piece in before:
             if piece in self._held:
                 self._enter(piece)
 
     def write(self, piece: Copyable) -> None:
-        """The copy is new: it stays, and goes home if its room is needed, or if more than half of
-        the memory has such copies."""
+        """Mark the copy as newer than its home: it stays, and is sent home if its room is needed or
+        if more than half of the memory has such copies."""
         self._dirty[piece] = None
         staying = sum(each.nbytes for each in self._dirty)
         room = self._nbytes - sum(self._old.values())
@@ -102,13 +102,13 @@ class HeldCopies:
             staying -= each.nbytes
 
     def use_up(self, piece: Copyable) -> None:
-        """Nobody is expected to read the copy before it is dropped."""
+        """Mark the copy as not expected to be read before it is dropped."""
         self._used_up[piece] = None
         if piece in self._held:
             self._enter(piece)
 
     def keep_old(self, nbytes: int) -> None:
-        """Of what has its home in this memory and was just updated, until the step's end."""
+        """Keep the old version of an updated state at home in this memory until the step ends."""
         if not nbytes:
             return
         offset = self._arena.allocate(nbytes)
@@ -128,17 +128,17 @@ class HeldCopies:
         self._old.clear()
 
     def demand(self, piece: Copyable) -> bool:
-        """Make the copy, whatever has to go for it. Where all that is left is locked, the plan does
-        not fit, and it is taken to pass through."""
+        """Make the copy, whatever has to be evicted. If all other copies are locked, the plan does
+        not fit, and the copy only passes through."""
         self._take(piece, None)
         return True
 
     def offer(self, piece: Copyable) -> bool:
-        """Make the copy if there is room, or copies that are needed later than this one."""
+        """Make the copy if there is room, or if copies that are needed later can be evicted."""
         return self._take(piece, self._next_use(piece))
 
     def drop(self, piece: Copyable) -> None:
-        """Give the copy up, if there is one."""
+        """Evict the copy, if there is one."""
         self._dirty.pop(piece, None)
         self._used_up.pop(piece, None)
         copy = self._held.pop(piece, None)
@@ -166,8 +166,8 @@ class HeldCopies:
             self.most = dict(self._used)
 
     def _make_room(self, new: Copyable, before: float | None) -> int | None:
-        """Give up copies, the one needed last first, then send dirty ones home, until it fits; None
-        where it does not."""
+        """Evict copies, the one needed last first, then send dirty ones home, until there is room.
+        Return the offset; None if there is not enough room."""
         offset, kept, dirty = self._give_up(new.nbytes, before)
         steps_end = self._trace.cursor + self._trace.uses_left
         if before is None or (new.state_class is not StateClass.OPTIMIZER and before < steps_end):
@@ -187,7 +187,7 @@ class HeldCopies:
     def _give_up(
         self, nbytes: int, before: float | None
     ) -> tuple[int | None, list[_Entry], list[_Entry]]:
-        """Of clean copies; also those that were locked, and dirty ones, each needed last first."""
+        """Evict clean copies, the one needed last first. Return also locked and dirty ones."""
         kept: list[_Entry] = []
         dirty: list[_Entry] = []
         offset = None
@@ -215,7 +215,7 @@ class HeldCopies:
         heapq.heappush(self._heap, entry)
 
     def _next_use(self, piece: Copyable) -> float:
-        """In uses from the start of this step. As the runtime has it, an update that is pending
+        """The next use, in uses from the start of this step. As in the runtime, a pending update
         counts as one of the next step's."""
         trace = self._trace
         if piece in self._used_up:

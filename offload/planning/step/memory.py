@@ -1,7 +1,7 @@
-"""Predicted peaks of memory and disk, from a plan: what the ledger will have reached, and what the
-process and its files will have taken.
+"""Predicts peaks of memory and disk from a plan: those of the ledger, and those of the process and
+its files.
 
-    ledger    device   homes there, mirrors (GPU), buffers of our kernels (GPU)
+    ledger    device   homes there, mirrors (GPU), buffers of kernels (GPU)
               host     homes there, staging buffers, gradient sums, window of activations, copies of
                        what lives on nvme (`traffic`)
               nvme     at most: homes there, new versions beside the old ones (`nvme_most`),
@@ -53,7 +53,7 @@ ByClass = dict[MemoryClass, int]
 
 @dataclass(frozen=True)
 class _Homes:
-    """What has its home in one tier, by class, and the padding to pages and blocks."""
+    """The states with their home in one tier, by class, and the padding to pages and blocks."""
 
     by_class: ByClass
     padding_nbytes: int
@@ -64,12 +64,12 @@ class _Homes:
 
 
 class PlannedMemory:
-    """Peaks of a run of `plan`, in bytes; reads nothing of the machine.
+    """The peaks of a run of `plan` in bytes, computed without reading the machine.
 
-    `config` has `optimizer.in_backward` as the training loop will have it
-    (`OffloadConfig.owning_the_loop` for `offload train`). Capacities are the tiers' budgets (of
-    RAM: host's and, on a CPU, device's, with the baseline and the activations on top); a caller
-    that knows the machine replaces them.
+    `config` has `optimizer.in_backward` as the training loop sets it
+    (`OffloadConfig.owning_the_loop` for `offload train`). Capacities are the tiers' budgets (for
+    RAM: host's and, on a CPU, device's, plus the baseline and the activations); a caller that knows
+    the machine replaces them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PlannedMemory:
         self._copies = find_copies(self._plan, config, model, workload.passes, room, facts.kv)
 
     def _kv_in(self, tier: Tier) -> int:
-        """Caches of keys and values at home in a tier, and what is computed with there."""
+        """The bytes of KV caches at home in a tier, and of those that are computed with there."""
         held = self._facts.kv
         if held is None:
             return 0
@@ -152,7 +152,7 @@ class PlannedMemory:
 
     @property
     def _staging(self) -> int:
-        """Of the host ledger: buffers of the update and, on a CPU, what is where it computes."""
+        """The staging bytes of the host ledger: update buffers and, on a CPU, of computing."""
         return self._update_buffers + self._where_it_computes * (not self._plan.gpu)
 
     @property
@@ -161,14 +161,14 @@ class PlannedMemory:
 
     @property
     def _where_it_computes(self) -> int:
-        """Sums of micro-batches, and what working with other ranks takes."""
+        """The bytes of micro-batch sums, and of buffers for working with other ranks."""
         return self._plan.sums_nbytes + self._with_ranks
 
     # ---------------------------------------------------------------- other ranks
     @cached_property
     def _with_ranks(self) -> int:
-        """What working with other ranks takes where the model computes, as long as reductions keep
-        up with backward."""
+        """The bytes for working with other ranks where the model computes, as long as reductions
+        keep up with backward."""
         shared = self._plan.shared
         if shared is None:
             return 0
@@ -178,18 +178,18 @@ class PlannedMemory:
 
     @cached_property
     def _buckets(self) -> list[int]:
-        """Of whole gradients of a group on their way to their owners, the largest first."""
+        """The bytes of groups' whole gradients on their way to their owners, the largest first."""
         numels = (group.layout.numel_trainable for group in self._plan.groups)
         return sorted((pages(n * self._itemsize) for n in numels if n), reverse=True)
 
     @property
     def _late_buckets(self) -> int:
-        """More of them, where reductions fall behind backward."""
+        """The bytes of further buckets when reductions fall behind backward."""
         return sum(self._buckets[BUCKETS:]) if self._plan.shared is not None else 0
 
     # ---------------------------------------------------------------- device
     def _device_peak(self) -> int:
-        """On a GPU parameters from below have mirrors, as many as there is room for."""
+        """The ledger's peak of the device tier, on a GPU with mirrors of other parameters."""
         plan = self._plan
         homes = self._homes[Tier.DEVICE].nbytes + self._kv_in(Tier.DEVICE)
         if not plan.gpu:
@@ -208,7 +208,7 @@ class PlannedMemory:
         return codes + sum(group.decoded for group in self._plan.groups)
 
     def _gpu(self) -> PlaceEstimate:
-        """The tier is one block, taken whole; activations and the context lie beside it."""
+        """The estimate of GPU memory: the tier, one block, beside activations and the context."""
         budget, homes = self._plan.budgets[Tier.DEVICE], self._homes[Tier.DEVICE]
         by_class = dict(homes.by_class)
         kv = self._kv_in(Tier.DEVICE)
@@ -225,8 +225,8 @@ class PlannedMemory:
     # ---------------------------------------------------------------- RAM
     @property
     def _tensors(self) -> int:
-        """Where the model computes: at the peak of one forward and backward. What finds no place
-        in the window or on the disk stays there."""
+        """The bytes of tensors where the model computes, at the peak of a forward and backward
+        pass; includes saved tensors for which the window and the disk have no room."""
         if self._plan.activations is None:
             return self._facts.peak_nbytes
         stayed = self._facts.saved_nbytes - self._parked
@@ -234,31 +234,31 @@ class PlannedMemory:
 
     @property
     def _heap_holes(self) -> int:
-        """Of the C library, where the model computes on a CPU."""
+        """The bytes of holes in the C library's heap, if the model computes on a CPU."""
         if self._plan.gpu:
             return 0
         return heap_holes_nbytes(self._facts, leaves=self._plan.activations is not None)
 
     @property
     def _parked(self) -> int:
-        """What forward saves and another tier takes."""
+        """The bytes that forward saves and another tier takes."""
         activations = self._plan.activations
         room = self._window + activations.disk_nbytes if activations is not None else 0
         return min(self._facts.saved_nbytes, room)
 
     @property
     def nvme_is_bound(self) -> bool:
-        """Whether the ledger's peak of nvme depends on how fast moves are, and what is predicted
-        is the most it can be."""
+        """Whether the ledger's peak of nvme depends on the speed of moves, so that the prediction
+        is an upper bound."""
         by_class = self._on_nvme()
         moving = by_class[MemoryClass.STAGING] + by_class[MemoryClass.ACTIVATIONS]
         return moving > 0 or (self._in_backward and by_class[MemoryClass.GRADIENTS] > 0)
 
     @property
     def host_slack_nbytes(self) -> int:
-        """What the host ledger's peak may be off by the moment: gradients that an update within
-        backward has not given back yet, and those that other ranks have not taken yet, as far as
-        there is room. One group's on a quiet machine; on a busy one it falls behind by more."""
+        """The amount by which the host ledger's peak may vary: gradients that an update within
+        backward has not returned yet, or other ranks have not taken yet, if there is room. It is
+        one group's on a quiet machine, and more on a busy one."""
         late = 0 if self._plan.gpu else self._late_buckets
         if self._in_backward:
             pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
@@ -269,8 +269,8 @@ class PlannedMemory:
 
     @property
     def _activations_on_disk(self) -> int:
-        """None if half of the window takes them, which is kept unwritten; else any of them may be
-        there."""
+        """The bytes of activations that may be on disk; 0 if they fit in half of the window, which
+        is not written."""
         activations = self._plan.activations
         if activations is None or self._parked <= self._window // 2:
             return 0
@@ -307,7 +307,7 @@ class PlannedMemory:
         return PlaceEstimate(capacity, _without_zeros(by_class))
 
     def _states_in_ram(self) -> ByClass:
-        """Of the arenas what was ever touched, after some steps."""
+        """The bytes of the arenas that have been touched after some steps."""
         tiers = [Tier.HOST] if self._plan.gpu else [Tier.HOST, Tier.DEVICE]
         by_class = _no_bytes()
         for tier in tiers:
@@ -326,14 +326,14 @@ class PlannedMemory:
 
     @property
     def _ends_of_pinned(self) -> int:
-        """Memory is pinned in extents: at the end of what is used a whole one. What is not used of
-        the window for activations has two more such ends."""
+        """The unused ends of pinned memory, which is pinned in whole extents: one extent at the end
+        of the used part, and two more for the unused part of the window for activations."""
         return EXTENT_NBYTES * (3 if self._window else 1)
 
     @property
     def _largest_values(self) -> int:
-        """While the largest group is loaded: its values and a chunk of them in fp32; of what is not
-        trained, whose values are in files, one parameter at a time."""
+        """The bytes for loading the largest group: its values and a chunk of them in fp32. Without
+        training, values are read from files, one parameter at a time."""
         if not self._plan.trains:
             params = (param.numel for group in self._model.groups for param in group.params)
             return self._itemsize * max(params, default=0)
@@ -342,7 +342,7 @@ class PlannedMemory:
 
     # ---------------------------------------------------------------- nvme
     def _on_nvme(self) -> ByClass:
-        """Of the ledger, at most."""
+        """The upper bound of the nvme ledger by class."""
         by_class = _no_bytes()
         tried = tried_groups(self._planned, self._config)
         old = sum(each.files for each in tried.values())
@@ -364,7 +364,7 @@ class PlannedMemory:
         )  # fmt: skip
 
     def _disk(self) -> PlaceEstimate:
-        """Files: what is reserved when they are made, or lengthened in steps of 256 MiB."""
+        """The estimate of disk space: files are reserved, or extended by 256 MiB at a time."""
         by_class = self._on_nvme()
         homes = self._homes[Tier.NVME]
         total, optimizer = sum(by_class.values()), by_class[MemoryClass.OPTIMIZER]
@@ -381,8 +381,8 @@ class PlannedMemory:
 
 
 def _with_sums(plan: Plan, config: OffloadConfig, passes: int) -> Plan:
-    """The plan with gradients as they will be. Those of several passes are summed in fp32, planned
-    or not; sums that were not planned are on host where the plan says nvme."""
+    """Return the plan with the actual gradients: those of several passes are fp32 sums, planned or
+    not; unplanned sums are on host where the plan has nvme."""
     if config.precision == "fp32" or max(passes, config.gradient_accumulation_steps) == 1:
         return plan
     groups = tuple(
@@ -394,7 +394,7 @@ def _with_sums(plan: Plan, config: OffloadConfig, passes: int) -> Plan:
 
 
 def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:
-    """Bytes of a record's master and of its states, scales included, without gaps."""
+    """The bytes of a record's master and of its states, with scales and without gaps."""
     master = states = 0
     for field in kept.fields:
         nbytes = field.numel(numel) * field.dtype.itemsize

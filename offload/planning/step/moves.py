@@ -1,4 +1,4 @@
-"""What an action of a step moves: bytes over each link."""
+"""The bytes that an action of a step moves over each link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload.planning.step.program import Action
 
 @dataclass(slots=True)
 class Bytes:
-    """Over each link, and requests of nvme; and what was made of codes, where it is computed."""
+    """The bytes over each link, the requests to nvme, and the bytes decoded for computing."""
 
     read: int = 0
     written: int = 0
@@ -37,7 +37,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Parameters asked for by an action: for its own group, or ahead."""
+    """Parameters that an action requests, for its own group or ahead."""
 
     group: int
     read_nbytes: int
@@ -46,7 +46,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An action with all bytes that it moves; `fetches` tells those of parameters by group."""
+    """An action with all bytes that it moves; `fetches` has those of parameters by group."""
 
     action: Action
     nbytes: Bytes

@@ -1,4 +1,4 @@
-"""What one step does with each group, in the order in which it does it.
+"""The program of a step: its actions on each group, in order.
 
     forward    update(0) use(0) update(1) use(1) ...      updates of the step before, each in time
     backward   ... use(1) gradient(1) use(0) gradient(0)  with `in_backward`: update(1) update(0)
@@ -31,7 +31,7 @@ class Verb(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that happens to a group. `position` is how many uses of the step came before."""
+    """One action on a group. `position` is the number of earlier uses in the step."""
 
     verb: Verb
     group: int
@@ -41,7 +41,7 @@ class Action:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A step, and the uses (groups, in order) that the runtime's trace learns of it."""
+    """The actions of a step, and the uses (groups, in order) that the runtime's trace learns."""
 
     actions: tuple[Action, ...]
     uses: tuple[int, ...]
@@ -51,12 +51,12 @@ def write_program(
     config: OffloadConfig, model: ModelShape, passes: int, tried: Collection[int] = (), *,
     begins: bool = False,
 ) -> StepProgram:  # fmt: skip
-    """The program of a step of `passes` backward passes. Groups in `tried` are updated during
-    backward, as far as their gradients are complete there; with `begins` none were in the step
-    before, so that its updates are made in this one's forward.
+    """Write the program of a step of `passes` backward passes. Groups in `tried` are updated during
+    backward if their gradients are complete there; with `begins` none were in the step before, so
+    that its updates are made in this one's forward.
 
-    Updates behind the next forward are made just before their group is needed, as where they take
-    longer than the forward.
+    Updates during the next forward are made just before their group is needed, as happens when they
+    take longer than the forward.
     """
     forward = _forward_uses(model)
     backward = _backward_uses(model) if model.numel_trainable else {}
@@ -98,13 +98,13 @@ def write_program(
 
 
 def working_groups(model: ModelShape) -> frozenset[int]:
-    """Groups whose use is work: those that backward needs, if there is one. A table that rows are
-    taken of is not among them."""
+    """The groups whose use is work: those that backward needs, if there is one. A table that is
+    only looked up is not among them."""
     return frozenset(group for groups in _backward_uses(model).values() for group in groups)
 
 
 def pieces_of(config: OffloadConfig, batch: int) -> int:
-    """Of a batch, that a block of a dispatched model runs over."""
+    """The number of pieces in which a block of a dispatched model computes a batch."""
     return config.micro_batches if batch >= config.micro_batches else 1
 
 
@@ -114,7 +114,7 @@ def _rank(forward: list[int], otherwise: int) -> Callable[[int], int]:
 
 
 def _note(uses: list[int], group: int) -> None:
-    """A repeat in a row is one use."""
+    """Append a use; repeated uses in a row count once."""
     if not uses or uses[-1] != group:
         uses.append(group)
 
@@ -124,7 +124,7 @@ def _forward_uses(model: ModelShape) -> list[int]:
 
 
 def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
-    """Groups that backward needs, by unit."""
+    """The groups that backward needs, by unit."""
     found: dict[int, list[int]] = {}
     before_blocks = True
     for index, unit in enumerate(model.units):
@@ -135,13 +135,13 @@ def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
 
 
 def _is_one_matrix(model: ModelShape, unit: UnitShape) -> bool:
-    """Backward needs its matrix for the gradient of its input alone, which nothing asks for."""
+    """Whether the unit is one matrix, which backward would need only for its input's gradient."""
     own = [param for group in unit.groups for param in model.groups[group].params]
     return len(own) == 1 and len(own[0].shape) == 2
 
 
 def _gradient_ends(model: ModelShape) -> dict[int, list[int]]:
-    """Groups whose last gradient comes in the backward of a unit: of the first that uses them."""
+    """The groups by the unit whose backward ends their gradients, the first to use them."""
     first: dict[int, int] = {}
     for index, unit in enumerate(model.units):
         for group in unit.groups:

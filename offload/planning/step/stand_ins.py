@@ -1,4 +1,4 @@
-"""Few experts that stand for all: what a step does with one expert it does with many like it.
+"""Selects few experts that stand for all, since a step treats many experts alike.
 
 A model has thousands of experts, of which a pass touches some. The experts of a table that are at
 home in the same tiers are taken together in bundles; one of each, its first, is simulated for all:
@@ -28,8 +28,8 @@ MOST_GROUPS = 512  # that a step is simulated with
 
 @dataclass(frozen=True)
 class StandIns:
-    """A model whose units use stand-ins alone, and of how many groups each is one. Groups that are
-    no experts stand for themselves."""
+    """A model whose units use only stand-ins, and the number of groups that each stands for. Groups
+    that are no experts stand for themselves."""
 
     model: ModelShape
     alike: Mapping[int, int]  # groups by stand-in
@@ -40,7 +40,7 @@ class StandIns:
 def stand_ins(
     plan: Plan, model: ModelShape, workload: Workload | None, most_groups: int = MOST_GROUPS
 ) -> StandIns:
-    """`workload`: None where every expert is touched."""
+    """Select stand-ins. `workload` is None if every expert is touched."""
     alone = [index for index, group in enumerate(model.groups) if not group.table]
     alike, updated, used = (dict.fromkeys(alone, 1) for _ in range(3))
     chosen = None if workload is None else model.experts_per_token
@@ -72,7 +72,7 @@ def stand_ins(
 
 
 def _bundles(plan: Plan, table: Sequence[int], most: int | None) -> Iterator[tuple[int, int]]:
-    """The first of each bundle, and how many there are in it; about `most` bundles, or one each."""
+    """The first expert and the size of each of about `most` bundles, or one bundle each."""
     if most is None:
         yield from ((index, 1) for index in table)
         return
@@ -90,7 +90,7 @@ def _bundles(plan: Plan, table: Sequence[int], most: int | None) -> Iterator[tup
 
 
 def _spread(counts: Mapping[int, int], some: int, whole: int) -> dict[int, int]:
-    """`some` of `whole` things that come in `counts`, as evenly as whole numbers allow."""
+    """Distribute `some` of `whole` things over `counts` as evenly as whole numbers allow."""
     found, seen = {}, 0
     for index, count in counts.items():
         found[index] = (seen + count) * some // whole - seen * some // whole

@@ -1,4 +1,4 @@
-"""How long a step takes: its program run over links that work side by side.
+"""The duration of a step: its program is simulated over links that work side by side.
 
     nvme read    ├ U0 ┤├ U1 ┤├ U2 ┤      ├ 1 ┤├ 0 ┤
     optimizer         ├ U0 ┤├ U1 ┤├ U2 ┤
@@ -60,9 +60,10 @@ def estimate_step(
     plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
     workload: Workload, speeds: Speeds,
 ) -> StepEstimate:  # fmt: skip
-    """One step of a long run on hardware with these `speeds`. Takes milliseconds.
+    """Estimate one step of a long run on hardware with these `speeds`. Takes milliseconds.
 
-    Of many passes the first ones are simulated (and drawn), the others are like the last.
+    If there are many passes, the first ones are simulated (and drawn), and the others are like the
+    last.
     """
 
     def of(passes: int) -> StepEstimate:
@@ -77,7 +78,7 @@ def estimate_step(
 
 
 def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -> StepEstimate:
-    """`step` with `more` passes, each of which adds what its last one added to `shorter`."""
+    """Add `more` passes to `step`, each with the difference between `step` and `shorter`."""
     before = {link.name: link for link in shorter.links}
     links = tuple(
         LinkTime(
@@ -95,7 +96,7 @@ def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -
 def forward_work_s(
     cost: PassCost, experts: StandIns, config: OffloadConfig, rows: int, pieces: int, speeds: Speeds
 ) -> float:
-    """The work of a pass without gradients, of which each product has so many rows."""
+    """Seconds of work in a pass without gradients whose products have `rows` rows."""
     model, working = experts.model, working_groups(experts.model)
     straight = is_straight(rows, gpu=speeds.gpu)
     weights: dict[str, float] = defaultdict(float)
@@ -112,13 +113,13 @@ def forward_work_s(
 
 @dataclass(slots=True)
 class _Clock:
-    """When a link is free, and how long it was at work."""
+    """The time at which a link is free, and how long it has worked."""
 
     free_s: float = 0.0
     busy_s: float = 0.0
 
     def take(self, ready_s: float, seconds: float) -> tuple[float, float]:
-        """Begin and end of work that could begin at `ready_s`."""
+        """Return the begin and the end of work that is ready to begin at `ready_s`."""
         start_s = max(self.free_s, ready_s)
         self.free_s = start_s + seconds
         self.busy_s += seconds
@@ -161,7 +162,7 @@ class _Pipeline:
         self._exchanges = {} if alone else self._collectives(experts.model)
 
     def _collectives(self, model: ModelShape) -> dict[Action, list[Collective]]:
-        """By the action that asks for them."""
+        """The collectives by the action that requests them."""
         sequence = collective_sequence(
             self._config, model, self._plan.sharding, self._workload.passes
         )
@@ -171,8 +172,8 @@ class _Pipeline:
         return found
 
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
-        """Seconds of each use: a pass, shared out by parameters among groups backward needs; of
-        experts by those that a token is computed with."""
+        """Seconds of each use: those of a pass, divided by parameters among the groups that
+        backward needs; experts count with the parameters that compute a token."""
         precision = self._config.precision
         first = [move.action for move in self._traffic.moves if move.action.number == 0]
         uses = {
@@ -197,7 +198,7 @@ class _Pipeline:
         return costs
 
     def _active_numel(self, model: ModelShape, group: int) -> float:
-        """Parameters, of experts a token's share of those that a pass uses."""
+        """The parameters of a group in use; for experts only a token's share of them."""
         shape, used = model.groups[group], self._experts.used[group]
         chosen, table = model.experts_per_token, shape.table
         if chosen is None or not table:
@@ -281,8 +282,8 @@ class _Pipeline:
         self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written, "activations")
 
     def _spoken_s(self, action: Action, came_s: float) -> float:
-        """Since when it is known that a forward needs a group: of experts, since their router has
-        spoken, when the forward came to the first of them."""
+        """The time from which a forward is known to need a group. For experts it is when the
+        forward reached the first one of the table, when the router has chosen."""
         table = self._traffic.experts.model.groups[action.group].table
         if not table or action.verb is not Verb.FORWARD:
             return 0.0
@@ -334,7 +335,7 @@ class _Pipeline:
         self._write(end_s, moved.written, "update", share)
 
     def _lost_s(self, move: Move) -> float:
-        """What the cores lose to the bytes that an action moves."""
+        """Seconds that the cores lose to the bytes that an action moves."""
         if self._speeds.gpu:
             return 0.0
         moved = move.nbytes
@@ -343,7 +344,7 @@ class _Pipeline:
 
     # ---------------------------------------------------------------- links
     def _read(self, asked_s: float, nbytes: int, share: float = 1.0) -> float:
-        """When the bytes are there; `share` is what of the disk's speed they get."""
+        """The time at which the bytes have been read, at a `share` of the disk's speed."""
         return self._disk(READ, asked_s, nbytes, "read", share)
 
     def _write(self, ready_s: float, nbytes: int, label: str, share: float = 1.0) -> float:
@@ -378,7 +379,7 @@ class _Pipeline:
         return self._take(NETWORK, label, ready_s, seconds)
 
     def _take(self, link: str, label: str, ready_s: float, seconds: float) -> float:
-        """When work is over that could begin at `ready_s`."""
+        """The end of work that is ready to begin at `ready_s`."""
         start_s, end_s = self._clocks[link].take(ready_s, seconds)
         self._note(link, label, start_s, end_s)
         return end_s
@@ -389,8 +390,8 @@ class _Pipeline:
 
 
 def _disk_overlap(speeds: Speeds) -> float:
-    """How much of the shorter direction's time passes beside the longer one's: 0 .. 1, from equal
-    bytes both ways at once. Where that was not measured a disk is taken to do one at a time."""
+    """The share (0 to 1) of the shorter direction's time that overlaps the longer one's, from equal
+    bytes both ways at once; 0 if that was not measured."""
     if not speeds.nvme_mixed_bytes_per_s or not speeds.nvme_read_bytes_per_s:
         return 0.0
     read_s = 1 / speeds.nvme_read_bytes_per_s
@@ -400,7 +401,7 @@ def _disk_overlap(speeds: Speeds) -> float:
 
 
 def _drawn(spans: list[Span], begun_s: float, seconds: float) -> tuple[Span, ...]:
-    """Spans of one step counted from its start, those of one kind that nearly touch as one."""
+    """The spans of one step from its start; spans of a kind that nearly touch are merged."""
     drawn: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.link, span.start_s)):
         moved = Span(span.link, span.label, span.start_s - begun_s, span.stop_s - begun_s)

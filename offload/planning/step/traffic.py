@@ -1,5 +1,5 @@
-"""Steps of a plan, simulated without bytes: what the runtime will move over every link, action by
-action, and what copies host memory holds meanwhile.
+"""Simulates the steps of a plan without bytes: the bytes that the runtime will move over every link
+by action, and the copies that host memory holds meanwhile.
 
     use          parameters at home on nvme are read unless a copy is in host memory, and cross to
                  the device unless one is there; of that, what was updated elsewhere crosses again
@@ -65,7 +65,7 @@ _ALIKE = 0.002  # of them: no prediction tells less
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """One step in the long run."""
+    """The moves of one step in a long run."""
 
     moves: tuple[Move, ...]  # of actions with stand-ins
     experts: StandIns
@@ -76,7 +76,7 @@ def step_traffic(
     plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts | None,
     workload: Workload,
 ) -> StepTraffic:  # fmt: skip
-    """The bytes of one step. Without `facts`, those of activations are left out."""
+    """The bytes of one step. Without `facts`, activations are left out."""
     experts = stand_ins(plan, model, workload)
     room = plan.budgets[Tier.HOST] - plan.total(Tier.HOST)
     run = StepRun(
@@ -95,15 +95,15 @@ def step_traffic(
 
 
 def is_straight(rows: int, *, gpu: bool) -> bool:
-    """Whether products of so many rows are made from codes, not from the values of weights."""
+    """Whether products of so many rows are computed from codes rather than from decoded weights."""
     return rows <= STRAIGHT_ROWS and not gpu
 
 
 def _straight_groups(
     plan: Plan, config: OffloadConfig, model: ModelShape, workload: Workload
 ) -> Collection[int]:
-    """Groups in codes of which a pass makes no values: on a CPU few rows are multiplied straight
-    from codes, and of a table the rows are made that are looked up."""
+    """The groups in codes that a pass does not decode: on a CPU few rows are multiplied straight
+    from codes, and only looked-up rows of a table are decoded."""
     if plan.trains or plan.gpu:
         return ()
     rows = workload.batch * workload.sequence // pieces_of(config, workload.batch)
@@ -115,7 +115,7 @@ def _straight_groups(
 
 
 def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
-    """The moves of a step of `actions`: a pass that was not simulated is like the second one."""
+    """The moves of a step of `actions`: passes that were not simulated are like the second one."""
     few, many = moves[-1].action.number, actions[-1].number
     by_pass: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
@@ -131,17 +131,17 @@ def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:
 
 
 class StepRun:
-    """A program run step after step over the copies that memory holds, until two steps move the
-    same bytes: `moves` are those of the last one. `room_nbytes`: of host memory, for copies.
+    """A program run step after step over the copies in memory, until two steps move the same bytes:
+    `moves` are those of the last one. `room_nbytes` is the host memory for copies.
 
-    Of a step of many passes three are simulated: the first, one for all between, and the last.
+    In a step of many passes three are simulated: the first, one for all between, and the last.
     """
 
     def __init__(
         self, plan: Plan, config: OffloadConfig, experts: StandIns, passes: int, room_nbytes: int,
         kv: KVHeld | None = None, straight: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """`straight`: groups that are computed with as they are stored."""
+        """`straight` is the groups that are computed with as they are stored."""
         passes = min(passes, _MOST_PASSES)
         self._plan = plan
         self._experts = experts
@@ -172,7 +172,7 @@ class StepRun:
         self.moves = self._settled(config)
 
     def _name_states(self) -> None:
-        """States by group, called as the runtime calls them."""
+        """Name the states of each group in the same way as the runtime."""
         plan = self._plan
         self._weights: dict[int, Copyable] = {}
         self._decoded: dict[int, Copyable] = {}  # where the home has codes
@@ -222,12 +222,12 @@ class StepRun:
 
     @property
     def stages(self) -> bool:
-        """Whether chunks without a copy pass through the update's buffers. An update that runs
-        ahead of the forward finds less room than here, where forward has reached its group."""
+        """Whether chunks without a copy pass through the update's buffers. An update ahead of the
+        forward finds less room than in this simulation, where forward has reached its group."""
         return self._staged or self.host.evictions > 0
 
     def _load(self) -> None:
-        """The first values pass through memory group by group, and leave copies there."""
+        """Load the first values, which pass through memory by group and leave copies there."""
         for index, weights in self._weights.items():
             self.host.work_on(weights)
             if self._plan.parameters[index] is Tier.NVME:
@@ -238,7 +238,7 @@ class StepRun:
                 self.host.demand(record)
 
     def _run(self, program: StepProgram) -> list[Move]:
-        """One step; the first one learns what is used when."""
+        """Run one step; the first one learns the order of uses."""
         self._working = None
         self.host.begin_step()
         self._device.begin_step()
@@ -283,7 +283,7 @@ class StepRun:
         return moved
 
     def _decode(self, group: int, moved: Bytes) -> None:
-        """Values of a group that is used now are made where it is computed with."""
+        """Decode the values of a used group where the model computes."""
         decoded = self._decoded.get(group)
         if decoded is None or group in self._straight:
             return
@@ -294,7 +294,7 @@ class StepRun:
         memory.work_on(decoded)  # its codes have been read
 
     def _attend(self, seat: _Seat, moved: Bytes) -> None:
-        """Attention reads the keys and values of a layer, and adds those of a token."""
+        """Use a layer's cache: attention reads its keys and values, and adds those of a token."""
         self._trace.use(seat.pages.group)
         if seat.pages.nbytes:
             if seat.pages not in self.host:
@@ -308,8 +308,8 @@ class StepRun:
         moved.to_nvme(seat.written_nbytes, 0)
 
     def _fetch_ahead(self, action: Action, moved: Bytes) -> None:
-        """Which experts a forward needs it knows when their router has spoken: from the first one
-        of their table on."""
+        """Fetch the next groups. The experts that a forward needs are known from the first use of
+        their table on, when the router has chosen."""
         groups, used = self._experts.model.groups, self._experts.used
         here = groups[action.group].table
         left = self._plan.prefetch
@@ -326,7 +326,7 @@ class StepRun:
                 return
 
     def _bring(self, group: int, moved: Bytes, take: _Take) -> bool:
-        """To where it is computed with, if `take` finds room for copies."""
+        """Bring a group to where the model computes, if `take` finds room for copies."""
         plan, home = self._plan, self._plan.parameters[group]
         if home is Tier.DEVICE:
             return True
@@ -345,7 +345,7 @@ class StepRun:
         return there
 
     def _bring_host(self, group: int, moved: Bytes, take: _Take, count: int) -> bool:
-        """`count`: of those that the group stands for, how many are needed."""
+        """Bring a group to host memory; `count` of those that it stands for are needed."""
         weights = self._weights[group]
         if weights in self.host:
             return True
@@ -441,7 +441,7 @@ class StepRun:
         moved.to_nvme(nbytes, chunks)
 
     def _update_kind(self, group: int, kind: RecordKind, moved: Bytes) -> None:
-        """Weights and gradients of chunks whose records are alike."""
+        """Move the weights and gradients of chunks whose records are equal."""
         plan, tier = self._plan, kind.tier
         sizes = plan.groups[group]
         count = self._experts.updated[group] * kind.count
@@ -474,7 +474,7 @@ class StepRun:
 
 @dataclass(frozen=True)
 class PeakCopies:
-    """The host tier's copies of what lives on nvme or is stored in codes, at their peak. Bytes."""
+    """The host tier's copies of states on nvme or in codes, at their peak, in bytes."""
 
     by_class: dict[StateClass, int]  # copies in host memory, when they are most
     touched_nbytes: int  # of host memory that copies have ever lain in
@@ -487,7 +487,7 @@ class PeakCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """A layer's cache in the trace. Bytes of one pass."""
+    """A layer's cache in the trace, in bytes of one pass."""
 
     group: int  # of its block
     pages: Copyable  # on nvme
@@ -497,7 +497,7 @@ class _Seat:
 
 
 def _seats(model: ModelShape, kv: KVHeld | None) -> Iterator[tuple[int, _Seat]]:
-    """As many as there are caches, over the blocks in order."""
+    """The caches, distributed over the blocks in order."""
     blocks = [unit.groups[0] for unit in model.units if unit.repeated and unit.groups]
     count = len(kv.read) if kv is not None else 0
     if kv is None or not blocks or not count:
@@ -517,8 +517,8 @@ def find_copies(
     plan: Plan, config: OffloadConfig, model: ModelShape, passes: int, room_nbytes: int,
     kv: KVHeld | None = None,
 ) -> PeakCopies:  # fmt: skip
-    """Copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`. In a
-    long run every expert is touched, and leaves copies."""
+    """Find the copies in `room_nbytes` of host memory beside the homes there, in steps of `passes`.
+    In a long run every expert is touched and leaves copies."""
     if not plan.copies_on_host:
         return PeakCopies({}, 0, staged=False)
     experts = stand_ins(plan, model, None, _MOST_COPIED)

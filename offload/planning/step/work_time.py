@@ -1,4 +1,4 @@
-"""Seconds of work while nothing else runs: a pass of the model, the update of one group."""
+"""Seconds of work while nothing else runs: a pass of the model, or the update of one group."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
-    """One direction of one pass. On a GPU calls are queued ahead of the work: the longer of the two
-    counts. On a CPU each call is its own beginning."""
+    """Seconds of one direction of a pass. On a GPU calls are queued ahead of the work, and the
+    longer of the two counts; on a CPU each call comes before its work."""
     work_s = cost.flops / _matmul_rate(precision, speeds)
     rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
     work_s += cost.touched_nbytes / rate + cost.fresh_nbytes * speeds.fresh_s_per_byte
@@ -30,8 +30,7 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ForwardWork:
-    """What a forward without gradients computes with. Each of the `pieces` of the batch reads the
-    weights by itself."""
+    """The weights of a forward without gradients. Each of the batch's `pieces` reads them anew."""
 
     weights: Mapping[str, float]  # elements, by the format that they are multiplied in
     pieces: int = 1
@@ -40,7 +39,7 @@ class ForwardWork:
 
 
 def forward_s(cost: PassCost, work: ForwardWork, precision: str, speeds: Speeds) -> float:
-    """A forward without gradients: of few rows products take as long as reading weights does."""
+    """Seconds of a forward without gradients: few rows take as long as reading weights."""
     weights, pieces = work.weights, work.pieces
     numel = pieces * sum(weights.values())
     rows = cost.flops / (2 * numel) if numel else 0.0
@@ -55,8 +54,8 @@ def forward_s(cost: PassCost, work: ForwardWork, precision: str, speeds: Speeds)
 
 
 def _weight_s(rows: float, name: str, precision: str, speeds: Speeds) -> float:
-    """Seconds per element of weights in a product of so many rows: between those measured of their
-    format on a straight line."""
+    """Seconds per element of weights in a product of `rows` rows, interpolated linearly between the
+    measurements of their format."""
     measured = sorted(
         (int(key.rpartition(" ")[2]), rate)
         for key, rate in speeds.forward_flops_per_s.items()
@@ -90,7 +89,7 @@ def _matmul_rate(precision: str, speeds: Speeds) -> float:
 
 
 def update_s(plan: Plan, group: int, precision: str, speeds: Speeds) -> float:
-    """The optimizer's arithmetic on one group, wherever its records are, nothing else running."""
+    """Seconds of the optimizer's arithmetic on one group, wherever its records are."""
     kinds = record_kinds(plan.groups[group], plan.records[group], plan.chunk_numel)
     summed = plan.groups[group].summed
     return sum(
@@ -112,13 +111,13 @@ def _parameter_s(plan: Plan, tier: Tier, precision: str, speeds: Speeds, *, summ
 
 
 def update_traffic(kept: RecordFormat, itemsize: int, gradient_itemsize: int) -> float:
-    """Bytes per parameter of one update: all but the gradient is read and written back."""
+    """The bytes per parameter of one update: everything but the gradient is read and written."""
     record = sum(field.dtype.itemsize / field.block for field in kept.fields)
     return gradient_itemsize + 2 * (itemsize + record)
 
 
 def gradient_s(numel: int, precision: str, speeds: Speeds, *, summed: bool, first: bool) -> float:
-    """Copying a gradient into its accumulator in host memory, or adding it to what is there."""
+    """Seconds for copying a gradient into its accumulator in host memory, or adding it there."""
     into = 4 if summed else ITEMSIZE[precision]
     traffic = ITEMSIZE[precision] + into * (1 if first else 2)
     return numel * traffic / speeds.host_bytes_per_s
