@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from offload.config.fields import (
     AutoBool,
@@ -117,19 +117,22 @@ class OptimizerConfig(Section):
         examples=[1 << 20],
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_defaults(cls, value: Any) -> Any:
-        """Defaults for the chosen optimizer's numbers that were not set."""
+    def _fill_defaults(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Defaults for the chosen optimizer's numbers that were not set; `model_fields_set` names
+        only those that were."""
         if not isinstance(value, Mapping):
-            return value
+            return validate(value)
         if value.get("type") == "muon":
             raise KeyedError(f"type: muon is not supported. {WHY_NOT_MUON}", ("type",))
         kind = KINDS.get(str(value.get("type", "adamw")))
         if kind is None:
-            return value
+            return validate(value)
         absent = {key: default for key, default in kind.defaults.items() if value.get(key) is None}
-        return {**value, **absent}
+        filled = validate({**value, **absent})
+        filled.model_fields_set.difference_update(absent)
+        return filled
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:

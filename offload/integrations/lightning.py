@@ -337,9 +337,21 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
                 "%s: weights alone were asked for, and the engine's folder has the optimizer's "
                 "states as well", filepath,
             )  # fmt: skip
+        if self.lightning_module.trainer.interrupted:
+            self._drop_gradients_of_half_a_step(filepath)
         streamed_folder.save(
             self.engine, filepath, checkpoint, self.broadcast, writes=self.is_global_zero
         )
+
+    def _drop_gradients_of_half_a_step(self, filepath: Any) -> None:
+        """After an exception amid accumulation: the checkpoint is of the last step, as without this
+        strategy, and the exception stays the one that is seen."""
+        if self.engine.runtime.stepper.has_unstepped_gradients:
+            _log.warning(
+                "%s: the run was interrupted between a backward and its step; those gradients are "
+                "not in the checkpoint", filepath,
+            )  # fmt: skip
+            self.engine.optimizer.zero_grad()
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

@@ -229,7 +229,7 @@ def remove(path: Any) -> None:
 def load_weights(engine: Engine, states: Path) -> None:
     """Parameters and persistent buffers alone, whatever the optimizer was.
 
-    CheckpointError unless `states` has them all, in the model's shapes.
+    CheckpointError unless `states` has them all, in the model's shapes, and no others.
     """
     params = dict(engine.module.named_parameters(remove_duplicate=False))
     others = model.other_tensors(engine)
@@ -238,6 +238,13 @@ def load_weights(engine: Engine, states: Path) -> None:
         manifest = reader.manifest
         saved = {name: each for each in manifest.parameters for name in each.names}
         buffers = {each.name: each for each in manifest.buffers}
+        absent = sorted((saved.keys() | buffers.keys()) - (params | others).keys())
+        if absent:
+            more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+            raise CheckpointError(
+                f"{states} has {', '.join(absent[:3])}{more}, which the model does not have; it is "
+                "of another model"
+            )
         for name, tensor in (params | others).items():
             found = buffers.get(name) or saved.get(name)
             if found is None or tuple(found.shape) != tuple(tensor.shape):

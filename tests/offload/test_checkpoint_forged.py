@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import offload
 from offload.checkpoint import copy, manifest
@@ -351,6 +352,22 @@ def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callab
         "consolidate": lambda: weights_of(saved, out),
         "weights alone": lambda: load_weights(engine, saved),
     }
+
+
+def test_weights_alone_of_a_larger_model_are_refused(tmp_path: Path) -> None:
+    from offload.integrations.streamed_folder import load_weights
+
+    def layers(count: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+    with offload.initialize(layers(3), {}) as larger:
+        larger.save_checkpoint(tmp_path / "saved")
+    smaller = layers(2)
+    before = {name: value.clone() for name, value in smaller.state_dict().items()}
+    with offload.initialize(smaller, {}) as engine:
+        with pytest.raises(CheckpointError, match=r"2\.bias, 2\.weight, .* of another model"):
+            load_weights(engine, tmp_path / "saved")
+        assert all(torch.equal(before[name], v) for name, v in smaller.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["parameters/000.safetensors", "parameters", "manifest.json"])

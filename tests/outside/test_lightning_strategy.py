@@ -475,6 +475,35 @@ def test_a_save_that_is_cut_short_leaves_the_checkpoint_before(
     strategy.engine.close()
 
 
+class Broken(Lit):
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        if index == ACCUMULATE + 1:  # one backward after the first step
+            raise InterruptedError("by the test")
+        return super().training_step(batch, index)
+
+
+def test_an_exception_amid_accumulation_leaves_a_checkpoint_of_the_last_step(
+    tmp_path: Path,
+) -> None:
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    found = []
+    for name in ("plain", "ours"):
+        strategy = strategies.OffloadStrategy(keys_for(tmp_path)) if name == "ours" else "auto"
+        saving = OnExceptionCheckpoint(tmp_path / name, filename="last")
+        trainer = trainer_for(tmp_path, strategy, callbacks=[saving])
+        with pytest.raises(InterruptedError, match="by the test"):
+            trainer.fit(Broken(), rows())
+        found.append(tmp_path / name / "last.ckpt")
+    strategy.engine.close()
+    strategies.consolidate(found[1], tmp_path / "file.ckpt")
+    plain, ours = (
+        torch.load(file, weights_only=True) for file in (found[0], tmp_path / "file.ckpt")
+    )
+    assert ours["global_step"] == plain["global_step"] == 1
+    assert_close(ours["state_dict"], plain["state_dict"])
+
+
 def test_checkpoints_beyond_save_top_k_are_removed(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
     torch.manual_seed(3)
