@@ -114,7 +114,7 @@ def load(pointer, offsets, numel, WHOLE: tl.constexpr):
 
 @triton.jit
 def store(pointer, offsets, value, numel, WHOLE: tl.constexpr):
-    """As `load`, the other way."""
+    """Store elements at offsets; the reverse of `load`."""
     if WHOLE:
         tl.store(pointer + offsets, value)
     else:

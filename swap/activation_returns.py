@@ -79,7 +79,7 @@ class ActivationReturns:
         return self._fetch_here(record) if self._in_place else self._fetch_to_device(record)
 
     def _fetch_here(self, record: SavedStorage) -> torch.Tensor:
-        """On a CPU a slot is used as it is; what lies in several pieces is put together."""
+        """The bytes on a CPU: one slot is used as it is; several pieces are copied together."""
         if len(record.pieces) == 1:
             with self._lock:
                 self._bring(record.pieces[0], Priority.URGENT)
@@ -132,8 +132,8 @@ class ActivationReturns:
         return copy.memory
 
     def _take_ahead_for(self, stream: Stream | None, record: SavedStorage) -> DeviceCopy | None:
-        """What was copied ahead, for a use by `stream`: memory of another stream's would be given
-        out again there, without a wait for this use (lock held)."""
+        """The copy made ahead, for a use by `stream`, or None. A copy of another stream is not
+        used: its memory would be given out again there without a wait for this use (lock held)."""
         ahead = self.take_ahead(record)
         if ahead is not None and ahead.stream != stream:
             self._copies.hold(ahead, record.nbytes)

@@ -76,7 +76,7 @@ class FileState(SlotState):
 
     @uninterrupted
     def leave(self) -> None:
-        """Start taking every dirty piece home; of gradients only while nobody adds to them."""
+        """Start taking every dirty piece home; gradients only while no view of them is alive."""
         with self._lock:
             if self._class is StateClass.GRADIENTS and self._slot and self._slot.in_use():
                 return
@@ -411,7 +411,7 @@ class FileState(SlotState):
 
 
 def _wait_all(transfers: list[Transfer[None]]) -> None:
-    """Until the last one has ended; then raise the first error."""
+    """Wait until the last transfer has ended; then raise the first error."""
     failed: OffloadError | None = None
     for transfer in transfers:
         try:

@@ -47,7 +47,7 @@ _timeout_s: ContextVar[float | None] = ContextVar("timeout_s", default=None)
 
 @contextmanager
 def waiting(timeout_s: float) -> Iterator[None]:
-    """Hands that are made inside wait so long for each call."""
+    """Set the seconds that hands made inside wait for each call."""
     token = _timeout_s.set(timeout_s)
     try:
         yield
@@ -56,8 +56,8 @@ def waiting(timeout_s: float) -> Iterator[None]:
 
 
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
-    """Every call, in the hand's thread. Tests put one in its place that fails; `operation` and
-    `path` say what it is."""
+    """Make a call in the hand's thread. Tests replace this function with one that fails;
+    `operation` and `path` describe the call."""
     return function(*args)
 
 
@@ -95,7 +95,7 @@ class Call(Generic[R]):
         self._books = threading.Lock()
 
     def run(self) -> None:
-        """In the hand's thread."""
+        """Make the call, in the hand's thread."""
         with self._books:
             if self.has_returned:  # it was taken back
                 return
@@ -115,15 +115,15 @@ class Call(Generic[R]):
         _left.discard(self)
 
     def when_returned(self, function: Callable[[], None]) -> bool:
-        """Call `function` once it has returned, in its thread. False, and it is not called, if it
-        has already."""
+        """Call `function` in the call's thread once it has returned. Returns False, without calling
+        it, if it has already returned."""
         with self._books:
             if not self.has_returned:
                 self._then.append(function)
             return not self.has_returned
 
     def take_back(self) -> bool:
-        """Let it not be made; False if it has begun."""
+        """Cancel the call; False if it has begun."""
         with self._books:
             if self._has_begun:
                 return False
@@ -132,14 +132,14 @@ class Call(Generic[R]):
         return True
 
     def give_up(self) -> None:
-        """Let nobody wait for it any longer."""
+        """Give the call up: no thread waits for it any longer."""
         with self._books:
             if not self.has_returned:
                 _left.add(self)
         self.over.open()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is over, at most so long."""
+        """Wait until the call is over, for `timeout_s` at most."""
         looks = max(LOOKS, math.ceil(timeout_s / _LOOK_S))
         for look in range(1, looks + 1):
             if self.over.wait(timeout_s / looks):
@@ -195,7 +195,7 @@ class Hand:
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child, which has not got the thread."""
+        """Whether this process has the thread; a forked child does not."""
         return self._pid == os.getpid()
 
     def make(
@@ -208,7 +208,7 @@ class Hand:
         return self.result(call)
 
     def ask(self, call: Call[Any]) -> None:
-        """Have it made behind all others, and do not wait for it."""
+        """Queue the call behind all others, without waiting for it."""
         assert self._asked is not None, "it has not ended"
         self._last = call
         call.is_asked = True
@@ -218,8 +218,8 @@ class Hand:
             self._asked.put(call)
 
     def result(self, call: Call[R]) -> R:
-        """Of a call that was asked for, in the order of asking, or is asked for now. Raises as
-        `make`."""
+        """The result of a call that was queued before, in the order of queueing, or is queued now.
+        Raises like `make`."""
         if self._stuck is not None:
             raise self._stuck.stuck()
         try:
@@ -277,7 +277,7 @@ def _work(asked: SimpleQueue[Call[Any] | None]) -> None:
 
 
 def result_of(call: Call[R], timeout_s: float | None = None) -> R:
-    """One call, by a hand of its own. Raises as `Hand.make`."""
+    """The result of one call, made by a hand of its own. Raises like `Hand.make`."""
     hand = Hand(timeout_s)
     try:
         return hand.result(call)
@@ -286,7 +286,7 @@ def result_of(call: Call[R], timeout_s: float | None = None) -> R:
 
 
 def patiently(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
-    """The same, of a call that nobody asks about afterwards."""
+    """The result of one call, like `result_of`, for callers that need only the result."""
     return result_of(Call(operation, path, function, *args))
 
 

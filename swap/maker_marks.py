@@ -46,13 +46,13 @@ class Maker:
 
     @classmethod
     def here(cls, proc: Path = _PROC) -> Maker:
-        """This process."""
+        """The maker that represents this process."""
         pid = os.getpid()
         return cls(_boot(proc), _space(proc), pid, _ticks(pid, proc) or _UNKNOWN)
 
     def life(self, *, is_local: bool, proc: Path = _PROC) -> Life:
-        """`is_local`: no other machine can have made what carries this mark, so that another BOOT
-        is one of the past."""
+        """Whether the process lives. `is_local`: no other machine can have made the mark, so that
+        another BOOT is a past boot of this machine."""
         here = _boot(proc)
         if _NO_BOOT in (self.boot, here):
             return Life.UNKNOWN
@@ -75,7 +75,7 @@ def marked(stem: str) -> str:
 
 
 def maker_of(name: str) -> Maker | None:
-    """Who made what has this name; None unless `marked` made the name."""
+    """The process that made what has this name; None unless `marked` made the name."""
     found = _MARKED.fullmatch(name)
     if found is None or found["check"] != _check(found["start"]):
         return None
@@ -113,7 +113,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _ticks(pid: int, proc: Path) -> int | None:
-    """None if there is no such process."""
+    """The start time of a process, in ticks; None if there is no such process."""
     try:
         text = (proc / str(pid) / "stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

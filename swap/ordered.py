@@ -31,7 +31,7 @@ class _Job:
 
 
 class OrderedWork:
-    """Runs jobs one after another. After a failure nothing is run any more: every job that is
+    """Runs jobs one after another. After a failure no job is run any more: every job that is
     waiting, or comes later, fails with the same error."""
 
     def __init__(self, name: str, device: torch.device) -> None:

@@ -117,7 +117,7 @@ class PinnedFolder:
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
-        """Calling it again does nothing."""
+        """Close the folder. Idempotent."""
         fd, self.fd = self.fd, -1
         close(fd)
 
@@ -132,7 +132,7 @@ class PinnedFolder:
 
 
 def _opened(path: Path) -> int:
-    """`path` is absolute, and has no links."""
+    """A descriptor of the folder `path`, which is absolute and has no links."""
     fd = os.open("/", _FOLDER)
     for part in path.parts[1:]:
         outer = fd

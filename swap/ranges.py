@@ -22,7 +22,7 @@ def _torch() -> Any:
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """Around a phase, which is shown as `offload: NAME`."""
+    """A context around a phase, which the profiler shows as `offload: NAME`."""
     profiler = _torch()
     if not profiler._is_profiler_enabled:
         return _NOTHING

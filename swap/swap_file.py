@@ -41,7 +41,7 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 class FileCall(Call[R]):
-    """What is asked of a swap file or its folder; a message names `operation`, then the path."""
+    """A call on a swap file or its folder; its messages name `operation`, then the path."""
 
     stuck_message = (
         "%s has not ended for %.3g s: the device or its server does not answer, see `dmesg`; go on "
@@ -307,7 +307,7 @@ class _Unnamed:
     """A new file without a name, mode 0600: its descriptor, and what else has to go with it."""
 
     def __init__(self, folder: PinnedFolder) -> None:
-        """Raises PathError."""
+        """Raises PathError if the file cannot be made."""
         self.fd = -1
         self._private = ""  # our folder in `_outer`, where it could not be removed yet
         self._outer = -1
@@ -335,7 +335,7 @@ class _Unnamed:
             self._open_and_unlink(folder)
 
     def _open_and_unlink(self, folder: PinnedFolder) -> None:
-        """Without O_TMPFILE (NFS, FUSE): named for an instant, in a 0700 folder."""
+        """Make the file without O_TMPFILE (NFS, FUSE): named for an instant, in a 0700 folder."""
         self._private = marked("offload-swap")
         self._outer = os.dup(folder.fd)
         os.mkdir(self._private, 0o700, dir_fd=self._outer)
@@ -354,7 +354,7 @@ class _Unnamed:
             self._forget_folder(in_use=self.fd >= 0)
 
     def _forget_folder(self, *, in_use: bool) -> None:
-        """`in_use`: the file system may keep the open file there under another name."""
+        """Remove our folder. `in_use`: the file system may keep the open file there, renamed."""
         if not self._private:
             return
         try:
@@ -382,7 +382,7 @@ class _Unnamed:
             )  # fmt: skip
 
     def close(self) -> None:
-        """The file's bytes are gone with that. Calling it again does nothing."""
+        """Close the file, whose bytes are gone with that. Calling it again does nothing."""
         fd, self.fd = self.fd, -1
         close(fd)
         self._forget_folder(in_use=False)
@@ -426,7 +426,7 @@ def _smallest_accepted(fd: int, pages: memoryview, *, in_memory: bool) -> int:
 
 
 def _write_and_read(fd: int, page: memoryview, offset_bytes: int) -> None:
-    """Raises OSError, EINVAL also if fewer bytes moved."""
+    """Write and read a page. Raises OSError, EINVAL also if fewer bytes moved."""
     wrote = os.pwritev(fd, [page], offset_bytes)
     read = os.preadv(fd, [page], offset_bytes)
     if (wrote, read) != (page.nbytes, page.nbytes):

@@ -29,7 +29,7 @@ class AnonymousMemory(mmap.mmap):
             self.advise(mmap.MADV_HUGEPAGE, "huge pages")
 
     def advise(self, advice: int, what: str) -> bool:
-        """False from a kernel that cannot do it."""
+        """Give the kernel advice on all pages; False if the kernel does not support it."""
         try:
             self.madvise(advice)
         except OSError as error:

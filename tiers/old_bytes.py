@@ -1,4 +1,4 @@
-"""What it takes to go back behind an update that no step has decided yet."""
+"""The bytes needed to go back behind an update that no step has decided yet."""
 
 from __future__ import annotations
 

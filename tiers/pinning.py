@@ -62,12 +62,12 @@ class Pins:
 
     @property
     def nbytes(self) -> int:
-        """That are pinned."""
+        """The number of bytes that are pinned."""
         return sum(self._extents[i].stop - self._extents[i].start for i in list(self._pinned))
 
     def use(self, start: int, stop: int) -> None:
-        """Pin `[start, stop)` of the range, as far as it is not. Where that fails once it is said,
-        and what is not pinned yet stays so: it is copied from and to all the same, slower."""
+        """Pin the parts of `[start, stop)` that are not pinned yet. The first failure is logged,
+        and what is not pinned then stays so: it is copied from and to all the same, slower."""
         with self._lock:
             for index in self._indices(start, stop):
                 if self._failed:
@@ -97,7 +97,7 @@ class Pins:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Unpin all of it: nothing is pinned after. Raises what one of them raised."""
+        """Unpin everything. Raises an error of one of the calls."""
         with self._lock:
             self._failed = True
             unregister, pinned = accelerator.of(self._device).unregister, list(self._pinned)

@@ -1,4 +1,4 @@
-"""Where a class of state *should* live: its home, or how it is split over several."""
+"""The placement of a class of state: where it *should* live, in one tier or split over several."""
 
 from __future__ import annotations
 
