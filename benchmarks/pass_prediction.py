@@ -57,7 +57,7 @@ CASES = (
 
 @dataclass
 class Run:
-    """A case with its model, and what was found round by round."""
+    """A case with its model, and its results round by round."""
 
     case: Case
     model: LanguageModel
