@@ -74,7 +74,7 @@ class Generation:
         return found
 
     def check(self, placement: Mapping[str, Any], storage: str = "", kv: str = "bf16") -> str:
-        """What is wrong with the generated text; empty if nothing is."""
+        """The error in the generated text; empty if there is none."""
         found, decoded = self._generated(placement, storage, kv)
         what = f"{storage} {kv}"
         if what not in self._expected:  # of a cache in int8, what the first one gave

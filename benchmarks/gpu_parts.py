@@ -25,7 +25,7 @@ PROGRAMS = {
 
 
 class Status(enum.StrEnum):
-    """How a part ended."""
+    """The outcome of a part."""
 
     DONE = "done"
     FAILED = "failed"

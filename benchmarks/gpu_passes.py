@@ -114,8 +114,7 @@ def settings(case: PassCase, device_nbytes: int, host_nbytes: int) -> dict[str, 
 
 
 def _sizes_of(case: PassCase, device_nbytes: int, machine: GpuMachine) -> tuple[int, int]:
-    """The number of parameters, and the least bytes of host memory that the planner needs for
-    them."""
+    """The number of parameters, and the least bytes of host memory that the plan needs for them."""
     roomy = 1 << 50
     config = OffloadConfig.load(settings(case, device_nbytes, roomy)).for_inference()
     shape = shape_of(case.shape).stored(config.stored)

@@ -1,4 +1,4 @@
-"""How well the time of a step is predicted: measured steps beside what `estimate_step` says.
+"""The accuracy of the predicted time of a step: measured steps beside `estimate_step`.
 
     python -m benchmarks.step_prediction [--rounds 5] [--cases 'NAME; NAME'] [--path FOLDER]
                                          [--json FILE]

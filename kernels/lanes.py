@@ -82,7 +82,7 @@ class Lanes:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Which of the `width` neighbouring elements is in which lane."""
+        """The number of the element, among `width` neighbours, that each lane holds."""
         return range(self.width)
 
     def store_bf16(self, bits: Value, base: Value, index: Value) -> None:

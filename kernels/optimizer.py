@@ -77,7 +77,7 @@ class Missed:
 
 
 def scale_blocks(numel: int) -> int:
-    """How many scales an 8-bit state of `numel` elements has."""
+    """The number of scales of an 8-bit state of `numel` elements."""
     return -(-numel // BLOCK)
 
 

@@ -116,7 +116,7 @@ class Rule(IntEnum):
 
 
 class StateFormat(IntEnum):
-    """How a rule's states are kept; all of them alike. Stochastic rounding: `kernels.noise`."""
+    """The format of all states of a rule. Stochastic rounding: `kernels.noise`."""
 
     FP32 = 0
     BF16 = 1  # uint16 bits, rounded stochastically

@@ -76,7 +76,7 @@ def without_gradient(code: int) -> int:
 
 
 def master_of(weight: Float, *, low: bool, master: bool) -> Master:
-    """Which master the arrays given ask for; ValueError if they contradict each other."""
+    """The kind of master for the arrays given; ValueError if they contradict each other."""
     if low and master:
         raise ValueError("low, master: expected one of them, got both")
     if weight is Float.FP32 and (low or master):

@@ -58,7 +58,7 @@ class Code(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a tensor's elements are stored."""
+    """The stored format of a tensor's elements."""
 
     code: Code
     group_size: int = 64  # elements that share a scale

@@ -1,4 +1,4 @@
-"""Which pieces stay in the window, which leave for the disk, and which are evicted.
+"""The choice of pieces that stay in the window, leave for the disk, or are evicted.
 
 Backward needs last what forward saved first. So pieces leave in the order they were filled, and
 only as many as have to: half of the window is kept unwritten, and pieces that die or are needed

@@ -47,7 +47,7 @@ class ExtentAllocator(Protocol):
     """A tier as the store uses it. Called with the store's lock held."""
 
     def spare_nbytes(self, lengths: Sequence[int]) -> int:
-        """How much longer files of these `lengths`, one per path, may get in all."""
+        """The bytes by which files of these `lengths`, one per path, may grow in all."""
         ...
 
     def allocate(self, nbytes: int, owner: str, state_class: Any, lengths: Sequence[int]) -> Extent:

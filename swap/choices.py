@@ -50,7 +50,7 @@ class Table:
             self._shares[item] = _faded(share, self._passes - last) + _RECENT, self._passes
 
     def order_of(self, item: int) -> float | None:
-        """When this forward used `item`, from 0 to 1; None if its backward needs it no more."""
+        """The time of this forward's use, from 0 to 1; None if its backward does not need it."""
         use = self.chosen.get(item)
         return None if use is None else use / (self._uses + 1)
 

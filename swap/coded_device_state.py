@@ -75,7 +75,7 @@ class DeviceCodedState(CodedState):
         return view
 
     def codes(self) -> tuple[Codec, torch.Tensor] | None:
-        """None: the device decodes the codes itself."""
+        """Return None: the device decodes the codes itself."""
         return None
 
     def note_use(self) -> None:

@@ -1,4 +1,4 @@
-"""How a link between tiers spends its time.
+"""The use of a link between tiers, as seconds busy, stalled and idle.
 
     asked for   ├───── write ─────┤         ├── read ──┤    a request is handed over, or held back
     moving           ├── calls ───┤            ├─ call ┤

@@ -35,7 +35,7 @@ class OrderedWork:
     waiting, or comes later, fails with the same error."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """On a GPU the thread has a stream of its own."""
+        """Starts the thread, which on a GPU has a stream of its own."""
         self.lane = Lane(WaitFor.RANKS)
         self._stream = WorkStream(device)
         self._lock = threading.Lock()

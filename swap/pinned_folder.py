@@ -79,8 +79,8 @@ class PinnedFolder:
             close(outer)
 
     def check_owner(self) -> None:
-        """PathError where another user could replace what is made here, or exchange the folder for
-        a file system of their own."""
+        """Raise PathError if another user could replace what is made here, or exchange the folder
+        for a file system of their own."""
         try:
             status = os.fstat(self.fd)
         except OSError as error:

@@ -127,7 +127,7 @@ def file_system_of(path: Path) -> str:
 
 
 def direct_refusal(path: str | os.PathLike[str]) -> str | None:
-    """Why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
+    """The reason why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
     return result_of(FileCall("making a swap file in", path, _direct_refusal, path), TIMEOUT_S)
 
 

@@ -174,7 +174,7 @@ class Accelerator:
 
     @property
     def lacks_triton(self) -> str | None:
-        """Why our Triton kernels cannot run on this kind; None if they can."""
+        """The reason why our Triton kernels cannot run on this kind; None if they can."""
         return f"our Triton kernels have not been made to run on {self.title}"
 
 

@@ -82,7 +82,7 @@ class Placement:
 
 
 def _deal(size: int, count: int, weights: Sequence[int], behind: list[int]) -> list[int]:
-    """Which tier each of `count` equal pieces goes to; `behind` is brought up to date."""
+    """The index of the tier of each of `count` equal pieces; updates `behind`."""
     dealt = []
     shares = [size * weight for weight in weights]
     for _ in range(count):

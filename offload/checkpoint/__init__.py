@@ -54,9 +54,9 @@ def save_behind(
     engine: Engine, path: StrPath, state: Mapping[str, Any] | None, saves: BackgroundSaves,
     done: Callable[[], None],
 ) -> bool:  # fmt: skip
-    """As `save`, but return once the state is fixed, and write it while the engine trains; `done()`
-    is called on another thread when it is complete. False, after saying why once, where that cannot
-    be: nothing was begun then."""
+    """Like `save`, but return once the state is fixed, and write it while the engine trains;
+    `done()` is called on another thread when it is complete. Returns False, after logging the
+    reason once, if that is impossible: nothing was begun then."""
     from offload.checkpoint.background import BackgroundSave, why_not
 
     reason = why_not(engine)
@@ -70,12 +70,11 @@ def save_behind(
 
 def copy(source: StrPath, destination: StrPath) -> int:
     """Copy a checkpoint to or from an object store (`s3://...`, or any other URL that fsspec knows;
-    its libraries are yours to install); the bytes copied.
+    its libraries are yours to install); returns the number of bytes copied.
 
-    It is compared with its hashes before it counts: what comes, when it is here, and what goes,
-    before anything is sent. At a URL it is complete once its manifest is there, which comes last.
-    PathError where both are folders, or the URL has one already; CheckpointError, StorageError as
-    of a load.
+    The bytes are compared with their hashes before the copy counts: after a download, and before an
+    upload is sent. At a URL it is complete once its manifest is there, which comes last. PathError
+    where both are folders, or the URL has one already; CheckpointError, StorageError as for a load.
     """
     from offload.checkpoint.stores import copy_checkpoint
 

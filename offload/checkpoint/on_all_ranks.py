@@ -1,4 +1,4 @@
-"""An error of one rank is every rank's."""
+"""A context that raises an error of one rank on every rank."""
 
 from __future__ import annotations
 

@@ -68,13 +68,13 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
 
 
 def has_steps(folder: Path) -> bool:
-    """Whether there are checkpoints, or what is left of some."""
+    """Whether there are checkpoints, or leftovers of some."""
     return _is_folder(folder) and bool(_steps(folder))
 
 
 def other_step(path: Path, saved_as: str | None) -> str | None:
-    """What to say of a checkpoint that was saved as another step than its folder's name says: an
-    older one that was copied over a newer one would set a run back unseen."""
+    """The message about a checkpoint that was saved as another step than its folder's name says, or
+    None: an older one that was copied over a newer one would set a run back unnoticed."""
     here, there = step_of(path), None if saved_as is None else step_of(Path(saved_as))
     if here is None or there is None or here == there:
         return None
@@ -142,8 +142,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _steps(folder: Path, before: int | None = None) -> list[Path]:
-    """By step, ascending, those below `before`; none that another user may have put into a folder
-    open to all."""
+    """The checkpoints by step, ascending, below `before`; without those that another user may have
+    put into a folder open to all."""
     with storage_errors("looking at", folder):
         named = [each for each in entries(folder) if _STEP.fullmatch(each.name)]
         paths = [folder / each.name for each in named if not is_planted(each, folder)]
