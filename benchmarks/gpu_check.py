@@ -18,7 +18,7 @@
               and the time that is left allow
 
 Each part is a process of its own with a time limit. The record is written anew after each, so that
-whatever ends the check leaves what was found until then. Exit status 1 if a test or a part of ours
+whatever ends the check leaves what was found until then. Exit status 1 if a test or our own part
 failed, 0 otherwise, and 0 where there is no GPU.
 """
 

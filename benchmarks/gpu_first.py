@@ -94,7 +94,7 @@ def run_first(options: Mapping[str, Any], parent: Parent) -> None:
 def copied_and_back(device: torch.device) -> str:
     memory = HostMemory(2 * _COPY_NBYTES, pin_for=device)
     source, back = (memory.tensor(start, _COPY_NBYTES) for start in (0, _COPY_NBYTES))
-    source.copy_(torch.arange(_COPY_NBYTES) % 251 + 1)  # memory that nobody wrote to holds zeros
+    source.copy_(torch.arange(_COPY_NBYTES) % 251 + 1)  # memory that was never written holds zeros
     there = torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device)
     to_device, to_host = CopyStream(device), CopyStream(device)
     arrived = to_device.copy(there, source)

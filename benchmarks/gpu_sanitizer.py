@@ -1,4 +1,4 @@
-"""torch's CUDA sanitizer (`TORCH_CUDA_SANITIZER=1`), less what it takes for a race and is none.
+"""torch's CUDA sanitizer (`TORCH_CUDA_SANITIZER=1`), without its false reports of races.
 
 Its variable would have it from the start, and end the program by an exception in the middle of a
 call. Here it is on for a part of a program, and what it finds is listed. Two things it gets wrong:

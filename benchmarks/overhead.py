@@ -125,7 +125,7 @@ def _per_block(run: Callable[[], dict[str, float]], blocks: int) -> dict[str, fl
 
 
 def run(options: argparse.Namespace) -> Record:
-    """The record: a row per system, its seconds those of one block in one step."""
+    """The record: a row per system, with the seconds of one block in one step."""
     wanted = [name.strip() for name in options.placements.split(";")]
     record = Record("overhead", {"blocks": options.blocks, "device": options.device})
     with ExitStack() as stack:

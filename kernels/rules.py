@@ -168,7 +168,7 @@ class Scalars:
         return cls.states
 
     def names_of(self, count: int) -> tuple[str, ...]:
-        """Names of `count` states. ValueError if the rule cannot work with so many."""
+        """Names of `count` states. ValueError if the rule cannot work with that number."""
         if count not in self.state_counts:
             wanted = ", ".join(self.states[: self.state_counts[0]]) or "none (momentum is 0)"
             raise ValueError(f"states: expected {wanted}, got {count} arrays")

@@ -63,7 +63,7 @@ class ActivationReturns:
         count_forwarded: Callable[[int], None], *, in_place: bool,
     ) -> None:  # fmt: skip
         """`saved_before` gives the living records with smaller numbers, the latest first;
-        `count_forwarded` is told of bytes that did not have to be read."""
+        `count_forwarded` is called with bytes that did not have to be read."""
         self._backlog = backlog
         self._lock = backlog.lock
         self._links = links
@@ -113,8 +113,8 @@ class ActivationReturns:
         return HostPiece(piece.slot.tensor[: piece.nbytes], arrivals)
 
     def _bring(self, piece: SavedPiece, priority: Priority) -> bool:
-        """Start reading the piece into the place of what is needed later; False where that is not
-        enough (lock held)."""
+        """Start reading the piece, in place of pieces needed later; False where these do not make
+        enough room (lock held)."""
         if piece.slot is None:
             slot = self._backlog.offer(piece.nbytes, below=piece.number)
             if slot is None:
@@ -172,7 +172,7 @@ class ActivationReturns:
             return piece.copied
 
     def _stage(self, piece: SavedPiece) -> HostPiece | None:
-        """The piece in the window, if need be once there is room; None where there never is."""
+        """The piece in the window, after a wait for room if needed; None if there never is any."""
         with self._lock:
             look = self._look(piece)
         if look is not None:

@@ -65,7 +65,7 @@ class Parked:
     _offset_bytes: int
 
     def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved, without a graph. Waits for what is on its way."""
+        """The tensor as it was saved, without a graph. Waits for its arrival."""
         flat = self._tier.fetch(self._token)
         offset = (int(flat.storage_offset()) + self._offset_bytes) // self._dtype.itemsize
         empty = torch.empty(0, dtype=self._dtype, device=flat.device)
@@ -119,9 +119,9 @@ class ActivationTier:
 
     @uninterrupted
     def keep(self, tensor: torch.Tensor) -> Parked | None:
-        """Take `tensor`'s storage over; None where it stays where it is.
+        """Take over the storage of `tensor`; returns None if it stays where it is.
 
-        Waits for writes under way where the window is full. Raises StorageError if one failed.
+        Waits for writes under way if the window is full. Raises StorageError if one failed.
         """
         if not self._is_worth_it(tensor):
             return None

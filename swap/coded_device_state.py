@@ -27,8 +27,8 @@ from offload.tiers.errors import StateError
 
 
 class DeviceCodedState(CodedState):
-    """`pool` is one of device memory, `reads` are those of all its slots. Values in host memory,
-    for loading and reading out, are pageable and outside of any budget: one group's at a time."""
+    """`pool` is a pool of device memory, `reads` are its slots'. Values in host memory, for loading
+    and reading out, are pageable and outside of any budget: one group at a time."""
 
     def __init__(
         self, nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool, links: Links,

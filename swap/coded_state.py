@@ -76,7 +76,7 @@ class CodedState(SlotState):
         self._is_blank = self._is_reserved = False
 
     def leave(self) -> None:
-        """A slot is never dirty: what is written to it is stored at once."""
+        """Do nothing: a slot is never dirty, since what is written to it is stored at once."""
 
     def transit(self) -> Callable[[], None] | None:
         return None

@@ -152,8 +152,8 @@ class FileState(SlotState):
         return True
 
     def _staged_departures(self, fill: Priority | None) -> list[Transfer[None]] | None:
-        """Staged pieces on their way home, if anything is to be read: what is there now is their
-        old version."""
+        """The writes of staged pieces under way, if a read is asked for: the home has their old
+        version until then."""
         with self._lock:
             leaving = [] if fill is None else list(self._departures.values())
         return leaving or None
@@ -282,7 +282,7 @@ class FileState(SlotState):
             if old and self._slot is not None:
                 if self.can_drop():
                     self.drop()
-                else:  # a view that somebody has kept shows what counts
+                else:  # a view that was kept shows the valid bytes
                     for piece in old:
                         pages = self._slot_pages(piece)
                         self._arrivals[piece] = self._read(piece, pages, Priority.NORMAL)

@@ -1,6 +1,5 @@
-"""Calls of the system that may never return, made by threads that can be left behind: all that is
-asked of a checkpoint, and what is rarely asked of swap files, whose reads and writes `io_watch`
-watches.
+"""Calls of the system that may never return, made by threads that can be left behind: all calls on
+checkpoints, and rare calls on swap files, whose reads and writes `io_watch` watches.
 
 A disk or a server that does not answer keeps the thread that asks, and the kernel has no way to
 take a call back. So another thread asks, a *hand*, one call at a time:
@@ -39,7 +38,7 @@ R = TypeVar("R")
 _LOOK_S = 1.0  # at most: a Ctrl-C that comes just before one begins is raised at its end
 _PATIENCE_S = 5.0  # of a Ctrl-C, with the call that is under way
 
-_left: set[Call[Any]] = set()  # calls that nobody waits for any more, until they return
+_left: set[Call[Any]] = set()  # calls that were given up, until they return
 os.register_at_fork(after_in_child=_left.clear)  # where none of them ever does
 _here = threading.local()  # of a hand: the call that it makes
 _timeout_s: ContextVar[float | None] = ContextVar("timeout_s", default=None)
@@ -168,7 +167,7 @@ class Hand:
     _asked: SimpleQueue[Call[Any] | None] | None = None
 
     def __init__(self, timeout_s: float | None = None) -> None:
-        """`timeout_s`: for each call; by default that of `waiting`."""
+        """`timeout_s`: the limit for each call; by default that of `waiting`."""
         self._asked = SimpleQueue()
         self._stuck: Call[Any] | None = None
         self._last: Call[Any] | None = None  # that was asked for

@@ -328,7 +328,7 @@ class IOBackend(ABC):
         return True
 
     def _give_up(self, path: str) -> None:
-        """Fail all requests on a path whose calls do not return, and all that will come."""
+        """Fail all requests, present and future, on a path whose calls do not return."""
         with self._books:
             moving = self.watch.take(path)
             if not moving:  # they have just returned

@@ -78,7 +78,7 @@ class IOWatch:
         self._paths[piece.request.path].ended += 1
 
     def take(self, name: str) -> dict[IOPiece, float]:
-        """The calls under way on a path, and since when (monotonic); they are watched no more."""
+        """The calls under way on a path, and since when (monotonic); they are no longer watched."""
         path = self._paths[name]
         moving, path.moving = path.moving, {}
         return moving

@@ -61,7 +61,7 @@ class Lane:
         self.kind = kind
         self.waited_s = 0.0
         self.waiters = 0  # threads that wait now and are no workers: the model's
-        self.recorder: Recorder | None = None  # of what happens here, while somebody asks for that
+        self.recorder: Recorder | None = None  # of events here, while recording is on
 
     @contextmanager
     def waiting(self, what: object) -> Iterator[None]:

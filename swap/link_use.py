@@ -4,7 +4,7 @@
     moving           ├── calls ───┤            ├─ call ┤
                 ┤ st.├─── busy ───┤── idle ──┤s├─ busy ┤    stalled: asked for, and not moving
 
-The three add up to the time since the link was opened: of a step they are what they have grown by.
+The three add up to the time since the link was opened: for a step, take their differences.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LinkUse:
 
 
 class LinkMeter:
-    """Counts what was asked for and what moves. A clock is read only where the first comes or the
-    last goes. Not thread-safe: its owner has a lock."""
+    """Counts requests asked for and moving. A clock is read only when the first comes or the last
+    goes. Not thread-safe: its owner has a lock."""
 
     __slots__ = ("_asked", "_busy_s", "_moving", "_now", "_opened_s", "_since_s", "_stalled_s")
 

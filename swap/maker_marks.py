@@ -1,10 +1,10 @@
-"""Names that say which process made what they name, for what is to vanish with that process.
+"""Names that identify the process that made a file or folder which must vanish with it.
 
     STEM.tmp-BOOT-SPACE-PID-START-RANDOM-CHECK
 
 BOOT is the machine's since it was started, SPACE the namespace that PID counts in (containers have
 their own), START when the process began, since a pid is used again; CHECK a hash of all before it:
-no other name is taken for one. What a killed process left is told from what a living one uses.
+no other name is taken for one. So files of a killed process differ from those of a living one.
 """
 
 from __future__ import annotations

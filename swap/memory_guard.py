@@ -11,7 +11,7 @@ in time:
     no copy is left   an error before the next forward, where what may kill is nearer than a quarter
                       of the reserve
 
-Pinned memory (beside a GPU) is not given back: there the tier grows no more. Copies can be made
+Pinned memory (beside a GPU) is not given back: there the tier stops growing. Copies can be made
 again from their homes: no bit of a result depends on them. Others' memory can grow as fast as the
 kernel clears pages, and the less is left, the sooner comes the next look, of some 0.3 ms.
 """
@@ -110,7 +110,7 @@ class MemoryGuardReport:
 
 
 class MemoryGuard:
-    """Holds the copies of one pool within the RAM that there is. `close` ends its thread."""
+    """Keeps the copies of one pool within the available RAM. `close` ends its thread."""
 
     def __init__(
         self, pool: SlotPool, read: Callable[[], MachineMemory], *, sharing: int = 1,
@@ -173,7 +173,7 @@ class MemoryGuard:
             if self._is_stalled(state.stalled_us):
                 spare = min(spare, -(touched // 16))
                 why = "all tasks have waited for memory for a fifth of the last second (PSI)"
-            least = 0 if self._pool.tier.gives_back else touched  # nobody would have more
+            least = 0 if self._pool.tier.gives_back else touched  # giving up would free nothing
             limit = max(least, touched + (spare // 2 // self._sharing if spare > 0 else spare))
             if spare < 0:
                 self._hold(limit, why)

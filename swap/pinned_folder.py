@@ -1,8 +1,8 @@
-"""A folder for swap files, opened once: what is checked is what is used, whatever becomes of its
+"""A folder for swap files, opened once: what is checked is what is used, whatever happens to its
 name meanwhile.
 
 Links in the path are followed as the user means them, then each part is opened below the one
-before it, and none of them may be a link any more: whoever exchanges a part for a link while we
+before it, and none of them may be a link any more: the exchange of a part for a link while we
 look is noticed. Everything in the folder is made relative to its descriptor.
 """
 
@@ -89,7 +89,7 @@ class PinnedFolder:
         remedy = "name a folder in it that does not exist yet, which is then made for this user"
         is_open = status.st_mode & stat.S_IWOTH
         if is_open and status.st_mode & stat.S_ISVTX:
-            return  # as /tmp is: everybody may add files, nobody may touch those of others
+            return  # like /tmp: any user may add files, none may touch those of others
         if is_open:
             raise PathError(
                 f"nvme.paths: {self.path} is writable by every user and has no sticky bit "
@@ -107,7 +107,7 @@ class PinnedFolder:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that this user can still write. PathError where that is not said."""
+        """Bytes that this user can still write. PathError where the system does not say."""
         try:
             status = os.statvfs(self.fd)
         except OSError as error:

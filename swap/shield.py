@@ -1,6 +1,6 @@
 """A Ctrl-C waits until our bookkeeping is consistent.
 
-Python raises KeyboardInterrupt at any call of the main thread. Amid our books that would lose a
+Python raises KeyboardInterrupt at any call of the main thread. In our bookkeeping it could lose a
 slot, finish a request twice, or leave a lock locked. So a signal that comes while the main thread
 runs something `uninterrupted`, or `interrupted_in_waits`, is noted, and raised where the outermost
 of them ends:

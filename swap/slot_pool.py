@@ -51,7 +51,7 @@ class CachedPiece(Protocol):
     def drop(self) -> None: ...
 
     def leave(self) -> None:
-        """Start taking a dirty copy home. Nothing to do where it is clean or leaving."""
+        """Start taking a dirty copy home. Does nothing if it is clean or leaving."""
         ...
 
     def transit(self) -> Callable[[], None] | None:
@@ -104,7 +104,7 @@ class SlotPool:
 
     @property
     def limit_nbytes(self) -> int | None:
-        """Bytes of the tier that are used at most, but for what is needed now; None: all of it."""
+        """The limit on bytes used of the tier, which what is needed now may exceed; None: none."""
         return self._limit
 
     def keep_within(self, limit_nbytes: int | None) -> None:

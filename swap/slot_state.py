@@ -12,7 +12,7 @@ from offload.tiers.memory_tier import Lease
 
 
 class SlotState(State):
-    """A state with at times a copy in a slot of `pool`, whose lock guards its fields."""
+    """A state that may have a copy in a slot of `pool`, whose lock guards its fields."""
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, pool: SlotPool,

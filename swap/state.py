@@ -45,7 +45,7 @@ class HostPiece:
 
 
 class Undoable(Protocol):
-    """A state whose versions from before an update on trial can count again."""
+    """A state that can return to its versions from before an update on trial."""
 
     @property
     def old_nbytes(self) -> OldBytes:
@@ -175,7 +175,7 @@ class State(abc.ABC):
         self.wrote()
 
     def has_views(self) -> bool:
-        """Whether somebody may have a view of a copy in memory."""
+        """Whether a view of a copy in memory may be alive."""
         return True
 
     # update side --------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class State(abc.ABC):
 
 
 class MemoryState(State):
-    """State whose home is memory that it is used in: nothing ever moves."""
+    """State that is used in the memory that is its home: nothing ever moves."""
 
     in_place = True
     can_snapshot = True

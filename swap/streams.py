@@ -76,8 +76,8 @@ class CopyMark:
             self.event.synchronize()
 
     def replacing(self, marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
-        """This mark and `marks`, all of which are older: without those of its own stream, which are
-        done when it is."""
+        """This mark, with those of the older `marks` that are of other streams: marks of its own
+        stream are done when it is."""
         if self.event is None:
             return tuple(marks)
         return (*(mark for mark in marks if mark._stream is not self._stream), self)
@@ -206,8 +206,7 @@ class CopyStream:
     def transfer(
         self, mark: CopyMark, what: object, then: Callable[[], object] | None = None
     ) -> Transfer[None]:
-        """The copy that `mark` (of this stream) stands for, as a transfer; waiting for it is
-        optional.
+        """A transfer for the copy of `mark`, which is of this stream; waiting for it is optional.
 
         `then` runs when the copy is done, before the transfer is; until then it is kept, and with
         it what it refers to, such as the memory of both ends. Its errors are the transfer's.

@@ -220,8 +220,8 @@ class SwapFile:
             raise self._growth_error(nbytes, error) from error
 
     def close(self) -> None:
-        """Close the file, whose bytes are gone with that. Calling it again does nothing. What does
-        not return is left, and logged: nothing is lost with it."""
+        """Close the file, whose bytes are gone with that. Calling it again does nothing. A call
+        that does not return is left, and logged: nothing is lost with it."""
         self.fd = -1
         if self._file is None or (self._left and self._left.when_returned(self._close_file)):
             return  # its number must not be another file's while that call is under way
@@ -245,7 +245,7 @@ class SwapFile:
         self.close()
 
     def _go_direct(self) -> None:
-        """Switch O_DIRECT on if a real write and read succeed with it, else say why not."""
+        """Switch O_DIRECT on if a real write and read succeed with it, else log the reason."""
         try:
             found = _probe_direct(self.fd)
         except OSError as error:
@@ -304,7 +304,7 @@ class SwapFile:
 
 
 class _Unnamed:
-    """A new file without a name, mode 0600: its descriptor, and what else has to go with it."""
+    """A new file without a name, mode 0600: its descriptor, and the folder to remove with it."""
 
     def __init__(self, folder: PinnedFolder) -> None:
         """Raises PathError if the file cannot be made."""
@@ -360,7 +360,7 @@ class _Unnamed:
         try:
             os.rmdir(self._private, dir_fd=self._outer)
         except FileNotFoundError:
-            pass  # somebody else has removed it
+            pass  # another process has removed it
         except OSError as error:
             if in_use:
                 return

@@ -113,7 +113,7 @@ class ThreadsBackend(IOBackend):
         try:
             while not replaced and (taken := self._take()) is not None:
                 replaced = self._serve(*taken)
-        except BaseException as error:  # noqa: BLE001  a bug of ours: logged, and waiters told
+        except BaseException as error:  # noqa: BLE001  our bug: logged, and waiters told
             _log.exception("an I/O thread of the %s backend has died", self.name)
             if taken is not None and not taken[1].ended:
                 self._note_error(taken[1].request, error)

@@ -301,7 +301,7 @@ class Cuda(_OwnStreams):
     def _clear_last_error(self, device: torch.device) -> None:
         """The driver keeps the error of a failed call until it is asked for, which PyTorch does
         after its next kernel: a kernel that is not to blame would raise it. PyTorch has no call
-        that only asks, so a kernel of ours takes the blame."""
+        that only asks, so one of our kernels takes the blame."""
         import torch
 
         try:

@@ -17,7 +17,7 @@ _MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 on
 class AnonymousMemory(mmap.mmap):
     """Address space of `nbytes`, at least a page; a page costs RAM when it is first touched.
 
-    OSError where there are not so many addresses.
+    OSError if the address space is too small.
     """
 
     def __new__(cls, nbytes: int) -> Self:

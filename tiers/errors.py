@@ -135,7 +135,7 @@ class StateError(OffloadError):
 
 
 class ModifiedError(StateError, RuntimeError):
-    """Backward needs what was changed in place since the forward. Torch raises a RuntimeError."""
+    """A value that backward needs was changed in place. Torch raises a RuntimeError, too."""
 
 
 class NonfiniteError(OffloadError):

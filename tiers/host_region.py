@@ -1,4 +1,4 @@
-"""Anonymous memory that a forked child does not share, but for what somebody can still see of it.
+"""Anonymous memory that a forked child does not share, except for the parts that are in view.
 
 After a fork, parent and child share their pages until one of them writes: while a DataLoader's
 worker lives, whatever the parent rewrites is copied first, and the RAM of all states in host memory
@@ -8,7 +8,7 @@ parent's.) So the pages here stay with the parent. In the child:
     seen        a tensor beside the lease's own views it (a parameter used in place, something that
                 a user keeps): inherited as usual, with the values that it had when the child was
                 forked
-    not seen    zeros, which nobody reads: the tensors that lead there refuse every use
+    not seen    zeros, which are never read: the tensors that lead there refuse every use
 
 The child keeps the addresses (MADV_WIPEONFORK, not MADV_DONTFORK). In a hole it would soon map
 other memory of its own, which the end of this object there would then unmap.

@@ -104,12 +104,12 @@ class MemoryTier:
 
     @property
     def touched_nbytes(self) -> int:
-        """Bytes of memory that it takes now, with what is free again."""
+        """The bytes of memory that it takes now, including ranges that are free again."""
         return self._memory.touched_nbytes
 
     @property
     def gives_back(self) -> bool:
-        """Whether what is free can be given back before the tier is closed."""
+        """Whether free ranges can be given back before the tier is closed."""
         return self._memory.gives_back
 
     def give_back(self, start: int, stop: int) -> None:

@@ -19,5 +19,5 @@ class OldBytes:
         return OldBytes(self.files - other.files, self.memory - other.memory)
 
     def holds(self, other: OldBytes) -> bool:
-        """Whether so many are enough for `other`."""
+        """Whether these bytes are enough for `other`."""
         return other.files <= self.files and other.memory <= self.memory

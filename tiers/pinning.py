@@ -10,7 +10,7 @@ No copy may reach from one registered range into another, or into memory that is
 CUDA refuses it as an invalid argument. (Its manual, "API synchronization behavior", asks for memory
 that is "entirely registered"; that two neighbours are not was seen by SGLang, pull request 36798.)
 Leases are of any size, so no extents could be laid out that none of them crosses. Hence borders
-follow a rule that needs no table, and `pieces` cuts any range there, whoever it belongs to.
+follow a rule that needs no table, and `pieces` cuts any range there, whatever its owner.
 """
 
 from __future__ import annotations

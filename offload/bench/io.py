@@ -40,7 +40,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class IoOptions:
-    """`nbytes` per pass; None takes 1 GiB, or a tenth of what is free on the device."""
+    """`nbytes` per pass; None takes 1 GiB, or a tenth of the free space on the device."""
 
     folder: Path | None = None
     nbytes: int | None = None

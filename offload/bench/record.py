@@ -51,7 +51,7 @@ class Row:
         return bool(self.measures)
 
     def median(self, measure: str) -> float:
-        """The median over rounds; NaN for what was not measured."""
+        """The median over rounds; NaN for a measure that is missing."""
         values = self.measures.get(measure)
         return statistics.median(values) if values else math.nan
 
@@ -78,7 +78,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Ratio:
-    """`measure` of row `of`, divided by that of row `to`, round by round."""
+    """The ratio of `measure` between the rows `of` and `to`, round by round."""
 
     of: str
     to: str

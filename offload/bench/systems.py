@@ -169,7 +169,7 @@ def between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, in
 
 
 def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
-    """The system that a child's options name, with its configuration."""
+    """The system of a child's options, with its configuration."""
     from offload.config import OffloadConfig
 
     config = OffloadConfig.load(options["config"])

@@ -2,7 +2,7 @@
 
     save_checkpoint(wait=False)   the numbers and buffers are copied, the versions on nvme kept, and
     │                             parameters written that are used in place in host memory, where
-    │                             anybody might write to them
+    │                             they might be overwritten
     ├─ training ──────────────▶
     └─ a thread ──────────────▶   groups in order of use, one that an update waits for first; then
                                   the manifest; then the folder gets its name

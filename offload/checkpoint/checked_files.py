@@ -2,8 +2,8 @@
 
 A read is cut into the blocks that it lies in (see `blocks`). One that is wanted whole goes straight
 into the caller's memory, and is hashed there; one that is wanted in part stays for the next read,
-until its end was taken. So who reads a section from its front to its end, in whatever pieces, reads
-it once.
+until its end was taken. So a section that is read from its front to its end, in any pieces, is read
+once.
 """
 
 from __future__ import annotations

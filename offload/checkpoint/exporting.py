@@ -86,7 +86,7 @@ def export(
     path: Path, out: Path, dtype: str | None = None, source: Path | None = None,
     hub_format: WriteHubFormat | None = None, *, replaces: bool = False,
 ) -> list[Path]:  # fmt: skip
-    """Write the model of checkpoint `path` to `out`; the files written.
+    """Write the model of checkpoint `path` to `out`; return the files written.
 
     `dtype` fp32 gives full-precision (master) weights, bf16 and fp16 16-bit ones, None those that
     the model computed with. Every name is there, but those that transformers ties itself;
@@ -128,7 +128,7 @@ def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
     try:
         yield pending
         if not replaces:
-            check_new(out)  # somebody else may have made it meanwhile
+            check_new(out)  # another process may have made it meanwhile
         with storage_errors("creating", out):
             sync_tree(pending)  # before it can have the name
             rename(pending, out)

@@ -2,12 +2,12 @@
 
 A pickle is a program for a machine with a stack. GLOBAL looks a function up in a module, REDUCE
 calls it. Here the first makes a `Named`, which is two texts, and the second a `Made`, which notes
-what would have been called with what. Who reads them looks for those it knows:
+what would have been called with what. The reader looks for those it knows:
 
     torch.Size((3, 4))     Made(Named("torch", "Size"), ((3, 4),))
 
 What comes of a pickle is bounded by its bytes. It may hold itself, and one list a thousand times:
-who follows it needs a bound of its own (`Walk`). Opcodes that Python's pickle does not write by
+following it needs a bound of its own (`Walk`). Opcodes that Python's pickle does not write by
 itself since 2003 are unknown.
 """
 

@@ -4,7 +4,7 @@
     NAME.tmp-*               exclusive, while it is written
     any folder               shared, while it is read; exclusive, while it is removed
 
-On file systems without locks nothing is waited for, and what killed writers left stays.
+On file systems without locks no call waits, and folders that killed writers left stay.
 """
 
 from __future__ import annotations

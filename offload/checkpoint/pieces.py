@@ -158,7 +158,7 @@ def _pages(buffer: torch.Tensor, span: slice) -> torch.Tensor:
 def overlaps(
     specs: Sequence[ParamSpec], elements: range
 ) -> Iterator[tuple[ParamSpec, slice, slice]]:
-    """The parameters in a range of the flat buffer: each with its elements there and its own."""
+    """The parameters in a range of the flat buffer, each with its slices there and in itself."""
     for spec in specs:
         lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
         if lo < hi:

@@ -163,7 +163,7 @@ class CheckpointReader:
         self, files: Collection[str] | None = None
     ) -> Iterator[tuple[list[str], StoredTensor]]:
         """Every parameter and buffer (of some files), with its names, the file's own first.
-        CheckpointError unless its file is there in full length."""
+        CheckpointError unless its file exists in full length."""
         groups, buffers_file = self.manifest.groups, self.manifest.buffers_file
         there = {*(group.parameters for group in groups), buffers_file}
         wanted = there if files is None else there.intersection(files)

@@ -36,7 +36,7 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
     Adopts a checkpoint that a killed writer had finished. Every file is there in full length;
     hashes are checked by the load. A torn checkpoint (a partial copy, say) is passed over with a
     warning, and so is one that was saved as another step, unless there are no others. StorageError
-    where there are some, and the disk lets none be read.
+    where checkpoints exist, and the disk lets none be read.
     """
     folder = path_of(folder, "folder")
     if not _is_folder(folder):
@@ -83,7 +83,7 @@ def other_step(path: Path, saved_as: str | None) -> str | None:
 
 def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> list[Path]:
     """Remove all but the `keep_last` (at least 1) highest steps that are whole, and of the others
-    those of each `keep_every`-th step; what was removed, oldest first. Torn ones do not count;
+    those of each `keep_every`-th step; returns the removed, oldest first. Torn ones do not count;
     those below the lowest of the last steps are removed, too. One that was saved as another step
     does not count and stays, as `latest` does not trust it.
 

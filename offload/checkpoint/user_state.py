@@ -1,6 +1,6 @@
 """The `state=` of a checkpoint without an engine: read from one, or put into one that is composed.
 
-What an engine saves and loads itself is `run_state`'s."""
+The state that an engine saves and loads itself is in `run_state`."""
 
 from __future__ import annotations
 
