@@ -45,7 +45,7 @@ _HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def systems(arrays: Arrays, say: Say) -> tuple[list[Timed], list[Row]]:
-    """Both, each alone and with the passes around it; rows for what is not here."""
+    """Both optimizers, each alone and with the passes around it; rows for those not installed."""
     torch_alone = alone(torch_optimizer, arrays, torch.tensor(0.0))
     found = [
         _alone(TORCH, arrays, torch_alone),
@@ -62,7 +62,7 @@ def systems(arrays: Arrays, say: Say) -> tuple[list[Timed], list[Row]]:
 
 
 def compare(record: Record) -> None:
-    """The ratios, and what `whole path` means."""
+    """Add the ratios to the record, and what `whole path` means."""
     speed = "parameters_per_s"
     record.compare(SPLIT.name, DEEPSPEED_WHOLE, speed, Target(2.0))
     record.compare(SPLIT.name, TORCH_WHOLE, speed, Target(1.8))

@@ -26,7 +26,7 @@ _TIMEOUT_S = 300.0
 def systems(
     folder: Path, nbytes: int, stack: ExitStack, say: Say
 ) -> tuple[list[Timed], list[Row]]:  # fmt: skip
-    """Both directions over one file; closed with `stack`."""
+    """Passes over one file in both directions; the file is closed with `stack`."""
     names = [f"{NAME} {direction}" for direction in ("read", "write")]
     if shutil.which("fio") is None:
         return [], [Row(name, Kind.PEER, note="not installed") for name in names]
@@ -55,7 +55,7 @@ class Fio:
         self.run(write=True)  # lays the file out: first writes to fresh blocks are slower
 
     def run(self, *, write: bool) -> dict[str, float]:
-        """One pass, of fio's own timing. StorageError with what fio wrote if it fails."""
+        """Make one pass, timed by fio itself. StorageError with fio's output if it fails."""
         direction = "write" if write else "read"
         command = [
             "fio", "--name=bench", f"--filename={self._file}", f"--rw={direction}",

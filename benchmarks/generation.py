@@ -97,14 +97,14 @@ def from_shape(shape: str) -> nn.Module:
 
 
 def on_meta(shape: str) -> nn.Module:
-    """The same without values."""
+    """The model of `from_shape` without values, on the meta device."""
     with torch.device("meta"):
         return from_shape(shape)
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """A folder in transformers' format, written shard by shard. Values are drawn once and repeated:
-    to draw each of them takes minutes."""
+    """Write a folder in transformers' format, shard by shard. Values are drawn once and repeated:
+    drawing each of them takes minutes."""
     from safetensors.torch import save_file
 
     model: Any = on_meta(shape)
@@ -171,7 +171,7 @@ class Passes:
 
 
 def serve(options: Mapping[str, Any], parent: Parent) -> None:
-    """One system: a turn for every command."""
+    """Run one system: a turn for every command."""
     with ExitStack() as stack:
         model, bytes_read = _OPENED[options["system"]](options, stack)
         passes = Passes(model, options)
@@ -197,7 +197,7 @@ def _ours(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[
 
 
 def dispatch(shape: str, source: str | None, config: Mapping[str, Any], stack: ExitStack) -> Any:
-    """The model of a folder, or without one of repeated values; its tiers end with `stack`."""
+    """The model of a folder, or one of repeated values if there is no folder; `stack` closes it."""
     import offload
 
     if source is None:
@@ -211,7 +211,7 @@ def dispatch(shape: str, source: str | None, config: Mapping[str, Any], stack: E
 
 
 def bytes_over(model: Any, link: str) -> Callable[[], int]:
-    """So far."""
+    """A function that returns the number of bytes that have moved over `link` so far."""
     import offload
 
     owner = offload.dispatched(model)
@@ -219,7 +219,7 @@ def bytes_over(model: Any, link: str) -> Callable[[], int]:
 
 
 def _accelerate(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[], int]]:
-    """It reads the folder's own files, as for models that transformers loads by `device_map`."""
+    """Load the folder's own files, as for models that transformers loads by `device_map`."""
     from accelerate import disk_offload, init_empty_weights
 
     folder = Path(options["folder"])
@@ -241,7 +241,7 @@ _OPENED = {OURS: _ours, ACCELERATE: _accelerate, IN_RAM: _in_ram}
 
 
 def index_for_accelerate(source: Path, folder: Path) -> None:
-    """Where each tensor is."""
+    """Write accelerate's index, which names the file of each tensor."""
     from accelerate.utils.offload import save_offload_index
     from safetensors import safe_open
 
@@ -254,7 +254,7 @@ def index_for_accelerate(source: Path, folder: Path) -> None:
 
 
 def forget_cached(source: Path) -> None:
-    """What is cached of the files outside of a cgroup would cost it nothing."""
+    """Drop the files from the page cache: what is cached outside of a cgroup costs it nothing."""
     for file in source.glob("*.safetensors"):
         with file.open("rb") as written:
             os.fsync(written.fileno())
@@ -262,13 +262,13 @@ def forget_cached(source: Path) -> None:
 
 
 def join_cgroup(options: Mapping[str, Any]) -> None:
-    """From here on this process, with the files it reads through the page cache, has no more."""
+    """Move this process to the cgroup, which limits its memory, page cache included."""
     (Path(options["cgroup"]) / "cgroup.procs").write_text(str(os.getpid()))
 
 
 @contextmanager
 def memory_cgroup(name: str, limit: str) -> Any:
-    """ConfigError where this process may make none."""
+    """A cgroup with a limit on memory. ConfigError where this process may not make one."""
     folder = CGROUPS / f"offload-{os.getpid()}-{name}"
     try:
         folder.mkdir()
@@ -304,7 +304,7 @@ class Reads:
 
 
 def compare(options: argparse.Namespace, batch: int, source: Path | None, path: Path) -> Record:
-    """One batch size: every system once per round, with the bounds."""
+    """Measure one batch size: every system once per round, with the bounds."""
     record = Record("generation", {**vars(options), "batch": batch})
     systems = list(options.systems)
     with ExitStack() as stack:
@@ -342,7 +342,7 @@ Turns = Mapping[str, Sequence[Mapping[str, Any]]]  # by system, those of each ro
 def take_turns(
     children: Mapping[str, Child], disk: Reads, rounds: int
 ) -> tuple[Turns, Sequence[float]]:
-    """What each system answers, once per round, and bytes per second of the disk; ends them."""
+    """The answers of each system per round, and the disk's bytes per second; ends the systems."""
     turns: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
     speeds = []
     for round_, order in in_turn(list(children), rounds):
@@ -362,8 +362,8 @@ def take_turns(
 def add_rows(
     record: Record, turns: Turns, kinds: Mapping[str, Kind], batch: int, speeds: Sequence[float]
 ) -> None:  # fmt: skip
-    """Each system's; what the disk takes for our bytes; and the larger of that and of the pass with
-    everything in memory, if that was measured."""
+    """Add a row per system, one for the time that the disk needs for our bytes, and one for the
+    larger of that and of the pass with everything in memory, if that was measured."""
     names = ("seconds", "read_nbytes", "peak_rss_nbytes")
     for system, found in turns.items():
         measures = {name: [float(each[name]) for each in found] for name in names}

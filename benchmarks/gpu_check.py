@@ -18,7 +18,7 @@
               and the time that is left allow
 
 Each part is a process of its own with a time limit. The record is written anew after each, so that
-whatever ends the check leaves what was found until then. Exit status 1 if a test or a part of ours
+whatever ends the check leaves what was found until then. Exit status 1 if a test or our own part
 failed, 0 otherwise, and 0 where there is no GPU.
 """
 
@@ -78,7 +78,7 @@ _NAMED = {shape.name: shape for shape in (LARGE, *SHAPES)}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of the check is to be run, and with what."""
+    """The selected parts of the check, and their options."""
 
     parts: tuple[str, ...] = PARTS
     model: str | None = None  # a shape's name; None takes the largest that has the time
@@ -120,7 +120,7 @@ class Check:
         return outcome
 
     def write(self) -> None:
-        """JSON and Markdown. PathError if they cannot be written."""
+        """Write the record as JSON and Markdown. PathError if they cannot be written."""
         self.record.write(self.out.with_name(self.out.name + ".json"), "--out")
         try:
             self.out.with_name(self.out.name + ".md").write_text(render(self.record))
@@ -134,7 +134,7 @@ def say(text: str) -> None:
 
 # ---------------------------------------------------------------- the parts in their order
 def run_all(check: Check, wanted: Wanted) -> None:
-    """All parts, in an order in which each finds what the ones before it measured or compiled."""
+    """Run all parts, in an order in which each finds what earlier ones measured or compiled."""
     here = {"folder": str(check.folder)}
     if "first" in wanted.parts and not _run_first(check) and not wanted.keep_going:
         for name in ("probe", *(part for part in wanted.parts if part != "first")):
@@ -179,7 +179,7 @@ def _has_transformers(check: Check, name: str) -> bool:
 
 
 def _run_pass(check: Check, machine: GpuMachine, name: str | None, limit_s: float) -> None:
-    """A named model has the time that it takes, whatever was left."""
+    """Run the part `pass`. A named model has the time that it takes, whatever was left."""
     choice, refused = gpu_passes.choose(machine, limit_s, name)
     if choice is None:
         check.leave_out("pass", "; ".join(refused))
@@ -193,8 +193,8 @@ def _run_pass(check: Check, machine: GpuMachine, name: str | None, limit_s: floa
 
 
 def _run_first(check: Check) -> bool:
-    """Whether nothing is wrong as far as the checks came. A sanitizer that does not come to its end
-    is a failure, but no reason to stop: it is not ours."""
+    """Whether all checks that were run passed. A sanitizer that does not finish is a failure, but
+    no reason to stop: it is not ours."""
     limit_s, options = LIMITS_S["first"], {"folder": str(check.folder)}
     say("first, and beside it the sanitizer ...")
     with ThreadPoolExecutor(1) as beside:
@@ -207,7 +207,7 @@ def _run_first(check: Check) -> bool:
 
 
 def _checked(outcome: Outcome) -> Outcome:
-    """It failed, too, where it ran to its end with checks that failed."""
+    """The outcome as a failure if the part ran to its end with checks that failed."""
     failed = failed_checks(outcome.result)
     at = f"at {outcome.result['at']!r}: " if outcome.result.get("at") else ""
     if not failed:
@@ -228,8 +228,8 @@ def _run_tests(check: Check) -> None:
 
 
 def run_steps(check: Check, machine: GpuMachine, model: str | None) -> None:
-    """Ours at the largest size; then DeepSpeed, where it is, and ours at DeepSpeed's size; in the
-    time that is left, what needs nvme or is very large. A named model may take all of it."""
+    """Train ours at the largest size; then DeepSpeed, if installed, and ours at DeepSpeed's size;
+    in the time left, what needs nvme or is very large. A named model may take all of it."""
     limit_s = check.left_s() if model else min(LIMITS_S["step"], check.left_s())
     ends = time.monotonic() + limit_s
     peer = check.outcomes.get(_COMPILE)
@@ -247,7 +247,7 @@ def run_steps(check: Check, machine: GpuMachine, model: str | None) -> None:
 def _run_peer(
     check: Check, machine: GpuMachine, case: Case, model: str | None, ends: float
 ) -> None:
-    """DeepSpeed, where it is, beside `case` or ours at the size that DeepSpeed can hold."""
+    """Train DeepSpeed, if installed, beside `case` or ours at the size that DeepSpeed can hold."""
     peer = check.outcomes.get(_COMPILE)
     if peer is None or not peer.ok:
         check.leave_out(_THEIRS, INSTALL_BENCH if peer is None else peer.note)
@@ -291,8 +291,8 @@ def _choose(
     model: str | None,
     spilled: int = 0,
 ) -> tuple[Case | None, tuple[str, ...]]:
-    """Within the time until `ends`, a part of it `kept` for others; a named model, whatever the
-    estimate of its time."""
+    """The case to train within the time until `ends`, of which a share `kept` is for others; a
+    named model, whatever the estimate of its time."""
     if model is not None:
         return choose(machine, math.inf, peers, [_NAMED[model]], spilled)
     return choose(machine, (ends - time.monotonic()) * (1 - kept), peers, spilled=spilled)
@@ -321,7 +321,7 @@ def _run_step(check: Check, machine: GpuMachine, name: str, case: Case, ends: fl
 
 
 def succeeded(outcomes: Iterable[Outcome]) -> bool:
-    """Whether all tests and parts of ours that were begun went well; peers may fail."""
+    """Whether all tests and our own parts that were begun succeeded; peers may fail."""
     return all(
         outcome.status in (Status.DONE, Status.LEFT_OUT) or "deepspeed" in outcome.name
         for outcome in outcomes
@@ -330,7 +330,7 @@ def succeeded(outcomes: Iterable[Outcome]) -> bool:
 
 # ---------------------------------------------------------------- the command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Run the check and return the exit status."""
     options = _parser().parse_args(arguments)
     missing = no_gpu()
     if missing:
@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def no_gpu() -> str:
-    """Why there is nothing to check, in one line; empty where there is a GPU."""
+    """The reason why there is nothing to check, in one line; empty where there is a GPU."""
     import torch
 
     if accelerator.default() is None:
@@ -364,7 +364,7 @@ def no_gpu() -> str:
 
 
 def begin(out: Path | None, folder: Path) -> Check:
-    """An empty record, written. PathError where it cannot be."""
+    """Write an empty record. PathError where it cannot be written."""
     machine = this_machine()
     name = machine.setdefault("gpu", "none")
     now = datetime.datetime.now(datetime.UTC)
@@ -378,7 +378,7 @@ def begin(out: Path | None, folder: Path) -> Check:
 
 
 def _stem(out: Path | None, gpu: str, now: datetime.datetime) -> Path:
-    """Where the record goes, without suffix; a folder gets the name that it has by default."""
+    """The path of the record without its suffix; a folder gets the name that it has by default."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     name = f"gpu-{slug}-{now:%Y-%m-%d}"
     if out is None:

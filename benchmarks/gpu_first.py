@@ -1,4 +1,4 @@
-"""What can fail on a GPU fails within a minute: small checks, each by its name.
+"""Small checks by name, which show within a minute what fails on a GPU.
 
     pin, copy   memory is pinned as the host tier pins it, and copied to the device and back
     kernel      each Triton kernel once: the CPU kernels' bits
@@ -12,8 +12,8 @@ additions and no tensor core changes a bit. After it, products are rounded as ea
 
 `run_sanitized` takes the same steps under torch's CUDA sanitizer, which follows streams, events and
 allocations, and names accesses of two streams to one address that nothing orders. It sees PyTorch's
-own kernels and copies, of the model's thread and autograd's: not ours in Triton, nor what threads
-of ours start.
+own kernels and copies, of the model's thread and autograd's: not our Triton kernels, nor what our
+threads start.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _STATES = {
 
 
 class Checks:
-    """Those so far, told to the parent after each, with the one that is under way."""
+    """The results of the checks so far, sent to the parent after each, with the one under way."""
 
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
         self._done: list[dict[str, Any]] = []
 
     def run(self, name: str, check: Callable[[], str]) -> None:
-        """`check` says what is wrong: nothing, at best."""
+        """Run `check`, which returns what is wrong, or an empty text."""
         self._parent.answer({"checks": self._done, "at": name})
         started = time.perf_counter()
         try:
@@ -75,7 +75,7 @@ class Checks:
 
 
 def run_first(options: Mapping[str, Any], parent: Parent) -> None:
-    """A child's program."""
+    """Run the first checks, as a child's program."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else two runs may differ
     device = accelerator.default_device()
     checks, folder = Checks(parent), Path(options["folder"])
@@ -94,7 +94,7 @@ def run_first(options: Mapping[str, Any], parent: Parent) -> None:
 def copied_and_back(device: torch.device) -> str:
     memory = HostMemory(2 * _COPY_NBYTES, pin_for=device)
     source, back = (memory.tensor(start, _COPY_NBYTES) for start in (0, _COPY_NBYTES))
-    source.copy_(torch.arange(_COPY_NBYTES) % 251 + 1)  # memory that nobody wrote to holds zeros
+    source.copy_(torch.arange(_COPY_NBYTES) % 251 + 1)  # memory that was never written holds zeros
     there = torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device)
     to_device, to_host = CopyStream(device), CopyStream(device)
     arrived = to_device.copy(there, source)
@@ -134,7 +134,7 @@ def _bits(array: Array) -> Array:
 
 
 def _run_on_cpu(run: Callable[[], None], a: Callable[[Tensor], Array]) -> None:
-    """The call of a Triton kernel that `run` is, for the CPU's, with `a` of each tensor."""
+    """Call the CPU's kernel for `run`, the call of a Triton kernel, with `a` of each tensor."""
     assert isinstance(run, partial)
     options, g, c, w = run.keywords, gradients, convert, weight_codes
     match run.func.__name__, run.args:
@@ -222,7 +222,7 @@ def _signs(numel: int, generator: torch.Generator) -> Tensor:
 
 
 def settings(device: torch.device, tier: Tier, folder: Path) -> dict[str, Any]:
-    """All states, and all activations, on one tier; few blocks fit on the device at once."""
+    """A configuration with all states and activations on one tier; the device holds few blocks."""
     states = dict.fromkeys(("parameters", "gradients", "optimizer"), str(tier))
     return {
         "device": device.type, "precision": "bf16", "clip_grad_norm": 1.0,
@@ -287,7 +287,7 @@ class StepChecks:
 
 # ---------------------------------------------------------------- a model that does not train
 def dispatched(device: torch.device, tier: Tier, folder: Path) -> str:
-    """What is wrong with passes of a model that `offload.dispatch` spreads."""
+    """The error in passes of a model that `offload.dispatch` spreads; empty if there is none."""
     x, targets = Tiny.batch(0)
     expected = Tiny().bfloat16()(x.bfloat16(), targets).item()
     with tempfile.TemporaryDirectory(dir=folder) as private, torch.no_grad():
@@ -302,7 +302,7 @@ def dispatched(device: torch.device, tier: Tier, folder: Path) -> str:
 
 # ---------------------------------------------------------------- torch's CUDA sanitizer
 def run_sanitized(options: Mapping[str, Any], parent: Parent) -> None:
-    """A child's program."""
+    """Run the sanitized steps, as a child's program."""
     from benchmarks.gpu_sanitizer import sanitized
 
     device, checks = accelerator.default_device(), Checks(parent)

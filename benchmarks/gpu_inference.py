@@ -35,7 +35,7 @@ _KV_TOKENS = 64
 
 
 def run_inference(options: Mapping[str, Any], parent: Parent) -> None:
-    """A child's program."""
+    """Run the checks of generation, as a child's program."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else two runs may differ
     generation = Generation(accelerator.default_device(), Path(options["folder"]))
     checks = Checks(parent)
@@ -44,7 +44,7 @@ def run_inference(options: Mapping[str, Any], parent: Parent) -> None:
 
 
 class Generation:
-    """What one model generates, with its weights and its cache in various places."""
+    """The output of one model, with its weights and its cache in various places."""
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self._device, self._folder = device, folder
@@ -58,7 +58,7 @@ class Generation:
         self._expected: dict[str, list[torch.Tensor]] = {}
 
     def checks(self) -> dict[str, Callable[[], str]]:
-        """By name; each says what is wrong."""
+        """The checks by name; each returns what is wrong, or an empty text."""
         found: dict[str, Callable[[], str]] = {
             f"generate: weights on {home}": partial(self.check, {"parameters": home})
             for home in (*map(str, Tier), _PARTS)
@@ -74,7 +74,7 @@ class Generation:
         return found
 
     def check(self, placement: Mapping[str, Any], storage: str = "", kv: str = "bf16") -> str:
-        """Empty where the model generates what it should."""
+        """The error in the generated text; empty if there is none."""
         found, decoded = self._generated(placement, storage, kv)
         what = f"{storage} {kv}"
         if what not in self._expected:  # of a cache in int8, what the first one gave
@@ -88,7 +88,7 @@ class Generation:
     def _generated(
         self, placement: Mapping[str, Any], storage: str, kv: str
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Logits; and the values that the weights stand for, where they are in codes."""
+        """The logits; and the values of the weights, decoded, where they are in codes."""
         roomy = placement["parameters"] == "device" or placement.get("kv") == "device"
         config: dict[str, Any] = {
             "device": self._device.type, "placement": dict(placement),

@@ -59,7 +59,7 @@ class KernelCase:
 
     @property
     def nbytes(self) -> int:
-        """Of one pass; what is read and written back counts twice."""
+        """The number of bytes of one pass; what is read and written back counts twice."""
         return sum(tensor.nbytes for tensor in (*self.read, *self.written))
 
 

@@ -1,4 +1,4 @@
-"""What a machine with a GPU has: sizes, and the speeds that sizes are chosen by."""
+"""The measurements of a machine with a GPU: sizes, and the speeds that sizes are chosen by."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GpuMachine:
 
     @property
     def matmul_flops_per_s(self) -> float:
-        """Of a large layer's products."""
+        """The speed of the products of a large layer."""
         return self.speeds.matmul_flops_per_s["bf16"]
 
     @classmethod
@@ -71,7 +71,7 @@ def probe(options: Mapping[str, Any], parent: Parent) -> None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Names and versions, besides what every bench says of the machine."""
+    """Names and versions, besides the ones that every bench records of the machine."""
     facts = accelerator.of(device).facts(device)
     described = this_machine() | {
         "gpu": facts.name,
@@ -89,9 +89,9 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def _touch_speed() -> float:
-    """Bytes per second of the first write to fresh memory, in huge pages where they are to be had.
+    """Bytes per second of the first write to fresh memory, in huge pages if possible.
 
-    Pinning and loading have to do that to every byte of the host tier.
+    Pinning and loading write to every byte of the host tier in this way.
     """
     room = min(_TOUCH_NBYTES, machine.available_memory_nbytes() // 4)
     size = max(mmap.PAGESIZE, room // _TOUCH_PIECE_NBYTES * _TOUCH_PIECE_NBYTES)

@@ -46,7 +46,7 @@ _STEP_COLUMNS = (
 
 
 def render(record: Record) -> str:
-    """Markdown of what `gpu_check` found; a part that is not there has no section."""
+    """The findings of `gpu_check` as Markdown; a part that is missing has no section."""
     results = {part["name"]: part["result"] for part in record.details["parts"] if part["result"]}
     renderers: tuple[tuple[str, Callable[[_Json], str]], ...] = (
         ("first", lambda found: _checks("First checks", found)),

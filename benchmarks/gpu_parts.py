@@ -1,6 +1,5 @@
-"""The parts of a GPU check, each in a process of its own: what became of it, whatever becomes of
-it. A crash, a hang, a signal or a missing library is a line in the record, and the parts after it
-run all the same."""
+"""The parts of a GPU check, each in a process of its own, and their outcomes. A crash, a hang, a
+signal or a missing library is a line in the record, and the parts after it run all the same."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ PROGRAMS = {
 
 
 class Status(enum.StrEnum):
-    """How a part ended."""
+    """The outcome of a part."""
 
     DONE = "done"
     FAILED = "failed"
@@ -36,7 +35,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One part. `result` is its answer, empty without one; `note` says why there is none."""
+    """The outcome of a part. `result` is its answer, or empty; `note` says why there is none."""
 
     name: str
     status: Status
@@ -51,15 +50,15 @@ class Outcome:
 
 
 def run_part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path) -> Outcome:
-    """At most for `limit_s`. `name` up to a colon is the part; its output stays in `folder`."""
+    """Run a part for `limit_s` at most, named by `name` up to a colon; output stays in `folder`."""
     return run_program(name, PROGRAMS[name.split(":")[0]], options, limit_s, folder)
 
 
 def run_program(
     name: str, program: str, options: Mapping[str, Any], limit_s: float, folder: Path
 ) -> Outcome:
-    """The last answer counts, also of a program that did not come to its end afterwards. All that
-    it started, and left in its session, is ended with it."""
+    """Run a program. Its last answer counts, even if it did not finish afterwards. All that it
+    started, and left in its session, is ended with it."""
     started = time.perf_counter()
     here = folder / name
     here.mkdir()
@@ -87,14 +86,14 @@ def _left(started: float, limit_s: float) -> float:
 
 
 def failed_checks(result: Mapping[str, Any]) -> list[str]:
-    """Of `first` or `sanitizer`: those in which something is wrong, by name, and what."""
+    """The failed checks of `first` or `sanitizer`, as texts with their name and what is wrong."""
     return [
         f"{each['name']}: {each['wrong']}" for each in result.get("checks", []) if each["wrong"]
     ]
 
 
 def say(text: str) -> None:
-    """For a part: to its log."""
+    """Print `text` to a part's log."""
     print(text, file=sys.stderr, flush=True)
 
 

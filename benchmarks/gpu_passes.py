@@ -57,7 +57,7 @@ class PassCase:
 
     @property
     def share(self) -> float:
-        """Of the bound that is to be reached."""
+        """The share of the bound that has to be reached."""
         return 0.9 if self.storage is None else 0.85
 
 
@@ -71,7 +71,7 @@ NAMED = {case.name: case for case in (*CASES, *ON_REQUEST)}
 
 @dataclass(frozen=True)
 class Choice:
-    """What is computed, with which configuration (all but the folder for files)."""
+    """The case to compute, and its configuration (all but the folder for files)."""
 
     case: PassCase
     numel: int
@@ -84,7 +84,7 @@ def choose(
     machine: GpuMachine, time_s: float, name: str | None = None
 ) -> tuple[Choice | None, tuple[str, ...]]:
     """The first case that host memory holds and that is loaded and measured in `time_s`, by
-    estimate; and why each larger one is not. A named one, whatever its time."""
+    estimate; and why each larger case was not chosen. A named case is chosen whatever its time."""
     refused: list[str] = []
     for case in CASES if name is None else (NAMED[name],):
         device = min(DEVICE_BUDGET_NBYTES, machine.device_nbytes // 2)
@@ -114,7 +114,7 @@ def settings(case: PassCase, device_nbytes: int, host_nbytes: int) -> dict[str, 
 
 
 def _sizes_of(case: PassCase, device_nbytes: int, machine: GpuMachine) -> tuple[int, int]:
-    """Parameters, and the bytes of host memory that the planner wants for them at least."""
+    """The number of parameters, and the least bytes of host memory that the plan needs for them."""
     roomy = 1 << 50
     config = OffloadConfig.load(settings(case, device_nbytes, roomy)).for_inference()
     shape = shape_of(case.shape).stored(config.stored)
@@ -124,7 +124,7 @@ def _sizes_of(case: PassCase, device_nbytes: int, machine: GpuMachine) -> tuple[
 
 @cache
 def shape_of(name: str) -> ModelShape:
-    """Of a shape of `benchmarks.generation`, frozen."""
+    """The planner's shape of a shape of `benchmarks.generation`, frozen."""
     return discover(on_meta(name), frozen=True).shape()
 
 
@@ -137,8 +137,8 @@ def _estimate_s(numel: int, host_nbytes: int, machine: GpuMachine) -> float:
 
 # ---------------------------------------------------------------- the part
 def run_pass(options: Mapping[str, Any], parent: Parent) -> None:
-    """A child's program: dispatch, and turns of passes with raw copies before and behind each. The
-    record is answered before the model is closed: pinned memory takes its time to go."""
+    """Dispatch, and take turns of passes with raw copies before and behind each. A child's program.
+    The record is answered before the model is closed: pinned memory takes time to release."""
     device = torch.device(options["config"]["device"])
     batch, storage = options["batch"], options["storage"]
     turn = {"device": str(device), "batch": batch, "prompt": PROMPT, "passes": PASSES}
@@ -202,7 +202,7 @@ class RawCopy:
 
 
 def options_of(choice: Choice, machine: GpuMachine, folder: str) -> dict[str, Any]:
-    """For `run_pass`."""
+    """The options of `run_pass`."""
     return {
         **asdict(choice.case), "share": choice.case.share, "batch": BATCH, "rounds": ROUNDS,
         "copy_nbytes": _COPY_NBYTES, "flops_per_s": machine.matmul_flops_per_s,

@@ -1,4 +1,4 @@
-"""torch's CUDA sanitizer (`TORCH_CUDA_SANITIZER=1`), less what it takes for a race and is none.
+"""torch's CUDA sanitizer (`TORCH_CUDA_SANITIZER=1`), without its false reports of races.
 
 Its variable would have it from the start, and end the program by an exception in the middle of a
 call. Here it is on for a part of a program, and what it finds is listed. Two things it gets wrong:
@@ -38,8 +38,8 @@ class _Watching(TorchDispatchMode):
 
 @contextmanager
 def sanitized() -> Iterator[list[str]]:
-    """Inside, what this thread and its backward passes do on CUDA devices is looked at; the races
-    found so far, each in a line."""
+    """Watch what this thread and its backward passes do on CUDA devices inside; yields the races
+    found so far, each as a line."""
     import torch.cuda._sanitizer as sanitizer  # it follows streams and events from here on
 
     found: list[str] = []
@@ -67,7 +67,7 @@ def sanitized() -> Iterator[list[str]]:
 
 
 def _line(race: Any) -> str:
-    """Both accesses: operator, kind, stream, and where ours called it."""
+    """Both accesses as a line: operator, kind, stream, and the place of our code that made them."""
     accesses = (race.current_access, race.previous_access)
     return ", and ".join(
         f"{access.operator.name} {access.type} it in stream {access.stream} at {_place(access)}"
@@ -76,7 +76,7 @@ def _line(race: Any) -> str:
 
 
 def _place(access: Any) -> str:
-    """The innermost line that is neither PyTorch's nor in this file."""
+    """The innermost frame that is neither in PyTorch nor in this file."""
     others = (Path(torch.__file__).parent, Path(__file__))
     frames = [(Path(frame.filename), frame.lineno) for frame in access.stack_trace]
     ours = [(file, line) for file, line in frames if not {file, *file.parents} & {*others}]

@@ -57,7 +57,7 @@ class Shape:
     vocab: int
 
     def model(self) -> dict[str, Any]:
-        """As `train.model` has it."""
+        """The shape as `train.model` has it."""
         sizes = {name: value for name, value in asdict(self).items() if name != "name"}
         return {"shape": "llama", "max_sequence": SEQUENCE, "tied": False, **sizes}
 
@@ -75,7 +75,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Peer:
-    """What another system takes of the host per parameter."""
+    """The host memory per parameter that another system needs."""
 
     label: str
     host_per_parameter: float
@@ -87,7 +87,7 @@ DEEPSPEED = Peer("DeepSpeed ZeRO-3", 22.0)
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, what a step of it has to do, and why it is not larger."""
+    """The model and configuration to train, the work of a step, and why it is not larger."""
 
     shape: Shape
     batch: int
@@ -110,18 +110,18 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Per step."""
+        """The number of tokens per step."""
         return self.batch * SEQUENCE
 
     @property
     def least_to_device_nbytes(self) -> int:
-        """Weights that no step can do without copying: each new one once, and once more in
-        backward what the device's budget could not keep."""
+        """The bytes of weights that every step has to copy: each new weight once, and once more in
+        backward those that the device's budget could not keep."""
         return self.weights_nbytes + max(0, self.weights_nbytes - self.device_budget_nbytes)
 
     @property
     def weights_nbytes(self) -> int:
-        """As many bytes of gradients have to come back."""
+        """The number of bytes of the weights; as many bytes of gradients have to come back."""
         return _ITEMSIZE * self.numel
 
 
@@ -133,9 +133,8 @@ def choose(
     spilled: int = 0,
 ) -> tuple[Case | None, tuple[str, ...]]:
     """The first of `shapes` that ours and `peers` can train, with the largest batch that fits and
-    ends in `time_s` by estimate; None if there is none. And why each larger one was not taken. At
-    least `spilled` per cent of the optimizer's records are on nvme, also where RAM could hold
-    them."""
+    ends in `time_s` by estimate; None if there is none. And why each larger shape was not taken. At
+    least `spilled` per cent of the optimizer's records are on nvme, also if RAM could hold them."""
     refused: list[str] = []
     for shape in shapes:
         found = _case(shape, machine, time_s, peers, spilled)
@@ -179,8 +178,8 @@ def _device_budget(machine: GpuMachine) -> int:
 
 
 def _planned(shape: Shape, batch: int, machine: GpuMachine, spilled: int) -> tuple[Candidate, int]:
-    """With as much of the optimizer's records on nvme as has to be, in per cent; at least
-    `spilled`."""
+    """The best candidate, with as much of the optimizer's records on nvme as needed, at least
+    `spilled` per cent; and that percentage."""
     while True:
         best = _solved(shape, batch, machine, {}, spilled)
         short = [s for s in best.shortfalls if s.tier is Tier.HOST]
@@ -194,7 +193,7 @@ def _planned(shape: Shape, batch: int, machine: GpuMachine, spilled: int) -> tup
 def _solved(
     shape: Shape, batch: int, machine: GpuMachine, budgets: Mapping[Tier, int], spilled: int
 ) -> Candidate:
-    """As the planner sees it; without `budgets`, with all that there is."""
+    """The planner's best candidate; without `budgets`, with all memory that the machine has."""
     model, facts = _shape_of(shape), _facts_of(shape, batch)
     base = known_baseline(_PRECISION, gpu=True)
     known = RunFacts(Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base)
@@ -205,7 +204,7 @@ def _solved(
 
 
 def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: GpuMachine) -> Case:
-    """With budgets that hold what is needed, and a window."""
+    """The case with budgets that hold what is needed, and a window."""
     plan, numel, facts = best.plan, _shape_of(shape).numel, _facts_of(shape, batch)
     budgets = {Tier.DEVICE: _device_budget(machine)}
     for tier in (Tier.HOST, Tier.NVME):
@@ -229,7 +228,7 @@ def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: 
 def _estimate_s(
     best: Candidate, budgets: Mapping[Tier, int], numel: int, machine: GpuMachine
 ) -> float:
-    """From the start of the process to its end, roughly, and rather too long."""
+    """The seconds from the start of the process to its end: a rough estimate, on the high side."""
     build = budgets[Tier.HOST] / machine.touch_bytes_per_s
     build += 4 * numel * _LOAD_PASSES / _LOAD_BYTES_PER_S
     build += best.plan.total(Tier.NVME) / machine.speeds.nvme_write_bytes_per_s

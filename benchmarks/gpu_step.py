@@ -59,7 +59,7 @@ class QuickOurs(Ours):
 
 
 def train(options: Mapping[str, Any], parent: Parent) -> None:
-    """A child's program: build, take `steps` steps, the first one to warm up, answer, and close.
+    """Build, take `steps` steps, the first one to warm up, answer, and close, as a child's program.
 
     IntegrityError for a loss that is not finite.
     """
@@ -91,7 +91,7 @@ def train(options: Mapping[str, Any], parent: Parent) -> None:
 
 
 def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
-    """Seconds per step."""
+    """The bounds in seconds per step."""
     found = {
         "compute": case.flops / machine.matmul_flops_per_s,
         "bus": case.adam_nbytes / machine.bus_bytes_per_s,
@@ -109,7 +109,7 @@ def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
 def row_of(
     label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine: GpuMachine
 ) -> Row:  # fmt: skip
-    """A measured step against its bounds."""
+    """A row with a measured step and its bounds."""
     seconds = statistics.median(step["seconds"])
     limits = bounds(case, machine)
     device_side = {name: [limits[name]] for name in ("link", "compute")}

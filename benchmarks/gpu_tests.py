@@ -40,7 +40,7 @@ _ENDED = (0, 1, 5)  # pytest's status: all passed, some failed, none was in this
 
 @dataclass
 class Tests:
-    """Counts of test cases, and what is to be said of those that did not pass."""
+    """Counts of test cases, and messages about those that did not pass."""
 
     passed: int = 0
     failed: int = 0
@@ -51,11 +51,11 @@ class Tests:
 
     @property
     def ok(self) -> bool:
-        """Whether all went well and there was something to go well."""
+        """Whether all tests passed, and there was at least one."""
         return self.passed > 0 and not self.failed and not self.broken
 
     def add_report(self, report: Path) -> None:
-        """Count what a JUnit report of pytest says."""
+        """Count the results of a JUnit report of pytest."""
         for case in ET.parse(report).getroot().iter("testcase"):
             wrong = [found for kind in ("failure", "error") for found in case.findall(kind)]
             skip = case.find("skipped")
@@ -77,7 +77,7 @@ class Tests:
 def gpu_test_files(root: Path) -> list[Path]:
     """Test modules that can have GPU tests: those that name the marker or what gives it to them.
 
-    The others are not even imported: an interpreter that is used as it is may lack what they need.
+    The others are not even imported: an interpreter that is used as it is may lack their imports.
     """
     found = sorted((root / "tests").glob("**/test_*.py"))
     marks = ("mark.gpu", "MARKS", "on_a_gpu_too", "triton_device")
@@ -85,12 +85,12 @@ def gpu_test_files(root: Path) -> list[Path]:
 
 
 def shares_of(cores: int, device_nbytes: int) -> int:
-    """Processes that go through the tests side by side."""
+    """The number of processes that run the tests side by side."""
     return max(1, min(_MOST_SHARES, cores // 2, device_nbytes // _DEVICE_NBYTES))
 
 
 def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
-    """A child's program. PathError where there are no tests beside the package."""
+    """Run the tests as a child's program. PathError where no tests are beside the package."""
     root = repository()
     files = gpu_test_files(root)
     if not files:
@@ -104,8 +104,8 @@ def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
 def run_shares(
     root: Path, files: Sequence[Path], shares: int, limit_s: float, folder: Path
 ) -> Tests:
-    """The GPU tests of `files` that are not slow, in `shares` processes; one that hangs, or breaks,
-    is said to."""
+    """Run the GPU tests of `files` that are not slow, in `shares` processes; one that hangs, or
+    breaks, is reported."""
     ends = time.perf_counter() + limit_s
     tests = Tests()
     started = [_start(root, files, f"{number}/{shares}", folder) for number in range(shares)]
@@ -150,22 +150,22 @@ def _start(
 
 
 def _what(wrong: ET.Element) -> str:
-    """What was wrong, in one line: the message, or for want of one what pytest marks with E."""
+    """The error in one line: the message, or for want of one what pytest marks with E."""
     marked = [line[1:].strip() for line in (wrong.text or "").splitlines() if line[:2] == "E "]
     said = (wrong.get("message") or "").strip()
     return " | ".join(dict.fromkeys(text for text in (said, *marked[-1:]) if text))
 
 
 def _last_test(log: Path) -> str:
-    """The test that a process was at; if it got to none, the last thing that it said."""
+    """The test that a process was at; if it reached none, the last line of its output."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if "::" in line]
     return [*lines[-1:], *named][-1].strip()[:_SHOWN_CHARACTERS] if lines else "(no output)"
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Keep every n-th test. Runs before `-m` is looked at or after it: a share of the share is the
-    same either way."""
+    """Keep every n-th test. Runs before or after `-m` is applied: a share of the share is the same
+    either way."""
     number, count = (int(word) for word in os.environ[VARIABLE].split("/"))
     left = [item for place, item in enumerate(items) if place % count != number]
     if left:

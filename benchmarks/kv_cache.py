@@ -48,14 +48,14 @@ def from_shape(options: Mapping[str, Any]) -> Any:
 
 
 def cache_nbytes(options: Mapping[str, Any]) -> int:
-    """Of the prompts, in bf16."""
+    """The number of bytes of the cache of the prompts, in bf16."""
     tokens: int = options["batch"] * options["prompt"]
     return int(tokens * options["layers"] * 2 * options["hidden"] * 2)
 
 
 # ---------------------------------------------------------------- a system's process
 class Batch:
-    """Generates greedily, on and on."""
+    """Generates greedily, without end."""
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
         self._model, self._cache = model, None
@@ -70,7 +70,7 @@ class Batch:
             self._tokens, self._cache = out.logits[:, -1:].argmax(-1), out.past_key_values
 
     def turn(self, passes: int, bytes_read: Callable[[], int]) -> dict[str, Any]:
-        """Seconds and bytes of a pass, and what it chose."""
+        """The seconds and bytes of the passes, and the tokens chosen."""
         began, before, chosen = time.perf_counter(), bytes_read(), []
         for _ in range(passes):
             self._next(self._tokens)
@@ -84,7 +84,7 @@ class Batch:
 
 
 def serve(options: Mapping[str, Any], parent: Parent) -> None:
-    """One system: a turn for every command."""
+    """Run one system: a turn for every command."""
     import offload
 
     model = from_shape(options)
@@ -108,7 +108,7 @@ def serve(options: Mapping[str, Any], parent: Parent) -> None:
 
 # ---------------------------------------------------------------- rounds
 def compare(options: argparse.Namespace) -> Record:
-    """Every system once per round, with the bounds."""
+    """Measure every system once per round, with the bounds."""
     record = Record("kv_cache", {**vars(options), "path": str(options.path)})
     systems = [OURS, IN_RAM]
     with ExitStack() as stack:

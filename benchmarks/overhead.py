@@ -1,4 +1,4 @@
-"""What the runtime itself costs per block and step, where there is nothing else to do.
+"""The cost of the runtime itself per block and step, where there is nothing else to do.
 
     python -m benchmarks.overhead [--blocks 24] [--steps 8] [--rounds 7] [--device cuda]
                                   [--placements 'NAME; NAME'] [--path FOLDER] [--json FILE]
@@ -67,15 +67,15 @@ def settings(
 
 
 class OnDevice(Plain):
-    """Plain PyTorch, its model on the device that the configuration names."""
+    """Plain PyTorch with its model on the device that the configuration names."""
 
     def __init__(self, config: OffloadConfig, folder: Path) -> None:
         plain.Plain.__init__(self, config, torch.device(config.device))
 
 
 def steps_of(system: System, config: OffloadConfig, count: int) -> Callable[[], dict[str, float]]:
-    """Seconds per step of `count` steps, all of whose work is done: the wall's and the process's,
-    and calls of CUDA, where they are counted."""
+    """A function that takes `count` steps, waits for all of their work, and returns the seconds per
+    step of the wall and of the process, and the calls of CUDA, if they are counted."""
     device = torch.device(config.device)
     batch = batch_of(config, 0, device)
 
@@ -96,8 +96,8 @@ def steps_of(system: System, config: OffloadConfig, count: int) -> Callable[[], 
 
 
 def cuda_calls() -> int | None:
-    """How many calls of CUDA that give it work, wait for it or ask about it this process has made;
-    None where nobody counts."""
+    """The number of CUDA calls of this process that give it work, wait for it or query it; None if
+    they are not counted."""
     if not hasattr(ctypes.CDLL(None), "null_gpu_counts"):
         return None
     from tests.null_gpu.calls import counts
@@ -109,7 +109,7 @@ def timed(
     name: str, make: Callable[[OffloadConfig, Path], System], placement: Mapping[str, Any],
     options: argparse.Namespace, stack: ExitStack,
 ) -> Timed:  # fmt: skip
-    """One system, built, and closed with `stack`."""
+    """Build one system, which is closed with `stack`."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.path)))
     values = settings(options.blocks, placement, folder, options.device)
     config = OffloadConfig.load(values)
@@ -125,7 +125,7 @@ def _per_block(run: Callable[[], dict[str, float]], blocks: int) -> dict[str, fl
 
 
 def run(options: argparse.Namespace) -> Record:
-    """The record: a row per system, its seconds those of one block in one step."""
+    """The record: a row per system, with the seconds of one block in one step."""
     wanted = [name.strip() for name in options.placements.split(";")]
     record = Record("overhead", {"blocks": options.blocks, "device": options.device})
     with ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""How well the time of a pass of inference is predicted: passes of a dispatched model beside what
-`estimate_step` says of it.
+"""The accuracy of the predicted time of a pass of inference: passes of a dispatched model beside
+the result of `estimate_step`.
 
     python -m benchmarks.pass_prediction [--rounds 5] [--cases 'NAME; NAME'] [--path FOLDER]
                                          [--json FILE]
@@ -57,7 +57,7 @@ CASES = (
 
 @dataclass
 class Run:
-    """A case with its model, and what was found round by round."""
+    """A case with its model, and its results round by round."""
 
     case: Case
     model: LanguageModel

@@ -18,7 +18,7 @@ _SEED = 1
 
 def give_quick_values(model: nn.Module, std: float) -> None:
     """Let `model`, on the meta device, be initialised from one block of normal values, repeated;
-    norms start at 1. Buffers of transformers' models are made as ever."""
+    norms start at 1. Buffers of transformers' models are initialised as usual."""
     generator = torch.Generator().manual_seed(_SEED)
     pattern = torch.randn(_PATTERN_NUMEL, generator=generator) * std
 

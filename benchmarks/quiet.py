@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def quietly(make: Callable[[], T], failed: str) -> tuple[T | None, str]:
-    """`make()` and "", or None and why not: an optional peer must not end a bench.
+    """The result of `make()` and "", or None and the reason: an optional peer must not end a bench.
 
-    What is written to stdout and stderr meanwhile, by child processes too, is not shown. Whatever
-    is raised becomes the reason, `failed` and the error's last line.
+    What is written to stdout and stderr meanwhile, by child processes too, is not shown. Any error
+    becomes the reason: `failed` and the error's last line.
     """
     with tempfile.TemporaryFile("w+") as kept:
         try:
@@ -29,7 +29,7 @@ def quietly(make: Callable[[], T], failed: str) -> tuple[T | None, str]:
 
 @contextmanager
 def redirected(target: IO[str]) -> Iterator[None]:
-    """stdout and stderr, as Python's files and as descriptors, write to `target` inside."""
+    """A context in which stdout and stderr, files and descriptors, are written to `target`."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(number) for number in (1, 2)]

@@ -1,4 +1,4 @@
-"""How well the time of a step is predicted: measured steps beside what `estimate_step` says.
+"""The accuracy of the predicted time of a step: measured steps beside `estimate_step`.
 
     python -m benchmarks.step_prediction [--rounds 5] [--cases 'NAME; NAME'] [--path FOLDER]
                                          [--json FILE]
@@ -46,7 +46,7 @@ _SHORT_S = 1.0  # steps shorter than this are taken several times per round
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: what it changes of the 151 M shape's."""
+    """One configuration: its differences from that of the 151 M shape."""
 
     name: str
     overrides: tuple[str, ...]
@@ -102,7 +102,7 @@ CASES = (
 
 @dataclass
 class Run:
-    """A case with its process, and what was found round by round."""
+    """A case with its process, and its results round by round."""
 
     case: Case
     contender: Contender
@@ -170,7 +170,7 @@ COLUMNS = (
 
 
 class Measured(Protocol):
-    """A case, and what was found round by round: seconds, and bytes of nvme in both directions."""
+    """A case and its results round by round: seconds, and bytes of nvme in both directions."""
 
     case: Case
     workload: Workload
@@ -195,9 +195,9 @@ Start = Callable[[Case, Path, ExitStack], Measured]
 def measure(
     cases: Sequence[Case], start: Start, folder: Path, rounds: int
 ) -> Iterator[tuple[list[Measured], list[Speeds]]]:
-    """Every case once per round, each round beginning with another one; gives what there is after
-    each round but the first, which does not count. Where all are large every round counts: a turn
-    begins with a step that is not timed, and takes minutes."""
+    """Measure every case once per round, each round beginning with another one; yields the results
+    after each round but the first, which does not count. If all are large, every round counts: a
+    turn begins with a step that is not timed, and takes minutes."""
     speeds: list[Speeds] = []
     with ExitStack() as stack:
         runs = []
@@ -223,7 +223,7 @@ def measure(
 
 
 def row_of(run: Measured) -> Row:
-    """Ratios round by round; of nvme's bytes, predicted over moved, both directions together."""
+    """A row of ratios round by round; of nvme's bytes, predicted over moved, both ways together."""
     assert run.estimate is not None, "it had a turn"
     ratios = [p / m for p, m in zip(run.predicted, run.measured, strict=True)]
     measures = {"predicted_s": run.predicted, "seconds": run.measured, RATIO: ratios}

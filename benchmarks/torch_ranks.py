@@ -1,4 +1,4 @@
-"""Several ranks as plain PyTorch trains them: DDP, and FSDP2 with and without its CPU offload."""
+"""Training of several ranks with plain PyTorch: DDP, and FSDP2 with and without its CPU offload."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Replicated(Plain):
 
 
 class FullySharded(Replicated):
-    """`fully_shard` of every block and of the root, as its documentation has it."""
+    """`fully_shard` applied to every block and to the root, as in its documentation."""
 
     def __init__(self, config: OffloadConfig, folder: Path, *, offload: bool = False) -> None:
         self._offload = offload

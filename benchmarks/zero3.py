@@ -75,7 +75,7 @@ class DeepSpeedZero3:
         )[0]
 
     def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
-        """Its engine divides by the number of micro-batches and steps at the last one."""
+        """Take a step: its engine divides by the micro-batches, and steps at the last one."""
         losses = []
         computing_s = 0.0
         started = time.perf_counter()
@@ -91,7 +91,7 @@ class DeepSpeedZero3:
         return StepTimes(sum(losses) / len(losses), seconds, computing_s, known_at)
 
     def settle(self) -> None:
-        """Its step returns when it is over."""
+        """Do nothing: its step returns when it is over."""
 
     def moved(self) -> dict[str, int]:
         return moved_by_the_kernel()
@@ -113,13 +113,13 @@ def _make_leaves(deepspeed: Any, model: nn.Module) -> None:
 
 
 def _whole_model(config: OffloadConfig) -> LanguageModel:
-    """With first values of its own."""
+    """A model with initial values of its own."""
     checkpoint = config.placement.activations.checkpoint is not False
     return LanguageModel(config.train.model, checkpoint_activations=checkpoint)
 
 
 def compile_adam(_: Mapping[str, Any], parent: Parent) -> None:
-    """A part of the GPU check: let it compile its CPU Adam, which it keeps on disk."""
+    """Compile DeepSpeed's CPU Adam, which it keeps on disk, as a part of the GPU check."""
     prepare("cuda")
     started = time.perf_counter()
     adam: Any = importlib.import_module("deepspeed.ops.adam")
@@ -128,8 +128,8 @@ def compile_adam(_: Mapping[str, Any], parent: Parent) -> None:
 
 
 def prepare(accelerator: str) -> None:
-    """What it reads from the environment when it is imported: the device, where ninja is, and what
-    a launcher would set for a world of one, where none has set anything."""
+    """Set what DeepSpeed reads from the environment when it is imported: the device, ninja's
+    folder, and a launcher's variables for a world of one, unless they are set."""
     if accelerator == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -147,7 +147,7 @@ def prepare(accelerator: str) -> None:
 
 
 def settings_of(config: OffloadConfig, device: str) -> dict[str, Any]:
-    """Its configuration: all states on `device`, the rest as ours has it."""
+    """DeepSpeed's configuration: all states on `device`, the rest as in ours."""
     offloaded: dict[str, Any] = {"device": device}
     zero: dict[str, Any] = {"stage": 3}
     if config.device == "cuda":
@@ -169,7 +169,7 @@ def settings_of(config: OffloadConfig, device: str) -> dict[str, Any]:
 
 
 def _put_on_nvme(zero: dict[str, Any], folder: Path, model: nn.Module, *, kept: bool) -> None:
-    """Folders and buffers; see the module's docstring for why these."""
+    """Set folders and buffers; see the module's docstring for the reasons."""
     params = list(model.parameters())
     mixtures = (each for each in model.modules() if isinstance(each, Mixture))
     of_a_mixture = max((len(list(mixture.parameters())) for mixture in mixtures), default=0)

@@ -67,7 +67,7 @@ def numel_of(name: str, array: Array) -> int:
 
 
 def _refuse(name: str, array: Array, dtype: np.dtype[Any], numel: int, *, writable: bool) -> None:
-    """Find what is wrong with `array` and say so; return if it is only read-only, and may be."""
+    """Raise ValueError with the problem of `array`; return if it is only read-only, and may be."""
     if array.dtype != dtype:
         raise ValueError(f"{name}: expected dtype {dtype}, got {array.dtype}")
     if array.shape != (numel,):

@@ -86,7 +86,7 @@ def promote_add_gradient(
 
 
 def sum_squares(src: Array, src_float: Float, partials: Array, run: Runner = serial) -> None:
-    """Only the partials of `src`."""
+    """Compute only the partials of `src`."""
     check_input("src", src, src_float.storage, numel_of("src", src))
     code = variant_code(Action.SUM, src_float, src_float, src_float)
     _run(code, src, src, src, partials, run)

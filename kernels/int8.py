@@ -79,7 +79,7 @@ _SHIFT = 23 - _MANTISSA_BITS  # from a place in the code to the same place in fp
 
 
 def octaves(signed: bool) -> int:
-    """Exponents of the code above that of its scale."""
+    """The number of exponents of the code above that of its scale."""
     return 15 if signed else 31
 
 

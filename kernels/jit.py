@@ -1,4 +1,4 @@
-"""How kernels are compiled: without the GIL, lazily, and kept on disk between runs.
+"""The compilation of kernels: without the GIL, lazily, and kept on disk between runs.
 
 Numba keeps compiled code beside the source, or in the user's cache folder where that one is
 read-only, or in NUMBA_CACHE_DIR. It looks the code up by the source file of the compiled function

@@ -82,7 +82,7 @@ class Lanes:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Which of the `width` neighbouring elements is in which lane."""
+        """The number of the element, among `width` neighbours, that each lane holds."""
         return range(self.width)
 
     def store_bf16(self, bits: Value, base: Value, index: Value) -> None:
@@ -190,11 +190,11 @@ class Lanes:
         return self._intrinsic("llvm.sqrt", a)
 
     def maximum(self, a: Value, b: Value) -> Value:
-        """The larger; b where either is NaN."""
+        """The larger value; b where either is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def sign(self, a: Value) -> Value:
-        """1 or -1; a itself where it is zero or NaN."""
+        """The sign, 1 or -1; a itself where it is zero or NaN."""
         one, minus_one = self.constant(F32, 1.0), self.constant(F32, -1.0)
         zero = self.constant(F32, 0.0)
         negative = self.builder.select(self.builder.fcmp_ordered("<", a, zero), minus_one, a)
@@ -212,7 +212,7 @@ class Lanes:
         return self.builder.select(self.builder.icmp_unsigned("<", a, b), a, b)
 
     def largest(self, a: Value) -> Value:
-        """The largest of all lanes (unsigned i32), a scalar."""
+        """The largest value of all lanes (unsigned i32), a scalar."""
         if self.width == 1:
             return self.builder.extract_element(a, ir.Constant(I32, 0))
         signature = ir.FunctionType(I32, [a.type])

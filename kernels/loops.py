@@ -27,7 +27,7 @@ def sweep(
 ) -> None:
     """Emit loops of `step` over [lo, hi): bursts of several vectors, single vectors, elements.
 
-    `lanes` are those of the vectors.
+    `lanes` is the class of the vectors.
     """
     wide, single = lanes(builder, WIDTH), Lanes(builder, 1)
     for span, vector in dict.fromkeys([(burst, wide), (WIDTH, wide), (1, single)]):

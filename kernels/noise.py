@@ -48,7 +48,7 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Where an array's random bits come from. All three are uint32s; `first` wraps."""
+    """The source of an array's random bits. All three are uint32s; `first` wraps."""
 
     key: int  # for states
     weight_key: int  # for a weight without a master

@@ -1,4 +1,4 @@
-"""How a gradient's norm is cut into partial sums of squares."""
+"""The blocks of a gradient's norm, which is the sum of partial sums of squares."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ NORM_BLOCK = 65536  # elements per partial sum of squares
 
 
 def norm_blocks(numel: int) -> int:
-    """How many partials an array of `numel` elements has."""
+    """The number of partials of an array of `numel` elements."""
     return -(-numel // NORM_BLOCK)

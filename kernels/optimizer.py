@@ -77,7 +77,7 @@ class Missed:
 
 
 def scale_blocks(numel: int) -> int:
-    """How many scales an 8-bit state of `numel` elements has."""
+    """The number of scales of an 8-bit state of `numel` elements."""
     return -(-numel // BLOCK)
 
 
@@ -162,7 +162,7 @@ def _noise(noise: Noise) -> tuple[int, int, int]:
 def _replay(
     code: int, last: Array, missed: Sequence[Missed], scalars: Scalars
 ) -> Callable[[int, int], None]:
-    """The body that makes all steps; `last` are the arguments of the last one."""
+    """The body that makes all steps; `last` are the arguments of the last step."""
     rows = np.tile(last, (len(missed) + 1, 1))
     rows[:-1, KEY:NUMEL] = [_noise(step.noise or _SILENT) for step in missed]
     constants = np.stack([*(step.scalars.constants for step in missed), scalars.constants])
@@ -186,7 +186,7 @@ def _check_extra(weight: Array, low: Array | None, master: Array | None, numel: 
 
 
 def _check_alike(missed: Missed, scalars: Scalars, noise: Noise) -> None:
-    """One compiled loop makes both steps."""
+    """Raise ValueError unless one compiled loop can make both steps."""
     if missed.scalars.loop != scalars.loop:
         raise ValueError(f"missed: expected steps as {scalars}, got {missed.scalars}")
     if missed.noise is None and noise is not _SILENT:

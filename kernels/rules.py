@@ -106,7 +106,7 @@ SCALE_SUFFIX = ".scale"  # what a record calls the scales of a state, after its 
 
 
 class Rule(IntEnum):
-    """Which sequence of operations. A new one is described below, and written twice: as vector
+    """The sequence of operations. A new one is described below, and written twice: as vector
     operations (`rule_lanes`) and in Triton (`triton_rules`)."""
 
     ADAM = 0
@@ -116,7 +116,7 @@ class Rule(IntEnum):
 
 
 class StateFormat(IntEnum):
-    """How a rule's states are kept; all of them alike. Stochastic rounding: `kernels.noise`."""
+    """The format of all states of a rule. Stochastic rounding: `kernels.noise`."""
 
     FP32 = 0
     BF16 = 1  # uint16 bits, rounded stochastically
@@ -144,7 +144,7 @@ class Scalars:
 
     @classmethod
     def at(cls, step: int, grad_scale: float, numbers: Mapping[str, Any]) -> "Scalars":
-        """For update number `step`, counted from 1; `numbers` are the other fields."""
+        """The scalars of update number `step`, counted from 1; `numbers` are the other fields."""
         return cls(step=step, grad_scale=grad_scale, **numbers)  # type: ignore[call-arg]
 
     @property
@@ -154,12 +154,12 @@ class Scalars:
 
     @property
     def state_counts(self) -> tuple[int, ...]:
-        """With how many states the rule can work."""
+        """The numbers of states that the rule can work with."""
         return (len(self.states),)
 
     @property
     def loop(self) -> tuple[Rule, bool, tuple[int, ...]]:
-        """Steps in which this is equal are made by the same compiled loop."""
+        """The key of the compiled loop: steps with equal keys are made by the same loop."""
         return self.rule, self.flag, self.state_counts
 
     @classmethod
@@ -168,7 +168,7 @@ class Scalars:
         return cls.states
 
     def names_of(self, count: int) -> tuple[str, ...]:
-        """Names of `count` states. ValueError if the rule cannot work with so many."""
+        """Names of `count` states. ValueError if the rule cannot work with that number."""
         if count not in self.state_counts:
             wanted = ", ".join(self.states[: self.state_counts[0]]) or "none (momentum is 0)"
             raise ValueError(f"states: expected {wanted}, got {count} arrays")
@@ -216,7 +216,7 @@ class AdamScalars(Scalars):
 
     @property
     def state_counts(self) -> tuple[int, ...]:
-        """Three with amsgrad, in FP32 only."""
+        """Two states, or three with amsgrad, in FP32 only."""
         return 2, 3
 
     @classmethod

@@ -41,7 +41,7 @@ def moments_of(
 
 
 def root_of(vector: Lanes, variant: Variant, at: Operands, way: Sequence[Value]) -> Sequence[Value]:
-    """The second part, if the rule has one."""
+    """Apply the second part, if the rule has one."""
     root = RULES[variant.rule].root
     return way if root is None else root(vector, constants(vector, at), way)
 
@@ -49,7 +49,7 @@ def root_of(vector: Lanes, variant: Variant, at: Operands, way: Sequence[Value])
 def new_weight(
     vector: Lanes, variant: Variant, at: Operands, p: Value, way: Sequence[Value]
 ) -> Value:
-    """The last two parts."""
+    """Apply the last two parts: the direction, and the new weight."""
     rule = RULES[variant.rule]
     direction = rule.direction(vector, way)
     return rule.weight(vector, variant, constants(vector, at), p, direction)

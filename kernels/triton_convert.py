@@ -23,7 +23,7 @@ _NO_NOISE = Noise(0, 0)
 
 
 class Draw(Enum):
-    """Whose random bits round an array, see `kernels.noise`."""
+    """The purpose of the random bits that round an array, see `kernels.noise`."""
 
     STATE_0 = "the first state of a rule"
     STATE_1 = "its second state"
@@ -98,7 +98,7 @@ def encode_int8(
 def decode_int8(
     codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, signed: bool
 ) -> None:
-    """Write to float32 `out` what `encode_int8` encoded."""
+    """Write to float32 `out` the values that `encode_int8` encoded."""
     numel = numel_of("codes", codes)
     check("codes", codes, torch.uint8, numel, codes)
     check("scales", scales, torch.float32, -(-numel // CODE_BLOCK), codes)

@@ -41,7 +41,7 @@ def _deliver(
     dst, row, offsets, numel,
     ACTION: tl.constexpr, DST: tl.constexpr, SRC: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store what `_fetch` gave; the values are those that were stored."""
+    """Store what `_fetch` returned; returns the values as stored."""
     if ACTION == SUM:
         return decode(row, SRC)
     elif ACTION == ADD:
@@ -62,7 +62,7 @@ def _rows(
     ACTION: tl.constexpr, DST: tl.constexpr, OLD: tl.constexpr, SRC: tl.constexpr,
     UNROLL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """UNROLL rows: all loads, then row by row what is stored and summed."""
+    """Process UNROLL rows: all loads first, then row by row the stores and sums."""
     rows = ()
     for row in tl.static_range(UNROLL):
         fetched = _fetch(old, src, offsets + row * LANES, numel, ACTION, OLD, SRC, WHOLE)

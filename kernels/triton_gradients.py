@@ -52,7 +52,7 @@ def promote_add_gradient(
 
 
 def sum_squares(src: torch.Tensor, partials: torch.Tensor) -> None:
-    """Only the partials of `src`."""
+    """Compute only the partials of `src`."""
     _run(Action.SUM, src, src, src, partials)
 
 
@@ -89,7 +89,7 @@ def _checked(
     src: torch.Tensor,
     partials: torch.Tensor,
 ) -> tuple[int, ...]:
-    """What the kernel is compiled for. ValueError names the argument that does not fit."""
+    """The constants to compile the kernel for. ValueError names the argument that does not fit."""
     name = "dst" if action is not Action.SUM else "src"
     numel = numel_of(name, dst)
     check(name, dst, torch.float32 if action is Action.ADD else dst.dtype, numel, dst)

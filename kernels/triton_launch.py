@@ -68,7 +68,7 @@ class _Compiled:
         self._function, self._metadata = found.function, found.packed_metadata
 
     def start(self, programs: int, stream: int, args: Sequence[Any]) -> None:
-        """`stream`: CUDA's handle. What Triton does itself, without hooks of profilers."""
+        """Start the kernel as Triton does, but without profiler hooks. `stream`: CUDA's handle."""
         self._run(
             programs, 1, 1, stream, self._function, self._metadata, None, None, None, *args
         )  # fmt: skip
@@ -122,7 +122,7 @@ def _launch_anew(
     kernel: Kernel, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[Any],
     constants: tuple[int, ...], num_warps: int,
 ) -> Kernel:  # fmt: skip
-    """Triton looks for the compiled kernel, or makes it, and returns it."""
+    """Have Triton find the compiled kernel, or compile it, and return it."""
     pointers = [bits(tensor) for tensor in tensors]
     # Fused operations are written out; the compiler must not make others of what is left.
     return kernel[(programs,)](
@@ -161,8 +161,7 @@ def check(
 
 
 def fits(tensor: torch.Tensor, numel: int, where: torch.device) -> bool:
-    """Whether `check` has nothing to say of a tensor whose dtype is known, in a third of its
-    time."""
+    """Whether `check` would accept a tensor whose dtype is known, in a third of its time."""
     return (
         tensor.dim() == 1
         and tensor.numel() == numel

@@ -30,7 +30,7 @@ def bits_of(value):
 
 @triton.jit
 def bits_or_nan(value):
-    """As `bits_of`, any NaN made canonical: rounding up another one can carry into the sign."""
+    """fp32 -> its bits, a NaN made canonical: rounding up another one can carry into the sign."""
     return tl.where(value != value, 0x7FC00000, bits_of(value))
 
 
@@ -114,7 +114,7 @@ def load(pointer, offsets, numel, WHOLE: tl.constexpr):
 
 @triton.jit
 def store(pointer, offsets, value, numel, WHOLE: tl.constexpr):
-    """As `load`, the other way."""
+    """Store elements at offsets; the reverse of `load`."""
     if WHOLE:
         tl.store(pointer + offsets, value)
     else:

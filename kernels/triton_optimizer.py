@@ -125,7 +125,7 @@ def _checked(
     low: torch.Tensor | None,
     master: torch.Tensor | None,
 ) -> _Variant:
-    """What the kernel is compiled for. ValueError names the argument that does not fit."""
+    """The variant to compile the kernel for. ValueError names the argument that does not fit."""
     numel = numel_of("weight", weight)
     weight_float, state_format = float_of("weight", weight), _format_of(states)
     kind = master_of(weight_float, low=low is not None, master=master is not None)

@@ -27,13 +27,13 @@ MOST_FP16 = tl.constexpr(formats.LARGEST[2])
 
 @triton.jit
 def rint(value):
-    """fp32 below 2**22 in magnitude, to the nearest integer (int32), ties to even."""
+    """Round fp32 below 2**22 in magnitude to the nearest integer (int32), ties to even."""
     return (bits_of(value + 12582912.0) - 0x4B400000).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def level(code):
-    """What a code of NF4 stands for under a scale of 1."""
+    """The value of an NF4 code with a scale of 1."""
     found = tl.full(code.shape, LEVELS[0], tl.float32)
     for place in tl.static_range(1, 16):
         found = tl.where(code == place, LEVELS[place], found)
@@ -42,7 +42,7 @@ def level(code):
 
 @triton.jit
 def within(value, FLOAT: tl.constexpr):
-    """Within the largest finite numbers of a format; a NaN stays one."""
+    """Clamp to the largest finite numbers of a format; a NaN stays one."""
     if FLOAT == FP32:
         most = MOST_FP32
     elif FLOAT == FP16:

@@ -11,7 +11,7 @@ _SIGNED = {scalars.rule: tuple(map(is_signed, scalars.states)) for scalars in RU
 
 
 class Master(IntEnum):
-    """Where the fp32 weight lives."""
+    """The storage of the fp32 weight."""
 
     NONE = 0  # none: the weight is fp32, or bf16 and rounded stochastically
     SPLIT = 1  # high half in the bf16 weight, low half in an int16 array
@@ -20,7 +20,7 @@ class Master(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel."""
+    """The options of one kernel."""
 
     rule: Rule
     flag: bool  # of the rule's scalars
@@ -32,7 +32,7 @@ class Variant:
 
     @property
     def signed(self) -> tuple[bool, ...]:
-        """Of each state: whether it can be negative."""
+        """Whether each state can be negative."""
         return _SIGNED[self.rule][: self.state_count]
 
     @property
@@ -76,7 +76,7 @@ def without_gradient(code: int) -> int:
 
 
 def master_of(weight: Float, *, low: bool, master: bool) -> Master:
-    """Which master the arrays given ask for; ValueError if they contradict each other."""
+    """The kind of master for the arrays given; ValueError if they contradict each other."""
     if low and master:
         raise ValueError("low, master: expected one of them, got both")
     if weight is Float.FP32 and (low or master):

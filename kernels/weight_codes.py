@@ -96,7 +96,7 @@ _DIGEST = jit.digest(__file__, "weight_formats.py")
 
 
 class Action(IntEnum):
-    """What a kernel does."""
+    """The operation of a kernel."""
 
     ENCODE = 0
     DECODE = 1
@@ -214,13 +214,13 @@ class CodeLanes(Lanes):
         return _joined(builder, *found)
 
     def _call(self, name: str, table: Value, index: Value) -> Value:
-        """The CPU's own instruction: a pattern that stands for it does not survive the compiler."""
+        """Emit the CPU's instruction itself: a pattern for it does not survive the compiler."""
         signature = ir.FunctionType(table.type, [table.type, index.type])
         function = cgutils.get_or_insert_function(self.builder.module, signature, name)
         return self.builder.call(function, [table, index])
 
     def _taken(self, table: Value, index: Value) -> Value:
-        """Lane by lane."""
+        """Look the table up lane by lane."""
         inside = self.builder.and_(index, self.constant(I32, 15))
         found = ir.Constant(table.type, ir.Undefined)
         for lane in range(WIDTH):
@@ -230,15 +230,15 @@ class CodeLanes(Lanes):
         return found
 
     def load_pairs(self, base: Value, index: Value, code: Code) -> tuple[Value, Value]:
-        """Codes of 4 bits, in the low bits of i32 lanes: of elements index, index + 2 .. index + 30
-        and of those behind each, with which they share a byte."""
+        """Load two vectors of 4-bit codes, in the low bits of i32 lanes: of elements index, index +
+        2 .. index + 30, and of those behind each, with which they share a byte."""
         start = self.builder.lshr(index, I64(1))
         low = self.builder.zext(self.load_raw(I8, base, start), self.of(I32))
         high = self.shift_right(low, 4)
         return (low, high) if code is Code.INT4 else (high, low)
 
     def load_spread(self, base: Value, index: Value, code: Code) -> Value:
-        """Codes of 4 bits index .. index + 16, in the low bits of i32 lanes; others undefined."""
+        """Load 4-bit codes index .. index + 16, in the low bits of i32 lanes; others undefined."""
         builder, half = self.builder, WIDTH // 2
         start = builder.gep(base, [builder.lshr(index, I64(1))])
         pointer = builder.bitcast(start, ir.VectorType(I8, half).as_pointer())
@@ -253,7 +253,7 @@ class CodeLanes(Lanes):
         return builder.bitcast(lanes, self.of(I32))
 
     def store_pairs(self, lanes: Value, base: Value, index: Value, code: Code) -> None:
-        """The reverse of `load_spread`, of lanes without other bits."""
+        """Store codes from lanes without other bits; the reverse of `load_spread`."""
         builder, half = self.builder, WIDTH // 2
         narrow = builder.bitcast(
             builder.trunc(lanes, self.of(I8)), ir.VectorType(I16, half)
@@ -268,14 +268,14 @@ class CodeLanes(Lanes):
         builder.store(builder.trunc(pair, ir.VectorType(I8, half)), pointer, align=8)
 
     def stored_bits(self, kind: Float, value: Value) -> Value:
-        """fp32 in a format, its bits in the low ones of i32 lanes."""
+        """Round fp32 to a format; its bits are in the low ones of i32 lanes."""
         stored = self.encode(kind, value)
         if kind is Float.FP32:
             return self.builder.bitcast(stored, self.of(I32))
         return self.builder.zext(self.builder.bitcast(stored, self.of(I16)), self.of(I32))
 
     def rounded(self, value: Value) -> Value:
-        """fp32 below 2**22 in magnitude, to the nearest integer (i32), ties to even."""
+        """Round fp32 below 2**22 in magnitude to the nearest integer (i32), ties to even."""
         moved = self.add(value, self.constant(F32, _MAGIC))
         return self.builder.sub(
             self.builder.bitcast(moved, self.of(I32)), self.constant(I32, _MAGIC_BITS)
@@ -304,8 +304,8 @@ def _decode_group(
     vector: CodeLanes, weights: WeightFormat, kind: Float, at: Pointers, number: Value,
     streams: bool,
 ) -> None:  # fmt: skip
-    """`streams`: values lie on cache lines, and are written past the caches, which are too small
-    for a group's parameters."""
+    """Emit the decoding of a group. `streams`: values lie on cache lines, and are written past the
+    caches, which are too small for a group's parameters."""
     builder = vector.builder
     word = builder.load(builder.gep(at.words, [number]), align=4)
     first = builder.mul(number, I64(weights.group_size))
@@ -325,7 +325,7 @@ def _decode_group(
 def _line_decoder(
     vector: CodeLanes, code: Code, kind: Float, codes: Value, word: Value
 ) -> Callable[[Value], Value]:
-    """What emits the values from an index on that fill a cache line, as they are stored."""
+    """A function that emits one cache line of stored values, starting at an index."""
     builder = vector.builder
     if code is Code.INT8:
 
@@ -343,7 +343,7 @@ def _line_decoder(
     shifted = vector.shift_left(table, 16)
 
     def from_pairs(start: Value) -> Value:
-        """Two values of 16 bits from each byte, which stay side by side."""
+        """Emit two values of 16 bits from each byte, which stay side by side."""
         first, second = vector.load_pairs(codes, start, code)
         return builder.or_(vector.lookup(table, first), vector.lookup(shifted, second))
 
@@ -351,7 +351,7 @@ def _line_decoder(
 
 
 def levels(vector: CodeLanes, code: Code, kind: Float, word: Value) -> Value:
-    """Emit what the 16 codes of a group stand for (fp32 lanes), before they are rounded."""
+    """Emit the values of the 16 codes of a group (fp32 lanes), before they are rounded."""
     builder = vector.builder
     if code is Code.NF4:
         scale = vector.splat(builder.bitcast(word, F32))
@@ -364,7 +364,7 @@ def levels(vector: CodeLanes, code: Code, kind: Float, word: Value) -> Value:
 
 
 def signed_bytes(vector: CodeLanes, word: Value, codes: Value, start: Value) -> Value:
-    """Emit what the INT8 codes from an index on stand for, before they are rounded."""
+    """Emit the values of the INT8 codes from an index on, before they are rounded."""
     builder = vector.builder
     raw = builder.sext(vector.load_raw(I8, codes, start), vector.of(I32))
     scale = vector.splat(builder.bitcast(word, F32))
@@ -372,7 +372,7 @@ def signed_bytes(vector: CodeLanes, word: Value, codes: Value, start: Value) -> 
 
 
 def _within(vector: Lanes, value: Value, most: float) -> Value:
-    """Within [-most, most]; a NaN stays one."""
+    """Emit a clamp to [-most, most]; a NaN stays one."""
     upper, lower = vector.constant(F32, most), vector.constant(F32, -most)
     builder = vector.builder
     value = builder.select(builder.fcmp_ordered(">", value, upper), upper, value)
@@ -413,7 +413,7 @@ def _encode_group(
 
 
 def _nf4(vector: CodeLanes, ratio: Value) -> Value:
-    """How many midpoints are less."""
+    """Emit the code: the number of midpoints that are less than `ratio`."""
     count = vector.constant(I32, 0)
     for midpoint in NF4_MIDPOINTS:
         less = vector.builder.fcmp_ordered(">", ratio, vector.constant(F32, midpoint))

@@ -44,7 +44,7 @@ LARGEST = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)
 
 
 class Code(IntEnum):
-    """What a code stands for; its name in lower case is the one in a configuration."""
+    """The code of an element; its name in lower case is the one in a configuration."""
 
     INT8 = 0
     INT4 = 1
@@ -52,13 +52,13 @@ class Code(IntEnum):
 
     @property
     def bits(self) -> int:
-        """Of one element, without its share of a scale."""
+        """The number of bits per element, without its share of a scale."""
         return 8 if self is Code.INT8 else 4
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a tensor's elements are stored."""
+    """The stored format of a tensor's elements."""
 
     code: Code
     group_size: int = 64  # elements that share a scale
@@ -70,7 +70,7 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """As a configuration has it."""
+        """The name of the format in a configuration."""
         return self.code.name.lower()
 
     def scales_nbytes(self, numel: int) -> int:

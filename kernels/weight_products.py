@@ -169,7 +169,7 @@ class _Products:
             builder.store(total, builder.gep(self.out, [place]))
 
     def _reader(self, first: Value) -> Any:
-        """What emits the two vectors of weights from an element of the group at `first` on."""
+        """A function that emits two vectors of weights, from an element of the group at `first`."""
         builder, vector, code = self.builder, self.vector, self.weights.code
         number = builder.udiv(first, I64(self.weights.group_size))
         word = builder.load(builder.gep(self.at.words, [number]), align=4)
@@ -189,7 +189,7 @@ class _Products:
         ]
 
     def _total(self, lanes: Value) -> Value:
-        """The lanes in halves."""
+        """The sum of the lanes, added in halves."""
         width = WIDTH
         while width > 1:
             width //= 2

@@ -1,4 +1,4 @@
-"""Which pieces stay in the window, which leave for the disk, and which are evicted.
+"""The choice of pieces that stay in the window, leave for the disk, or are evicted.
 
 Backward needs last what forward saved first. So pieces leave in the order they were filled, and
 only as many as have to: half of the window is kept unwritten, and pieces that die or are needed
@@ -37,7 +37,7 @@ OWNER = "saved activations"
 
 
 class Backlog:
-    """The pieces in a window. `lock` guards it: methods take it, or say that it must be held."""
+    """The pieces in a window. `lock` guards it: methods acquire it, or say that it must be held."""
 
     def __init__(
         self, window: ActivationWindow, store: BlockStore | None, disk_nbytes: int,
@@ -144,7 +144,7 @@ class Backlog:
             pieces -= 1
 
     def _take_off_list(self, piece: SavedPiece) -> None:
-        """It leaves, or dies before it had to."""
+        """Take the piece, which is being written or no longer needed, off the unwritten ones."""
         assert piece.slot is not None, "unwritten"
         del self._unwritten[piece]
         self._unwritten_nbytes -= piece.slot.nbytes
@@ -176,7 +176,7 @@ class Backlog:
         return True
 
     def _departed(self, piece: SavedPiece, ended: Transfer[Any]) -> None:
-        """In the thread that wrote it."""
+        """Record the end of a piece's write; called in the thread that wrote it."""
         with self.lock:
             piece.departure = None
             del self._moving[piece]
@@ -214,7 +214,7 @@ class Backlog:
 
     # ---------------------------------------------------------------- ends
     def _settled(self, piece: SavedPiece) -> None:
-        """Nothing moves it any more (lock held)."""
+        """Bury or list the piece, which no transfer moves any more (lock held)."""
         if piece.dead:
             self.bury(piece)
         elif piece.residency is Residency.CLEAN:

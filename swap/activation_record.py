@@ -123,7 +123,7 @@ class SavedStorage:
     ahead: DeviceCopy | None = None  # brought to the device before its use
 
     def is_for(self, stream: Stream | None) -> bool:
-        """Whether work of `stream` may use what is on the device."""
+        """Whether work of `stream` may use the bytes on the device."""
         return not self.given_out or self.given_to == stream
 
     def covers(self, start_bytes: int, stop_bytes: int, version: int, itemsize: int) -> bool:

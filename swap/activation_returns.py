@@ -63,7 +63,7 @@ class ActivationReturns:
         count_forwarded: Callable[[int], None], *, in_place: bool,
     ) -> None:  # fmt: skip
         """`saved_before` gives the living records with smaller numbers, the latest first;
-        `count_forwarded` is told of bytes that did not have to be read."""
+        `count_forwarded` is called with bytes that did not have to be read."""
         self._backlog = backlog
         self._lock = backlog.lock
         self._links = links
@@ -79,7 +79,7 @@ class ActivationReturns:
         return self._fetch_here(record) if self._in_place else self._fetch_to_device(record)
 
     def _fetch_here(self, record: SavedStorage) -> torch.Tensor:
-        """On a CPU a slot is used as it is; what lies in several pieces is put together."""
+        """The bytes on a CPU: one slot is used as it is; several pieces are copied together."""
         if len(record.pieces) == 1:
             with self._lock:
                 self._bring(record.pieces[0], Priority.URGENT)
@@ -113,8 +113,8 @@ class ActivationReturns:
         return HostPiece(piece.slot.tensor[: piece.nbytes], arrivals)
 
     def _bring(self, piece: SavedPiece, priority: Priority) -> bool:
-        """Start reading the piece into the place of what is needed later; False where that is not
-        enough (lock held)."""
+        """Start reading the piece, in place of pieces needed later; False where these do not make
+        enough room (lock held)."""
         if piece.slot is None:
             slot = self._backlog.offer(piece.nbytes, below=piece.number)
             if slot is None:
@@ -132,8 +132,8 @@ class ActivationReturns:
         return copy.memory
 
     def _take_ahead_for(self, stream: Stream | None, record: SavedStorage) -> DeviceCopy | None:
-        """What was copied ahead, for a use by `stream`: memory of another stream's would be given
-        out again there, without a wait for this use (lock held)."""
+        """The copy made ahead, for a use by `stream`, or None. A copy of another stream is not
+        used: its memory would be given out again there without a wait for this use (lock held)."""
         ahead = self.take_ahead(record)
         if ahead is not None and ahead.stream != stream:
             self._copies.hold(ahead, record.nbytes)
@@ -172,7 +172,7 @@ class ActivationReturns:
             return piece.copied
 
     def _stage(self, piece: SavedPiece) -> HostPiece | None:
-        """The piece in the window, if need be once there is room; None where there never is."""
+        """The piece in the window, after a wait for room if needed; None if there never is any."""
         with self._lock:
             look = self._look(piece)
         if look is not None:

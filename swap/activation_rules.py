@@ -1,4 +1,4 @@
-"""When a saved activation travels, in numbers that planning needs, too (no torch here)."""
+"""Limits that decide whether a saved activation travels; planning needs them, too (no torch)."""
 
 LEAST_NBYTES = 128 << 10  # moving less costs more time than the memory is worth
 WHOLE = 4  # a storage travels whole unless it is more than so many times what is saved of it

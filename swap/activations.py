@@ -65,7 +65,7 @@ class Parked:
     _offset_bytes: int
 
     def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved, without a graph. Waits for what is on its way."""
+        """The tensor as it was saved, without a graph. Waits for its arrival."""
         flat = self._tier.fetch(self._token)
         offset = (int(flat.storage_offset()) + self._offset_bytes) // self._dtype.itemsize
         empty = torch.empty(0, dtype=self._dtype, device=flat.device)
@@ -119,9 +119,9 @@ class ActivationTier:
 
     @uninterrupted
     def keep(self, tensor: torch.Tensor) -> Parked | None:
-        """Take `tensor`'s storage over; None where it stays where it is.
+        """Take over the storage of `tensor`; returns None if it stays where it is.
 
-        Waits for writes under way where the window is full. Raises StorageError if one failed.
+        Waits for writes under way if the window is full. Raises StorageError if one failed.
         """
         if not self._is_worth_it(tensor):
             return None
@@ -262,8 +262,8 @@ class ActivationTier:
 
     # ---------------------------------------------------------------- ends
     def _token_died(self, number: int) -> None:
-        """Anywhere, in any thread: the collector may run inside of our books, or while some lock
-        is held. So the lock is neither waited for nor entered twice; the next call buries then."""
+        """Note a token's death, on any thread, even inside our own code or while a lock is held. So
+        the lock is neither waited for nor entered twice; the next call buries then."""
         self._dead.append(number)
         if not self._lock._is_owned() and self._lock.acquire(blocking=False):  # type: ignore[attr-defined]
             try:

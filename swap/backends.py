@@ -1,4 +1,4 @@
-"""Which backends there are, which of them work here, and why the others do not."""
+"""The registered backends, with a check of those that work here and reasons for the others."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A write never touches the extent it replaces. The old one is the undo record:
     write(source, replaces=old)     old: valid          new: being written
     ... fails                       old: valid          new: freed
     ... succeeds                    old: freed, once no read of it is left         new: valid
-                                         and nobody keeps it
+                                         and no caller keeps it
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ExtentAllocator(Protocol):
     """A tier as the store uses it. Called with the store's lock held."""
 
     def spare_nbytes(self, lengths: Sequence[int]) -> int:
-        """How much longer files of these `lengths`, one per path, may get in all."""
+        """The bytes by which files of these `lengths`, one per path, may grow in all."""
         ...
 
     def allocate(self, nbytes: int, owner: str, state_class: Any, lengths: Sequence[int]) -> Extent:
@@ -145,7 +145,7 @@ class BlockStore:
         committed: Callable[[StoredBlock], object] | None = None,
     ) -> Transfer[StoredBlock]:  # fmt: skip
         """Store `source` in a new extent; the value is the block to read it back with.
-        `committed` is told of it as soon as it is stored, with the store's lock held.
+        `committed` is called with it as soon as it is stored, with the store's lock held.
 
         `source` must not change until then. `replaces` stays readable until the write has
         succeeded and is freed then; if it fails it stays valid and the new extent is freed.

@@ -34,13 +34,13 @@ class Table:
     _shares: dict[int, tuple[float, int]] = field(default_factory=dict)  # the last, and its pass
 
     def begin_pass(self) -> None:
-        """A forward of the whole model begins."""
+        """Begin a forward pass of the whole model."""
         self.chosen = {}
         self.settled_at = None
         self._uses = 0
 
     def use(self, item: int) -> None:
-        """A forward uses `item`."""
+        """Record that the forward pass uses `item`."""
         self._passes += not self._uses
         self._uses += 1
         self.chosen.pop(item, None)
@@ -50,12 +50,12 @@ class Table:
             self._shares[item] = _faded(share, self._passes - last) + _RECENT, self._passes
 
     def order_of(self, item: int) -> float | None:
-        """Between 0 and 1: when this forward used `item`; None if its backward needs it no more."""
+        """The time of this forward's use, from 0 to 1; None if its backward does not need it."""
         use = self.chosen.get(item)
         return None if use is None else use / (self._uses + 1)
 
     def share_of(self, item: int) -> float:
-        """Of the last forwards that came here, those that chose `item`. Never 0."""
+        """The share of the recent forward passes through this table that chose `item`. Never 0."""
         share, last = self._shares.get(item, (0.0, 0))
         passes = self._passes
         weights = 1 - _faded(1.0, passes)  # of all forwards that there were
@@ -63,5 +63,5 @@ class Table:
 
 
 def _faded(share: float, passes: int) -> float:
-    """What is left of a share after some forwards."""
+    """The value to which a share decays after `passes` forward passes."""
     return share * (1 - _RECENT) ** passes

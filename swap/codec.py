@@ -20,8 +20,8 @@ class Codec(Protocol):
         ...
 
     def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
-        """As `encode`, where `stored` has codes: those of what decodes to its values already stay,
-        as far as parts of the buffer can be told apart. After an error, `stored` is as before."""
+        """Like `encode`, but codes in `stored` that decode to the new values already are kept, as
+        far as parts of the buffer can be told apart. After an error, `stored` is unchanged."""
         ...
 
     def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:

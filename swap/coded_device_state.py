@@ -27,8 +27,8 @@ from offload.tiers.errors import StateError
 
 
 class DeviceCodedState(CodedState):
-    """`pool` is one of device memory, `reads` are those of all its slots. Values in host memory,
-    for loading and reading out, are pageable and outside of any budget: one group's at a time."""
+    """`pool` is a pool of device memory, `reads` are its slots'. Values in host memory, for loading
+    and reading out, are pageable and outside of any budget: one group at a time."""
 
     def __init__(
         self, nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool, links: Links,
@@ -75,7 +75,7 @@ class DeviceCodedState(CodedState):
         return view
 
     def codes(self) -> tuple[Codec, torch.Tensor] | None:
-        """The device decodes."""
+        """Return None: the device decodes the codes itself."""
         return None
 
     def note_use(self) -> None:
@@ -84,7 +84,7 @@ class DeviceCodedState(CodedState):
         super().note_use()
 
     def wrote(self, *, to_edge: bool = False) -> None:
-        """Encoded on the CPU: it happens where users write, not in a pass."""
+        """Encode the slot on the CPU: users write to it outside of passes."""
         with self._lock:
             if self._slot is None or not self._has_values:
                 raise StateError(f"{self.name} holds no memory that could have been written")
@@ -131,7 +131,7 @@ class DeviceCodedState(CodedState):
         self._refresh()
 
     def _refresh(self) -> None:
-        """The values of the home's codes, where there is a slot."""
+        """Decode the home's codes into the slot, if there is one."""
         with self._lock:
             held = self._slot if self._has_values else None
             view = None if held is None else held.tensor[: self.nbytes]

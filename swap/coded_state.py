@@ -48,7 +48,7 @@ class CodedState(SlotState):
         self, nbytes: int, piece_nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool,
         next_use: Callable[[], float],
     ) -> None:  # fmt: skip
-        """ValueError where the codec cannot store a piece."""
+        """Raises ValueError if the codec cannot store a piece."""
         step = round_up(codec.stored_nbytes(min(piece_nbytes, nbytes)), PAGE_NBYTES)
         whole, rest = divmod(nbytes, piece_nbytes)
         stored = whole * step + (codec.stored_nbytes(rest) if rest else 0)
@@ -76,14 +76,14 @@ class CodedState(SlotState):
         self._is_blank = self._is_reserved = False
 
     def leave(self) -> None:
-        """A slot is never dirty: what is written to it is stored at once."""
+        """Do nothing: a slot is never dirty, since what is written to it is stored at once."""
 
     def transit(self) -> Callable[[], None] | None:
         return None
 
     # ---------------------------------------------------------------- compute side
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Of the codes: they are decoded when the buffer is used."""
+        """Bring the codes of the home; they are decoded when the buffer is used."""
         with self._lock:
             if self._has_values:
                 return True
@@ -97,7 +97,7 @@ class CodedState(SlotState):
 
     @property
     def _has_values(self) -> bool:
-        """Of the slot, unless it is blank."""
+        """Whether a slot is held that is not merely reserved for values."""
         return self._slot is not None and not self._is_reserved
 
     def _reserve(self) -> None:
@@ -130,7 +130,7 @@ class CodedState(SlotState):
             return view
 
     def codes(self) -> tuple[Codec, torch.Tensor] | None:
-        """Of a buffer in one piece."""
+        """The codec and the codes of a buffer in one piece; None for a buffer in several pieces."""
         return (self._codec, self._stored(0, self._home.tensor())) if self.pieces == 1 else None
 
     def blank(self) -> torch.Tensor:
@@ -141,7 +141,7 @@ class CodedState(SlotState):
         return self._take_slot()
 
     def _take_slot(self) -> torch.Tensor:
-        """A slot that is blank until it is filled."""
+        """The slot's memory, blank until it is filled; leases a slot if none is held."""
         with self._lock:
             view = self._blank_slot()
         if view is not None:
@@ -158,7 +158,7 @@ class CodedState(SlotState):
             return lease.tensor[: self.nbytes]
 
     def _blank_slot(self) -> torch.Tensor | None:
-        """The slot there is, blank from now on."""
+        """The slot's memory, marked as blank; None if no slot is held."""
         if self._slot is None:
             return None
         self._is_blank, self._is_reserved = True, False
@@ -173,7 +173,7 @@ class CodedState(SlotState):
         return stored[start : start + self._codec.stored_nbytes(span.stop - span.start)]
 
     def wrote(self, *, to_edge: bool = False) -> None:
-        """Stored at once, and rounded to what is stored."""
+        """Store what was written at once, and round the slot to what is stored."""
         with self._lock:
             if self._slot is None or not self._has_values:
                 raise StateError(f"{self.name} holds no memory that could have been written")

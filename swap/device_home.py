@@ -56,7 +56,7 @@ class DeviceHomeState(MemoryState):
         return copy
 
     def host_blank(self) -> torch.Tensor:
-        """Pageable and outside of any budget: one at a time of each kind of state is kept."""
+        """Pageable host memory outside of any budget: one such copy is kept per kind of state."""
         before = self._links.copied_out.get(type(self))
         if isinstance(before, DeviceHomeState):
             before._on_host = None

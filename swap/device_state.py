@@ -26,7 +26,7 @@ from offload.tiers.units import round_up
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The copy streams between host and device, and what is still read in the device's memory."""
+    """The copy streams between host and device, and the reads under way in the device's memory."""
 
     to_device: CopyStream
     to_host: CopyStream
@@ -54,7 +54,7 @@ class MirroredState(SlotState):
         self, home: State, pool: SlotPool, links: Links, reads: OpenReads,
         next_use: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`pool` is one of device memory; `reads` are those of all its slots."""
+        """`pool` is a pool of device memory; `reads` are the reads of all its slots."""
         super().__init__(
             home.name,
             home.nbytes,
@@ -90,7 +90,7 @@ class MirroredState(SlotState):
         self._updated.clear()
 
     def leave(self) -> None:
-        """A mirror is never dirty: what changes it takes the change home at once."""
+        """Do nothing: a mirror is never dirty, since its changes are taken home at once."""
 
     def transit(self) -> Callable[[], None] | None:
         return None if self._arrival.done() else self._arrival.wait

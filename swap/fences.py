@@ -97,7 +97,7 @@ class OpenReads:
             reader.read_until(mark)
 
     def mark_now(self, reader: Reader) -> None:
-        """The reader's slot is to be given up or written to: what reads it was queued by now."""
+        """Mark the reader's slot, which is given up or written to: all its readers are queued."""
         if id(reader) not in self._readers:
             return
         if not reader.still_read():

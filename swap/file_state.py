@@ -81,7 +81,7 @@ class FileState(SlotState):
 
     @uninterrupted
     def leave(self) -> None:
-        """Start taking every dirty piece home; of gradients only while nobody adds to them."""
+        """Start taking every dirty piece home; gradients only while no view of them is alive."""
         with self._lock:
             if self._class is StateClass.GRADIENTS and self._slot and self._slot.in_use():
                 return
@@ -157,8 +157,8 @@ class FileState(SlotState):
         return True
 
     def _staged_departures(self, fill: Priority | None) -> list[Transfer[None]] | None:
-        """Staged pieces on their way home, if anything is to be read: what is there now is their
-        old version."""
+        """The writes of staged pieces under way, if a read is asked for: the home has their old
+        version until then."""
         with self._lock:
             leaving = [] if fill is None else list(self._departures.values())
         return leaving or None
@@ -287,7 +287,7 @@ class FileState(SlotState):
             if old and self._slot is not None:
                 if self.can_drop():
                     self.drop()
-                else:  # a view that somebody has kept shows what counts
+                else:  # a view that was kept shows the valid bytes
                     for piece in old:
                         pages = self._slot_pages(piece)
                         self._arrivals[piece] = self._read(piece, pages, Priority.NORMAL)
@@ -416,7 +416,7 @@ class FileState(SlotState):
 
 
 def _wait_all(transfers: list[Transfer[None]]) -> None:
-    """Until the last one has ended; then raise the first error."""
+    """Wait until the last transfer has ended; then raise the first error."""
     failed: OffloadError | None = None
     for transfer in transfers:
         try:

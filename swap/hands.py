@@ -1,6 +1,5 @@
-"""Calls of the system that may never return, made by threads that can be left behind: all that is
-asked of a checkpoint, and what is rarely asked of swap files, whose reads and writes `io_watch`
-watches.
+"""Calls of the system that may never return, made by threads that can be left behind: all calls on
+checkpoints, and rare calls on swap files, whose reads and writes `io_watch` watches.
 
 A disk or a server that does not answer keeps the thread that asks, and the kernel has no way to
 take a call back. So another thread asks, a *hand*, one call at a time:
@@ -39,7 +38,7 @@ R = TypeVar("R")
 _LOOK_S = 1.0  # at most: a Ctrl-C that comes just before one begins is raised at its end
 _PATIENCE_S = 5.0  # of a Ctrl-C, with the call that is under way
 
-_left: set[Call[Any]] = set()  # calls that nobody waits for any more, until they return
+_left: set[Call[Any]] = set()  # calls that were given up, until they return
 os.register_at_fork(after_in_child=_left.clear)  # where none of them ever does
 _here = threading.local()  # of a hand: the call that it makes
 _timeout_s: ContextVar[float | None] = ContextVar("timeout_s", default=None)
@@ -47,7 +46,7 @@ _timeout_s: ContextVar[float | None] = ContextVar("timeout_s", default=None)
 
 @contextmanager
 def waiting(timeout_s: float) -> Iterator[None]:
-    """Hands that are made inside wait so long for each call."""
+    """Set the seconds that hands made inside wait for each call."""
     token = _timeout_s.set(timeout_s)
     try:
         yield
@@ -56,8 +55,8 @@ def waiting(timeout_s: float) -> Iterator[None]:
 
 
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
-    """Every call, in the hand's thread. Tests put one in its place that fails; `operation` and
-    `path` say what it is."""
+    """Make a call in the hand's thread. Tests replace this function with one that fails;
+    `operation` and `path` describe the call."""
     return function(*args)
 
 
@@ -95,7 +94,7 @@ class Call(Generic[R]):
         self._books = threading.Lock()
 
     def run(self) -> None:
-        """In the hand's thread."""
+        """Make the call, in the hand's thread."""
         with self._books:
             if self.has_returned:  # it was taken back
                 return
@@ -115,15 +114,15 @@ class Call(Generic[R]):
         _left.discard(self)
 
     def when_returned(self, function: Callable[[], None]) -> bool:
-        """Call `function` once it has returned, in its thread. False, and it is not called, if it
-        has already."""
+        """Call `function` in the call's thread once it has returned. Returns False, without calling
+        it, if it has already returned."""
         with self._books:
             if not self.has_returned:
                 self._then.append(function)
             return not self.has_returned
 
     def take_back(self) -> bool:
-        """Let it not be made; False if it has begun."""
+        """Cancel the call; False if it has begun."""
         with self._books:
             if self._has_begun:
                 return False
@@ -132,14 +131,14 @@ class Call(Generic[R]):
         return True
 
     def give_up(self) -> None:
-        """Let nobody wait for it any longer."""
+        """Give the call up: no thread waits for it any longer."""
         with self._books:
             if not self.has_returned:
                 _left.add(self)
         self.over.open()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is over, at most so long."""
+        """Wait until the call is over, for `timeout_s` at most."""
         looks = max(LOOKS, math.ceil(timeout_s / _LOOK_S))
         for look in range(1, looks + 1):
             if self.over.wait(timeout_s / looks):
@@ -168,7 +167,7 @@ class Hand:
     _asked: SimpleQueue[Call[Any] | None] | None = None
 
     def __init__(self, timeout_s: float | None = None) -> None:
-        """`timeout_s`: for each call; by default that of `waiting`."""
+        """`timeout_s`: the limit for each call; by default that of `waiting`."""
         self._asked = SimpleQueue()
         self._stuck: Call[Any] | None = None
         self._last: Call[Any] | None = None  # that was asked for
@@ -195,7 +194,7 @@ class Hand:
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child, which has not got the thread."""
+        """Whether this process has the thread; a forked child does not."""
         return self._pid == os.getpid()
 
     def make(
@@ -208,7 +207,7 @@ class Hand:
         return self.result(call)
 
     def ask(self, call: Call[Any]) -> None:
-        """Have it made behind all others, and do not wait for it."""
+        """Queue the call behind all others, without waiting for it."""
         assert self._asked is not None, "it has not ended"
         self._last = call
         call.is_asked = True
@@ -218,8 +217,8 @@ class Hand:
             self._asked.put(call)
 
     def result(self, call: Call[R]) -> R:
-        """Of a call that was asked for, in the order of asking, or is asked for now. Raises as
-        `make`."""
+        """The result of a call that was queued before, in the order of queueing, or is queued now.
+        Raises like `make`."""
         if self._stuck is not None:
             raise self._stuck.stuck()
         try:
@@ -277,7 +276,7 @@ def _work(asked: SimpleQueue[Call[Any] | None]) -> None:
 
 
 def result_of(call: Call[R], timeout_s: float | None = None) -> R:
-    """One call, by a hand of its own. Raises as `Hand.make`."""
+    """The result of one call, made by a hand of its own. Raises like `Hand.make`."""
     hand = Hand(timeout_s)
     try:
         return hand.result(call)
@@ -286,7 +285,7 @@ def result_of(call: Call[R], timeout_s: float | None = None) -> R:
 
 
 def patiently(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
-    """The same, of a call that nobody asks about afterwards."""
+    """The result of one call, like `result_of`, for callers that need only the result."""
     return result_of(Call(operation, path, function, *args))
 
 

@@ -135,7 +135,7 @@ class IOBackend(ABC):
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Around a wait for room, of what would be a request if there were any."""
+        """Count a request as asked for, while its caller waits for room."""
         with self._books:
             self._meter.note(asked=1)
         try:
@@ -196,7 +196,7 @@ class IOBackend(ABC):
         that are in them, and keep the pieces until they do."""
 
     def _begin(self, request: IORequest) -> None:
-        """The first piece of `request` is about to move."""
+        """Begin `request`, whose first piece is about to move: run its `before`."""
         if self.lane.recorder is not None:
             request.began_s = time.perf_counter()
         if request.before is not None:
@@ -221,7 +221,7 @@ class IOBackend(ABC):
         request.error = error
 
     def _moves(self, piece: IOPiece) -> bool:
-        """A call is about to move the piece, or what is left of it. False where it must not: the
+        """Record that a call is about to move the piece, or its rest. False where it must not: the
         request has failed meanwhile."""
         with self._books:
             if piece.request.finished:
@@ -232,18 +232,18 @@ class IOBackend(ABC):
             return True
 
     def _rests(self, piece: IOPiece) -> None:
-        """The call has ended, and another one is needed, later."""
+        """Record that the call has ended and that another one is needed later."""
         with self._books:
             self._returned(piece)
 
     def _goes_on(self, piece: IOPiece) -> bool:
-        """The call has ended, and another one moves the rest now. False where it must not."""
+        """Record that the call has ended and another moves the rest. False where it must not."""
         with self._books:
             self.watch.moved(piece)
             return not piece.given_up
 
     def _returned(self, piece: IOPiece) -> None:
-        """A call has ended (lock held)."""
+        """Record that a call has ended (lock held)."""
         if piece.moving:
             piece.moving = False
             self._meter.note(moving=-1)
@@ -256,7 +256,7 @@ class IOBackend(ABC):
             self._end(piece.request)
 
     def _count_piece(self, piece: IOPiece) -> bool:
-        """As `_piece_ended`, but for the end of the request: whether it is to be ended now."""
+        """Book a piece like `_piece_ended`; return whether the request has to be ended now."""
         request = piece.request
         with self._books:
             self._returned(piece)
@@ -309,8 +309,8 @@ class IOBackend(ABC):
     # ---- inside
 
     def _read_again(self, request: IORequest, error: ChecksumError) -> bool:
-        """Once, what was read wrong: the fault may have been on its way, and not in what is stored.
-        False if it was the second time."""
+        """Repeat a read with a wrong checksum once: the error may have occurred in transit, and not
+        in what is stored. False for the second failure."""
         with self._books:
             is_given_up = request.path in self._given_up
             if request.operation is not Operation.READ or request.read_again or is_given_up:
@@ -328,7 +328,7 @@ class IOBackend(ABC):
         return True
 
     def _give_up(self, path: str) -> None:
-        """Fail all requests on a path whose calls do not return, and all that will come."""
+        """Fail all requests, present and future, on a path whose calls do not return."""
         with self._books:
             moving = self.watch.take(path)
             if not moving:  # they have just returned
@@ -355,7 +355,7 @@ class IOBackend(ABC):
 
     @uninterrupted
     def is_lost(self, fd: int) -> bool:
-        """Whether a call on it was given up and has not returned: it must stay open."""
+        """Whether a call on `fd` was given up and has not returned, so that it must stay open."""
         with self._books:
             return any(piece.request.fd == fd for piece in self._lost)
 

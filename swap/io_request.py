@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 class Priority(enum.IntEnum):
-    """The purpose of a request. Served in this order, within one priority first come, first out."""
+    """The purpose of a request. Served in this order; within one priority, first in, first out."""
 
     URGENT = 0  # a gather is waiting
     NORMAL = 1  # prefetch, optimizer
@@ -80,7 +80,7 @@ class IORequest:
 
     @property
     def described(self) -> str:
-        """With the owner of the bytes."""
+        """The request and the owner of its bytes, for messages."""
         return f"{self} ({self.owner})" if self.owner else str(self)
 
     def failed(self, what: str, error: OSError | None = None) -> StorageError:
@@ -118,7 +118,7 @@ class IOPiece:
 
     @property
     def offset_bytes(self) -> int:
-        """Where in the file the next call goes on."""
+        """The offset in the file at which the next call continues."""
         return self.request.offset_bytes + self.start + self.moved_nbytes
 
     def remaining(self) -> memoryview:

@@ -61,24 +61,24 @@ class IOWatch:
     # ---- with the lock held
 
     def began(self, piece: IOPiece) -> None:
-        """A call is about to move the piece."""
+        """Record that a call is about to move the piece."""
         path = self._paths.setdefault(piece.request.path, _Path())
         if not path.moving:
             path.looks = 0
         path.moving[piece] = time.monotonic()
 
     def ended(self, piece: IOPiece) -> None:
-        """It has returned; of one that was given up nothing is known any more."""
+        """Record that the call has returned; one that was given up is no longer known here."""
         path = self._paths[piece.request.path]
         if path.moving.pop(piece, None) is not None:
             path.ended += 1
 
     def moved(self, piece: IOPiece) -> None:
-        """It has moved a part, and another call moves the rest."""
+        """Record that the call has moved a part, and that another call moves the rest."""
         self._paths[piece.request.path].ended += 1
 
     def take(self, name: str) -> dict[IOPiece, float]:
-        """The calls under way on a path, and since when (monotonic); they are watched no more."""
+        """The calls under way on a path, and since when (monotonic); they are no longer watched."""
         path = self._paths[name]
         moving, path.moving = path.moving, {}
         return moving
@@ -86,7 +86,7 @@ class IOWatch:
     # ---- the thread
 
     def look(self) -> None:
-        """Find out which paths have stood still since the last look, and tell."""
+        """Find the paths without progress since the last look, log them, and give up stuck ones."""
         slow: list[tuple[str, float]] = []
         stuck: list[str] = []
         with self._books:
@@ -105,7 +105,7 @@ class IOWatch:
             self._give_up(name)
 
     def _slow(self, path: _Path) -> tuple[str, float]:
-        """What is under way, and for how many seconds."""
+        """The call under way the longest, described, and its duration in seconds."""
         piece, since_s = next(iter(path.moving.items()))
         others = f" and {len(path.moving) - 1} more calls" if len(path.moving) > 1 else ""
         return f"{piece.request.described}{others}", time.monotonic() - since_s

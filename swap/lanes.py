@@ -23,7 +23,7 @@ from offload.swap.recorder import MODEL, Recorder
 
 
 class WaitFor(enum.StrEnum):
-    """What the model's thread may wait for."""
+    """The kinds of work that the model's thread may wait for."""
 
     FILES = "nvme"
     LINK = "link"  # a copy between host and device
@@ -40,7 +40,7 @@ _this_thread = _ThisThread()
 
 
 def be_worker(name: str) -> None:
-    """This thread works for the model's: it may wait, and nobody's training stands still. `name` is
+    """Mark this thread as a worker: its waits do not delay training, and are not counted. `name` is
     shown in recordings."""
     _this_thread.is_worker = True
     _this_thread.name = name
@@ -52,8 +52,8 @@ def is_worker() -> bool:
 
 
 class Lane:
-    """One of them. The waits of threads that are no workers are counted: of the model's thread, one
-    at a time."""
+    """One lane. The waits of threads that are no workers are counted: those of the model's thread,
+    one at a time."""
 
     __slots__ = ("kind", "recorder", "waited_s", "waiters")
 
@@ -61,11 +61,11 @@ class Lane:
         self.kind = kind
         self.waited_s = 0.0
         self.waiters = 0  # threads that wait now and are no workers: the model's
-        self.recorder: Recorder | None = None  # of what happens here, while somebody asks for that
+        self.recorder: Recorder | None = None  # of events here, while recording is on
 
     @contextmanager
     def waiting(self, what: object) -> Iterator[None]:
-        """Around a wait for `what`, which is turned into text only for a recording."""
+        """Count and record a wait for `what`, which is turned into text only for a recording."""
         began = time.perf_counter()
         counted = int(not is_worker())
         self.waiters += counted
@@ -84,7 +84,7 @@ class Lane:
 
     @contextmanager
     def doing(self, name: str) -> Iterator[None]:
-        """Around work of this thread."""
+        """Record the work of this thread under `name`."""
         with profiled(f"{self.kind} of {name}"):
             recorder, began = self.recorder, time.perf_counter()
             yield

@@ -21,7 +21,7 @@ class Latch:
         self._told: SimpleQueue[None] = SimpleQueue()
 
     def open(self) -> None:
-        """Let go all that wait."""
+        """Release all threads that wait."""
         self._is_open = True
         self._told.put(None)
 
@@ -30,7 +30,7 @@ class Latch:
         return self._is_open
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until it is open, at most so long; whether it is."""
+        """Block until it is open, for `timeout_s` at most; returns whether it is open."""
         if not self._is_open:
             with suppress(Empty):
                 self._told.get(timeout=timeout_s)

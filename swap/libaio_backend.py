@@ -32,7 +32,7 @@ DEPTH = 8  # requests in the kernel at a time
 
 
 def import_libaio() -> Any:
-    """The `libaio` module. Raises UnsupportedError saying what is missing."""
+    """Import the `libaio` module. Raises UnsupportedError saying what is missing."""
     try:
         import libaio
     except ImportError as error:
@@ -74,7 +74,7 @@ class LibaioBackend(IOBackend):
         self._left: dict[Any, _Entry] = {}  # the same, given up
         self._submitting: IOPiece | None = None  # the submitting thread is in a call for it
         self._stopping = False
-        self._dead = False  # a thread of ours has died: nothing can be started
+        self._dead = False  # one of our threads has died: nothing can be started
         self._submitter = self._start_thread("submit", self._submit_next)
         self._reaper = self._start_thread("reap", self._reap)
 
@@ -128,7 +128,7 @@ class LibaioBackend(IOBackend):
     # ---- both threads
 
     def _run(self, step: Callable[[], bool]) -> None:
-        """Repeat `step` until it says False. A step that raises is a bug of ours: no thread must
+        """Repeat `step` until it says False. A step that raises is a bug: no thread must
         wait for it for ever."""
         try:
             while step():

@@ -59,7 +59,7 @@ class LineFile:
             self._loop.call_soon_threadsafe(self._hurry.clear)
 
     def close(self) -> None:
-        """As `flush`, and end the thread. Idempotent."""
+        """Call `flush`, and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
         try:

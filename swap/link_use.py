@@ -1,10 +1,10 @@
-"""How a link between tiers spends its time.
+"""The use of a link between tiers, as seconds busy, stalled and idle.
 
     asked for   ├───── write ─────┤         ├── read ──┤    a request is handed over, or held back
     moving           ├── calls ───┤            ├─ call ┤
                 ┤ st.├─── busy ───┤── idle ──┤s├─ busy ┤    stalled: asked for, and not moving
 
-The three add up to the time since the link was opened: of a step they are what they have grown by.
+The three add up to the time since the link was opened: for a step, take their differences.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class LinkUse:
     idle_s: float
 
     def seconds(self) -> dict[str, float]:
-        """By word, as far as they are known."""
+        """The known seconds by state: `busy`, `stalled` (unless it is None) and `idle`."""
         stalled = {} if self.stalled_s is None else {"stalled": self.stalled_s}
         return {"busy": self.busy_s, **stalled, "idle": self.idle_s}
 
 
 class LinkMeter:
-    """Counts what was asked for and what moves. A clock is read only where the first comes or the
-    last goes. Not thread-safe: its owner has a lock."""
+    """Counts requests asked for and moving. A clock is read only when the first comes or the last
+    goes. Not thread-safe: its owner has a lock."""
 
     __slots__ = ("_asked", "_busy_s", "_moving", "_now", "_opened_s", "_since_s", "_stalled_s")
 
@@ -56,7 +56,7 @@ class LinkMeter:
         self._opened_s = self._since_s = time.perf_counter()
 
     def note(self, *, asked: int = 0, moving: int = 0) -> None:
-        """So many more, or fewer. What moves was asked for, until its last byte is there."""
+        """Add to the counts of requests asked for and moving. A moving one stays asked for."""
         self._asked += asked
         self._moving += moving
         now = 2 if self._moving else 1 if self._asked else 0
@@ -72,7 +72,7 @@ class LinkMeter:
             self._stalled_s += spent
 
     def use(self) -> LinkUse:
-        """Until now."""
+        """The use of the link until now."""
         self._count(time.perf_counter())
         whole = self._since_s - self._opened_s
         return LinkUse(self._busy_s, self._stalled_s, whole - self._busy_s - self._stalled_s)
@@ -85,7 +85,7 @@ class _Copy:
 
 
 class CopyTimes:
-    """The same of copies that a device makes, on whichever of its streams: their beginnings and
+    """The use of a link by copies that a device makes, on any of its streams: their beginnings and
     ends are events that the device times. A copy counts when it has ended. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
@@ -97,27 +97,27 @@ class CopyTimes:
         self._opened_s = time.perf_counter()
 
     def mark(self, stream: accelerator.Stream) -> accelerator.Event:
-        """The time at which `stream` gets here."""
+        """An event at the time at which `stream` gets here."""
         event = accelerator.of(self._device).event(self._device, timing=True)
         event.record(stream)
         return event
 
     def add(self, began: accelerator.Event, ended: accelerator.Event) -> None:
-        """A copy is all that a stream was given between two marks."""
+        """Add a copy: all the work between two marks of a stream."""
         with self._lock:
             self._copies.append(_Copy(began, ended))
             if len(self._copies) >= _MOST_COPIES:
                 self._look()
 
     def use(self) -> LinkUse:
-        """Until now, but for copies under way."""
+        """The use of the link until now, without the copies under way."""
         with self._lock:
             self._look()
             whole = time.perf_counter() - self._opened_s
             return LinkUse(self._busy_s, None, max(0.0, whole - self._busy_s))
 
     def _look(self) -> None:
-        """Count the time that copies took which have ended; where they overlap, once."""
+        """Count the time of the copies that have ended; where they overlap, once."""
         done = [copy.ended.query() for copy in self._copies]
         ended = [copy for copy, is_done in zip(self._copies, done, strict=True) if is_done]
         if not ended:

@@ -1,10 +1,10 @@
-"""Names that say which process made what they name, for what is to vanish with that process.
+"""Names that identify the process that made a file or folder which must vanish with it.
 
     STEM.tmp-BOOT-SPACE-PID-START-RANDOM-CHECK
 
 BOOT is the machine's since it was started, SPACE the namespace that PID counts in (containers have
 their own), START when the process began, since a pid is used again; CHECK a hash of all before it:
-no other name is taken for one. What a killed process left is told from what a living one uses.
+no other name is taken for one. So files of a killed process differ from those of a living one.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Maker:
 
     @classmethod
     def here(cls, proc: Path = _PROC) -> Maker:
-        """This process."""
+        """The maker that represents this process."""
         pid = os.getpid()
         return cls(_boot(proc), _space(proc), pid, _ticks(pid, proc) or _UNKNOWN)
 
     def life(self, *, is_local: bool, proc: Path = _PROC) -> Life:
-        """`is_local`: no other machine can have made what carries this mark, so that another BOOT
-        is one of the past."""
+        """Whether the process lives. `is_local`: no other machine can have made the mark, so that
+        another BOOT is a past boot of this machine."""
         here = _boot(proc)
         if _NO_BOOT in (self.boot, here):
             return Life.UNKNOWN
@@ -75,7 +75,7 @@ def marked(stem: str) -> str:
 
 
 def maker_of(name: str) -> Maker | None:
-    """Who made what has this name; None unless `marked` made the name."""
+    """The process that made what has this name; None unless `marked` made the name."""
     found = _MARKED.fullmatch(name)
     if found is None or found["check"] != _check(found["start"]):
         return None
@@ -113,7 +113,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _ticks(pid: int, proc: Path) -> int | None:
-    """None if there is no such process."""
+    """The start time of a process, in ticks; None if there is no such process."""
     try:
         text = (proc / str(pid) / "stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

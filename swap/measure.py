@@ -1,4 +1,4 @@
-"""How fast a path is: the weights for striping, and the figures for a plan."""
+"""The speed of a path: the weights for striping, and the figures for a plan."""
 
 from __future__ import annotations
 

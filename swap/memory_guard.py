@@ -11,7 +11,7 @@ in time:
     no copy is left   an error before the next forward, where what may kill is nearer than a quarter
                       of the reserve
 
-Pinned memory (beside a GPU) is not given back: there the tier grows no more. Copies can be made
+Pinned memory (beside a GPU) is not given back: there the tier stops growing. Copies can be made
 again from their homes: no bit of a result depends on them. Others' memory can grow as fast as the
 kernel clears pages, and the less is left, the sooner comes the next look, of some 0.3 ms.
 """
@@ -51,7 +51,7 @@ _IS_PINNED = (
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What is left of one limit: of the machine's RAM, or of a cgroup.
+    """The memory left of one limit: of the machine's RAM, or of a cgroup.
 
     `room_nbytes` can be taken without swapping, `last_nbytes` before something is killed;
     `reserve_nbytes` of the room should stay.
@@ -73,14 +73,14 @@ class Headroom:
 
     @property
     def missing_nbytes(self) -> int:
-        """Of what has to be left so that nothing is killed; 0 where that is there."""
+        """The bytes that have to be freed so that no process is killed; 0 if none."""
         return max(0, self.reserve_nbytes // 4 - self.last_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """All limits at one moment, and microseconds for which all tasks have waited for memory since
-    the start (PSI), by the file that says so."""
+    """All limits at one moment, and the microseconds for which all tasks have waited for memory
+    since the start (PSI), by the file that reports them."""
 
     limits: tuple[Headroom, ...]
     stalled_us: Mapping[str, int] = field(default_factory=dict)
@@ -110,14 +110,14 @@ class MemoryGuardReport:
 
 
 class MemoryGuard:
-    """Holds the copies of one pool within the RAM that there is. `close` ends its thread."""
+    """Keeps the copies of one pool within the available RAM. `close` ends its thread."""
 
     def __init__(
         self, pool: SlotPool, read: Callable[[], MachineMemory], *, sharing: int = 1,
         trim: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        """`sharing` processes guard copies of their own beside each other. `trim` gives memory
-        back that the C library keeps."""
+        """`sharing` processes guard their own copies side by side. `trim` returns memory that the C
+        library keeps."""
         self._pool = pool
         self._read = read
         self._sharing = sharing
@@ -133,13 +133,13 @@ class MemoryGuard:
         self._thread = threading.Thread(target=self._run, name="offload-memory", daemon=True)
 
     def start(self) -> None:
-        """From here on somebody looks."""
+        """Start the thread that looks at the memory left."""
         self._thread.start()
 
     @uninterrupted
     def check(self) -> None:
-        """LowMemoryError where the next allocations may be the end of this process. Costs nothing
-        else."""
+        """Raise LowMemoryError if the next allocations may get this process killed. Costs nothing
+        otherwise."""
         if self.short is None:
             return
         short = self.look()
@@ -173,7 +173,7 @@ class MemoryGuard:
             if self._is_stalled(state.stalled_us):
                 spare = min(spare, -(touched // 16))
                 why = "all tasks have waited for memory for a fifth of the last second (PSI)"
-            least = 0 if self._pool.tier.gives_back else touched  # nobody would have more
+            least = 0 if self._pool.tier.gives_back else touched  # giving up would free nothing
             limit = max(least, touched + (spare // 2 // self._sharing if spare > 0 else spare))
             if spare < 0:
                 self._hold(limit, why)
@@ -210,7 +210,7 @@ class MemoryGuard:
             )  # fmt: skip
 
     def give_back(self) -> None:
-        """The RAM of all that is free in the tier. The lock is let go of between two parts."""
+        """Give back the RAM of the tier's free ranges. The lock is released between two parts."""
         tier, lock = self._pool.tier, self._pool.lock
         with lock:
             ranges = tier.arena.free_ranges()
@@ -229,7 +229,7 @@ class MemoryGuard:
         return None if has_more else worst
 
     def _is_stalled(self, now_us: Mapping[str, int]) -> bool:
-        """Since the last time this was asked, or for at least a second."""
+        """Whether tasks waited for a fifth of the time since the last check, at least a second."""
         now = time.monotonic()
         if self._stalled is None:
             self._stalled = now, now_us

@@ -31,11 +31,11 @@ class _Job:
 
 
 class OrderedWork:
-    """Runs jobs one after another. After a failure nothing is run any more: every job that is
+    """Runs jobs one after another. After a failure no job is run any more: every job that is
     waiting, or comes later, fails with the same error."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """On a GPU the thread has a stream of its own."""
+        """Starts the thread, which on a GPU has a stream of its own."""
         self.lane = Lane(WaitFor.RANKS)
         self._stream = WorkStream(device)
         self._lock = threading.Lock()

@@ -32,7 +32,7 @@ class Run:
     """Neighbouring ranges of a destination, which fit a buffer together. In elements."""
 
     def __init__(self, first: int, ranges: Sequence[range]) -> None:
-        """`first`: the number of the first one among the destination's; they are in order."""
+        """`first`: the number of the first of `ranges`, which are in order, in the destination."""
         self.first = first
         self.ranges = ranges
         self.start, self.stop = ranges[0].start, ranges[-1].stop
@@ -41,8 +41,8 @@ class Run:
 
 
 def runs_of(ranges: Sequence[range], most: int) -> list[Run | None]:
-    """For each of `ranges`, which are in order, the run that it is in: of `most` elements at most.
-    None for one that is longer."""
+    """The run that each of `ranges`, which are in order, belongs to: of `most` elements at most.
+    None for a range that is longer."""
     runs: list[Run | None] = []
     first = 0
     for last, each in enumerate(ranges):
@@ -60,7 +60,7 @@ class Pack:
     """A buffer that a run is being put in, from its first gradient until it leaves."""
 
     def __init__(self, run: Run, destination: torch.Tensor, buffer: torch.Tensor) -> None:
-        """`destination`: the run, 1D; `buffer`: of the same dtype."""
+        """`destination`: the run, 1D; `buffer`: memory of the same dtype."""
         self.run = run
         self.destination = destination
         self.buffer = buffer
@@ -69,11 +69,11 @@ class Pack:
         self.mark: CopyMark | None = None  # once it has left
 
     def room(self, index: int) -> torch.Tensor:
-        """Where a range is put; for the current stream, after `Outbox.pack`."""
+        """The buffer's part for a range, to be filled on the current stream after `Outbox.pack`."""
         return self.buffer[self.run.places[index - self.run.first]]
 
     def spans(self) -> list[slice]:
-        """What was filled, neighbours together: what lies between them belongs to nobody."""
+        """The filled spans. Neighbouring ranges are merged with the unused gap between them."""
         spans: list[slice] = []
         before = False
         for index, place in enumerate(self.run.places, self.run.first):
@@ -131,13 +131,13 @@ class Outbox:
         return pack
 
     def filled(self, pack: Pack, index: int) -> None:
-        """A range has been filled, by the stream that was current at `pack`."""
+        """Record that the stream that was current at `pack` has filled a range."""
         pack.filled.add(index)
         if len(pack.filled) == len(pack.run.ranges):
             self._send_pack()
 
     def sent(self, pack: Pack) -> CopyMark:
-        """Send a pack, if it is still open. When it has left."""
+        """Send a pack, if it is still open; returns the mark of its copy."""
         if pack is self._pack:
             self._send_pack()
         assert pack.mark is not None, "only the open pack has not been sent"

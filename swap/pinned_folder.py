@@ -1,8 +1,8 @@
-"""A folder for swap files, opened once: what is checked is what is used, whatever becomes of its
+"""A folder for swap files, opened once: what is checked is what is used, whatever happens to its
 name meanwhile.
 
 Links in the path are followed as the user means them, then each part is opened below the one
-before it, and none of them may be a link any more: whoever exchanges a part for a link while we
+before it, and none of them may be a link any more: the exchange of a part for a link while we
 look is noticed. Everything in the folder is made relative to its descriptor.
 """
 
@@ -79,8 +79,8 @@ class PinnedFolder:
             close(outer)
 
     def check_owner(self) -> None:
-        """PathError where another user could replace what is made here, or exchange the folder for
-        a file system of their own."""
+        """Raise PathError if another user could replace what is made here, or exchange the folder
+        for a file system of their own."""
         try:
             status = os.fstat(self.fd)
         except OSError as error:
@@ -89,7 +89,7 @@ class PinnedFolder:
         remedy = "name a folder in it that does not exist yet, which is then made for this user"
         is_open = status.st_mode & stat.S_IWOTH
         if is_open and status.st_mode & stat.S_ISVTX:
-            return  # as /tmp is: everybody may add files, nobody may touch those of others
+            return  # like /tmp: any user may add files, none may touch those of others
         if is_open:
             raise PathError(
                 f"nvme.paths: {self.path} is writable by every user and has no sticky bit "
@@ -107,7 +107,7 @@ class PinnedFolder:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that this user can still write. PathError where that is not said."""
+        """Bytes that this user can still write. PathError where the system does not say."""
         try:
             status = os.statvfs(self.fd)
         except OSError as error:
@@ -117,7 +117,7 @@ class PinnedFolder:
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
-        """Calling it again does nothing."""
+        """Close the folder. Idempotent."""
         fd, self.fd = self.fd, -1
         close(fd)
 
@@ -132,7 +132,7 @@ class PinnedFolder:
 
 
 def _opened(path: Path) -> int:
-    """`path` is absolute, and has no links."""
+    """A descriptor of the folder `path`, which is absolute and has no links."""
     fd = os.open("/", _FOLDER)
     for part in path.parts[1:]:
         outer = fd

@@ -1,8 +1,8 @@
-"""Ranges that `torch.profiler` shows, by name. Where no profiler looks, a flag is read and no more.
+"""Named ranges for `torch.profiler`. While no profiler runs, only a flag is read.
 
-The flag is that of the process: `_profiler_enabled()` answers for the thread that asks, and is
-False on every one while a profiler looks at all of them. By default a profiler sees the thread that
-started it, and backward; those of ours with `profile_all_threads` in its `experimental_config`.
+The flag is the process's: `_profiler_enabled()` covers the calling thread only, and is False on
+every one while a profiler records all of them. By default a profiler sees the thread that started
+it, and backward; with `profile_all_threads` in its `experimental_config` it sees ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _torch() -> Any:
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """Around a phase, which is shown as `offload: NAME`."""
+    """A context around a phase, which the profiler shows as `offload: NAME`."""
     profiler = _torch()
     if not profiler._is_profiler_enabled:
         return _NOTHING

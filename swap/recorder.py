@@ -1,4 +1,4 @@
-"""What happened when: spans of time on lanes, of the last few steps. Bounded memory."""
+"""A recorder of events: spans of time on lanes, for the last few steps. Bounded memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """From the end of the step before to the end of this one."""
+    """A step, from the end of the step before to its own end."""
 
     number: int  # 1-based, of those that the optimizer took
     start_s: float
@@ -41,7 +41,7 @@ class RecordedStep:
 
 
 def shown(name: str) -> str:
-    """The name of a group, or of its states; that of the model's own parameters is empty."""
+    """The displayed name of a group, or of its states: an empty one becomes `(model)`."""
     return name if name.strip() and not name.startswith(" ") else f"(model){name}"
 
 
@@ -70,7 +70,7 @@ class Recorder:
         self.events.append(Event(lane, shown(name), start_s, stop_s, nbytes, detail))
 
     def turn_to(self, doing: str) -> None:
-        """The model's thread begins something else; the span of what it did before ends."""
+        """End the current span of the model's thread and begin one named `doing`."""
         if doing == self._doing:
             return
         now = time.perf_counter()
@@ -80,7 +80,7 @@ class Recorder:
         self.held.append(Held(now, self._held_now()))
 
     def end_step(self, number: int) -> None:
-        """The optimizer's step has returned: what is older than the steps that are kept goes."""
+        """Record the end of an optimizer step, and drop what is older than the steps kept."""
         now = time.perf_counter()
         self.steps.append(RecordedStep(number, self._step_began_s, now))
         self._step_began_s = now

@@ -1,6 +1,6 @@
 """A Ctrl-C waits until our bookkeeping is consistent.
 
-Python raises KeyboardInterrupt at any call of the main thread. Amid our books that would lose a
+Python raises KeyboardInterrupt at any call of the main thread. In our bookkeeping it could lose a
 slot, finish a request twice, or leave a lock locked. So a signal that comes while the main thread
 runs something `uninterrupted`, or `interrupted_in_waits`, is noted, and raised where the outermost
 of them ends:
@@ -92,7 +92,7 @@ class _Deferral:
                 self._put_back()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler meanwhile."""
+        """Handle a signal while the main thread must not be interrupted: note it for later."""
         handler = self._handlers.get(number)
         if self._waiting and handler is not None:
             handler(number, frame)
@@ -125,7 +125,7 @@ class _Deferral:
             self._waiting = False
 
     def forget_parent(self) -> None:
-        """In a forked child, whose only thread was perhaps not the main one."""
+        """Reset the state in a forked child, whose only thread may not have been the main one."""
         if self.main == get_ident():
             return
         self.main = get_ident()
@@ -183,7 +183,7 @@ begin_wait, end_wait = _deferral.begin_wait, _deferral.end_wait
 
 
 def check_whole() -> None:
-    """StateError once something was cut short that had to be whole."""
+    """Raise StateError if something that had to be whole was cut short."""
     if _deferral.torn:
         raise StateError(
             f"a second interrupt, {PATIENCE_S:g} s after the first, cut short what has to be "

@@ -51,7 +51,7 @@ class CachedPiece(Protocol):
     def drop(self) -> None: ...
 
     def leave(self) -> None:
-        """Start taking a dirty copy home. Nothing to do where it is clean or leaving."""
+        """Start taking a dirty copy home. Does nothing if it is clean or leaving."""
         ...
 
     def transit(self) -> Callable[[], None] | None:
@@ -104,7 +104,7 @@ class SlotPool:
 
     @property
     def limit_nbytes(self) -> int | None:
-        """Bytes of the tier that are used at most, but for what is needed now; None: all of it."""
+        """The limit on bytes used of the tier, which what is needed now may exceed; None: none."""
         return self._limit
 
     def keep_within(self, limit_nbytes: int | None) -> None:
@@ -137,13 +137,13 @@ class SlotPool:
             self.evictions += 1
 
     def register(self, piece: CachedPiece) -> None:
-        """`piece` holds a copy now (under the lock)."""
+        """Record that `piece` holds a copy now (under the lock)."""
         if id(piece) not in self._held:
             self._held[id(piece)] = piece
             self._held_nbytes += piece.held_nbytes
 
     def unregister(self, piece: CachedPiece) -> None:
-        """`piece` is about to give its copy up (under the lock)."""
+        """Record that `piece` is about to give its copy up (under the lock)."""
         del self._held[id(piece)]
         self._held_nbytes -= piece.held_nbytes
         if self._values is piece:
@@ -152,8 +152,8 @@ class SlotPool:
         self._stays_no_more(piece, piece.held_nbytes)
 
     def may_leave(self, piece: CachedPiece) -> None:
-        """`piece` is dirty, and stays so until its room is needed, or until half of the memory for
-        copies is such: what is fetched ahead must find others to replace (under the lock)."""
+        """Let a dirty `piece` stay until its room is needed, or until half of the memory for copies
+        is dirty: what is fetched ahead must find others to replace (under the lock)."""
         if id(piece) not in self._may_leave:
             self._may_leave[id(piece)] = piece
             self._staying_nbytes += piece.held_nbytes
@@ -176,20 +176,20 @@ class SlotPool:
             self._staying_nbytes -= nbytes
 
     def use_up(self, piece: CachedPiece) -> None:
-        """`piece` comes in turn with others, all of which are used before it is again (under the
-        lock)."""
+        """Record that `piece` is used in turn with others, all of which are used before it is used
+        again (under the lock)."""
         if id(piece) in self._held:
             self._used_up.pop(id(piece), None)
             self._used_up[id(piece)] = piece
 
     def keep_for_values(self, piece: CachedPiece) -> None:
-        """`piece` holds values that were made here (under the lock)."""
+        """Record that `piece` holds values that were decoded here (under the lock)."""
         self.makes_values = True
         if self._values is None or self._values.held_nbytes <= piece.held_nbytes:
             self._values = piece
 
     def keep_no_values(self, nbytes: int) -> None:
-        """Values of so many bytes were not made when they were used (under the lock)."""
+        """Record that values of `nbytes` were not decoded when they were used (under the lock)."""
         self.makes_values = False
         if self._values is not None and self._values.held_nbytes <= nbytes:
             self._values = None
@@ -199,8 +199,8 @@ class SlotPool:
         return self._is_ahead and piece is self._values
 
     def offer_for_values(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
-        """As `offer`, for values that are needed now: where there is no room, in the place of the
-        largest before them."""
+        """A lease like that of `offer`, for values that are needed now: if there is no room, it
+        takes the place of the largest values before them."""
         with self.lock:
             lease = self._lease(nbytes, owner, state_class)
             if lease is None and self._values is not None and self._values.can_drop():
@@ -227,8 +227,8 @@ class SlotPool:
                 return self._last_try(nbytes, owner, state_class)
 
     def _last_try(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
-        """Try once more: memory may have been released since the last try. What is free in no
-        single piece is taken now, too."""
+        """Try once more: memory may have been released since the last try. Free ranges that are not
+        contiguous are used now, too."""
         with self.lock:
             lease = self._try(nbytes, owner, state_class, before=None)
             return lease or self.tier.lease(nbytes, owner=owner, state_class=state_class)
@@ -248,9 +248,9 @@ class SlotPool:
                 self._is_ahead = False
 
     def _send_away(self, state_class: StateClass, before: float) -> bool:
-        """For what the model computes with: start taking home what may leave and is needed last,
-        after `before`. Whether it has arrived already, and gave up its room. (For a record that
-        would save a read and cost a write.)"""
+        """Start taking home the piece that is needed last, after `before`, to make room for what
+        the model computes with. Returns whether it has arrived already and given up its room. (For
+        a record this would save a read and cost a write.)"""
         if not self._may_leave or state_class is StateClass.OPTIMIZER:
             return False
         if before >= self.uses_left():  # the step may make its room before

@@ -12,7 +12,7 @@ from offload.tiers.memory_tier import Lease
 
 
 class SlotState(State):
-    """A state with at times a copy in a slot of `pool`, whose lock guards its fields."""
+    """A state that may have a copy in a slot of `pool`, whose lock guards its fields."""
 
     __slots__ = ("_lock", "_next_use", "_pool", "_slot")
 
@@ -51,12 +51,12 @@ class SlotState(State):
             slot.free()
 
     def _may_still_be_filled(self) -> bool:
-        """Whether a read into the slot was given up: it may yet return, whoever has that memory."""
+        """Whether a read into the slot was given up: it may yet return and write to that memory."""
         return False
 
     @abc.abstractmethod
     def _forget_arrival(self) -> None:
-        """The slot is gone, and with it what arrived in it."""
+        """Forget the slot, which is gone, and the transfers into it."""
 
     @abc.abstractmethod
     def can_drop(self) -> bool: ...

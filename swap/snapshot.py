@@ -1,6 +1,6 @@
 """A state's bytes as they are now, for a reader that takes its time.
 
-MemorySnapshot    the home itself: nobody may overwrite a piece before it was let go
+MemorySnapshot    the home itself: a piece must not be overwritten before it was let go
 FileSnapshot      the versions that are at home now: they stay until they are let go, whatever
                   is written meanwhile, and take room beside the new ones
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Snapshot(Protocol):
-    """Thread-safe. Each piece is let go once."""
+    """The bytes of a state, piece by piece. Thread-safe. Each piece is let go once."""
 
     is_versioned: bool  # the state may be overwritten meanwhile
 
@@ -36,12 +36,12 @@ class Snapshot(Protocol):
         ...
 
     def let_go(self, piece: int) -> None:
-        """The piece is not needed any more. For one that was let go nothing happens."""
+        """Let go of a piece that is not needed any more. Idempotent."""
         ...
 
 
 class MemorySnapshot:
-    """Of a home in host memory."""
+    """A snapshot of a home in host memory."""
 
     is_versioned = False
 
@@ -57,16 +57,16 @@ class MemorySnapshot:
         return Transfer.completed(None)
 
     def let_go(self, piece: int) -> None:
-        """It is the home's."""
+        """Do nothing: the memory is the home's."""
 
 
 class FileSnapshot:
-    """Of blocks in a store. Reads come after those of the model and of updates."""
+    """A snapshot of blocks in a store. Its reads come after those of the model and of updates."""
 
     is_versioned = True
 
     def __init__(self, store: BlockStore, blocks: Sequence[StoredBlock]) -> None:
-        """Lock held, or the blocks might go before they are kept."""
+        """The lock must be held, or the blocks might be freed before they are kept."""
         self._store = store
         self._blocks: list[StoredBlock | None] = list(blocks)
         for block in blocks:

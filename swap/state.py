@@ -45,28 +45,28 @@ class HostPiece:
 
 
 class Undoable(Protocol):
-    """A state whose versions from before an update on trial can count again."""
+    """A state that can return to its versions from before an update on trial."""
 
     @property
     def old_nbytes(self) -> OldBytes:
-        """Of the old version of all pieces."""
+        """The number of bytes of all pieces' old versions, by where they are kept."""
         ...
 
     def has_views(self) -> bool:
-        """Whether somebody has a view of a copy in memory, and would see what is written."""
+        """Whether a view of a copy in memory is alive, and would show what is written."""
         ...
 
     def keep_old(self) -> bool:
-        """From here on pieces that are written keep their old version, too, in the home's tier,
-        until `drop_old` or `go_back`. False where there is no memory for it."""
+        """Keep the old version of every piece that is written from here on, in the home's tier,
+        until `drop_old` or `go_back`. Returns False if there is no memory for it."""
         ...
 
     def drop_old(self) -> None:
-        """What was written counts, also what is still on its way."""
+        """Accept what was written, also what is still on its way, and drop the old versions."""
         ...
 
     def go_back(self) -> None:
-        """What was there at `keep_old` counts again. Waits for what is on its way; for callers
+        """Restore the bytes from the time of `keep_old`. Waits for what is on its way; for callers
         that have no view of what was written."""
         ...
 
@@ -144,22 +144,22 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def wrote(self, *, to_edge: bool = False) -> None:
-        """The compute side changed the buffer, and still has a view of it: start taking it home.
+        """Start taking home the buffer that the compute side changed and still has a view of.
         Gradients, which are used up soon, go to a file only where their memory is needed for
         something else. `to_edge`: nothing was changed behind the edge.
         """
 
     def codes(self) -> tuple[Codec, torch.Tensor] | None:
-        """What is stored of the buffer, 1D uint8 in host memory, and how, where the model may
-        compute with that; waits for its arrival. Any view of it keeps it there."""
+        """The codec and the stored codes of the buffer, 1D uint8 in host memory; waits for their
+        arrival, and any view keeps them there. None where the model cannot compute with codes."""
         return None
 
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
-        """The compute side needs the buffer: counted, to tell how much was still in memory."""
+        """Count a use of the buffer by the compute side, to tell how much was still in memory."""
 
     def use_up(self) -> None:  # noqa: B027 - what never moves makes no room
-        """The compute side has no view of the buffer any more, and comes to other states before it
-        needs this one again."""
+        """Note that the compute side has no view of the buffer any more, and uses other states
+        before it needs this one again."""
 
     @abc.abstractmethod
     def residency(self) -> Residency: ...
@@ -176,11 +176,11 @@ class State(abc.ABC):
         return self.blank()
 
     def host_wrote(self) -> None:
-        """The buffer of `host_tensor` or `host_blank` was changed: start taking it home."""
+        """Start taking home the buffer of `host_tensor` or `host_blank`, which was changed."""
         self.wrote()
 
     def has_views(self) -> bool:
-        """Whether somebody may have a view of a copy in memory."""
+        """Whether a view of a copy in memory may be alive."""
         return True
 
     # update side --------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def wrote_piece(self, piece: int) -> None:
-        """`host_piece(piece)` was changed: start taking it home."""
+        """Start taking home `host_piece(piece)`, which was changed."""
 
     @abc.abstractmethod
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
@@ -209,14 +209,14 @@ class State(abc.ABC):
 
     # an update on trial -------------------------------------------------------------------
     def undoable(self) -> Undoable | None:
-        """Itself, where its old version can be kept."""
+        """This state as an `Undoable`; None if its old version cannot be kept."""
         return None
 
     # a save in the background -------------------------------------------------------------
     can_snapshot = False  # True: there is a `snapshot`
 
     def snapshot(self) -> Snapshot:
-        """Its bytes as they are, once they are home; nothing is copied."""
+        """A snapshot of the state's bytes, once they are home; nothing is copied."""
         raise StateError(f"{self.name} cannot be kept as it is without a copy")
 
     # update side, on the device -----------------------------------------------------------
@@ -232,7 +232,7 @@ class State(abc.ABC):
     def used_device_piece(  # noqa: B027 - nothing to do without one
         self, piece: int, until: CopyMark
     ) -> None:
-        """All work on `device_piece(piece)` was queued, and comes before the mark.
+        """Record that all work on `device_piece(piece)` was queued, and comes before the mark.
 
         If the home is another memory, the caller takes the changed bytes there, too, and then calls
         `wrote_piece` or `write_piece`; the copy stays valid.
@@ -253,7 +253,7 @@ class State(abc.ABC):
 
 
 class MemoryState(State):
-    """State whose home is memory that it is used in: nothing ever moves."""
+    """State that is used in the memory that is its home: nothing ever moves."""
 
     __slots__ = ("_lease", "_memory", "_old", "_old_lock", "_replaced", "_spare")
 
@@ -285,7 +285,7 @@ class MemoryState(State):
         return self.tensor()
 
     def wrote(self, *, to_edge: bool = False) -> None:
-        """Home already."""
+        """Do nothing: the buffer is its home."""
 
     def residency(self) -> Residency:
         return Residency.CLEAN
@@ -299,7 +299,7 @@ class MemoryState(State):
         return HostPiece(self._memory[span])
 
     def wrote_piece(self, piece: int) -> None:
-        """Home already."""
+        """Do nothing: the piece is at home."""
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
         span = self.span(piece)
@@ -350,10 +350,10 @@ class MemoryState(State):
         return MemorySnapshot(lambda piece: HostPiece(self._memory[self.span(piece)]))
 
     def discard(self) -> None:
-        """A permanent home keeps its memory; its content simply no longer counts."""
+        """Keep the memory, which is a permanent home; its content no longer counts."""
 
     def settle(self) -> None:
-        """Nothing is ever on its way."""
+        """Do nothing: no transfer is ever under way."""
 
     def close(self) -> None:
         self.drop_old()

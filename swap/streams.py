@@ -31,8 +31,8 @@ from offload.tiers.pinning import pieces
 
 
 class CopyMark:
-    """A place in a stream: everything the stream was given before it. `event` is None where that
-    is done when it returns."""
+    """A place in a stream: everything that the stream was given before it. `event` is None where
+    work is done when its call returns."""
 
     __slots__ = ("_device", "_lane", "_stream", "_waiting", "event")
 
@@ -51,12 +51,12 @@ class CopyMark:
         return self.event is None or self.event.query()
 
     def before_compute(self) -> None:
-        """Work of this thread's current stream from here on sees the marked work."""
+        """Order work given to this thread's current stream from here on after the marked work."""
         if self._device is not None:
             self.before(current_stream(self._device))
 
     def before(self, stream: accelerator.Stream | None) -> None:
-        """As `before_compute`, for work of `stream`."""
+        """Order the work of `stream` from here on after the marked work, like `before_compute`."""
         if self.event is None or stream is None:
             return
         if stream is self._stream or stream is self._waiting:
@@ -65,7 +65,7 @@ class CopyMark:
         self._waiting = stream  # not before: another thread may give the stream work meanwhile
 
     def wait(self) -> None:
-        """Block this thread until it is done."""
+        """Block this thread until the marked work is done."""
         if self.event is None:
             return
         # whether it is done already is not asked first: that is a call of the driver's, too
@@ -76,31 +76,31 @@ class CopyMark:
             self.event.synchronize()
 
     def replacing(self, marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
-        """This mark and `marks`, all of which are older: without those of its own stream, which are
-        done when it is."""
+        """This mark, with those of the older `marks` that are of other streams: marks of its own
+        stream are done when it is."""
         if self.event is None:
             return tuple(marks)
         return (*(mark for mark in marks if mark._stream is not self._stream), self)
 
 
 def mark_here(device: torch.device) -> CopyMark:
-    """Everything that the current stream of this thread was given so far."""
+    """A mark of everything that this thread's current stream was given so far."""
     return mark_of(current_stream(device), device)
 
 
 def mark_of(stream: accelerator.Stream | None, device: torch.device) -> CopyMark:
-    """Everything that `stream` was given so far."""
+    """A mark of everything that `stream` was given so far."""
     return CopyMark() if stream is None else _mark(stream, device)
 
 
 def current_stream(device: torch.device) -> accelerator.Stream | None:
-    """This thread's; None where work is done when it returns."""
+    """This thread's current stream; None where work is done when its call returns."""
     kind = accelerator.KINDS.get(device.type)
     return None if kind is None else kind.current_stream(device)
 
 
 def _new_stream(device: torch.device) -> accelerator.Stream | None:
-    """None where work is done when it returns."""
+    """A new stream; None where work is done when its call returns."""
     found = accelerator.is_accelerator(device)
     return accelerator.of(device).stream(device) if found else None
 
@@ -112,26 +112,26 @@ def _mark(stream: accelerator.Stream, device: torch.device, lane: Lane | None = 
 
 
 def keeping(*tensors: torch.Tensor) -> Callable[[], object]:
-    """Something to call when a copy is done, that keeps `tensors` until it is forgotten."""
+    """A callback for the end of a copy, which keeps `tensors` alive until it is forgotten."""
     return lambda: tensors
 
 
 class WorkStream:
-    """A stream of one's own for computing beside the model. For one thread."""
+    """A separate stream for computing beside the model. For one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = _new_stream(device)
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Inside, this is the current stream of the thread: `mark_here`, `before_compute`, copies
-        and kernels mean it."""
+        """Make this the current stream of the thread, which `mark_here`, `before_compute`, copies
+        and kernels then use."""
         if self._stream is None:
             return nullcontext()
         return accelerator.of(self.device).entered(self._stream)
 
     def close(self) -> None:
-        """Wait for what it was given."""
+        """Wait for all work that it was given."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -143,7 +143,7 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device, times: CopyTimes | None = None) -> None:
-        """`times` are those of all copies in this direction, if somebody wants to know them."""
+        """`times` are those of all copies in this direction, or None."""
         self._device = device
         self._times = times
         self._stream = _new_stream(device)
@@ -155,7 +155,7 @@ class CopyStream:
 
     @property
     def moved_nbytes(self) -> int:
-        """Of all copies since the start."""
+        """The number of bytes of all copies since the start."""
         return self._moved_nbytes
 
     def copy(
@@ -193,8 +193,8 @@ class CopyStream:
         return mark
 
     def _record(self, recorder: Recorder, mark: CopyMark, way: str, nbytes: int) -> None:
-        """When a copy began is not known: not before it was asked for, nor before the end of the
-        one before it."""
+        """Record a copy. Its beginning is not known: it is at the earliest when it was asked for,
+        or at the end of the copy before it."""
         asked_s = time.perf_counter()
 
         def ended() -> None:
@@ -206,8 +206,7 @@ class CopyStream:
     def transfer(
         self, mark: CopyMark, what: object, then: Callable[[], object] | None = None
     ) -> Transfer[None]:
-        """The copy that `mark` (of this stream) stands for, as a transfer; waiting for it is
-        optional.
+        """A transfer for the copy of `mark`, which is of this stream; waiting for it is optional.
 
         `then` runs when the copy is done, before the transfer is; until then it is kept, and with
         it what it refers to, such as the memory of both ends. Its errors are the transfer's.
@@ -228,7 +227,7 @@ class CopyStream:
 
 
 def _start(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """In pieces where host memory was pinned in pieces: the driver refuses to copy them as one."""
+    """Start a copy in the pieces in which host memory was pinned: the driver requires that."""
     host = source if source.is_cpu else destination
     cut = tuple(pieces(host.data_ptr(), host.numel()))
     if len(cut) == 1:  # a view of all of it costs as much as the call

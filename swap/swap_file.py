@@ -41,7 +41,7 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 class FileCall(Call[R]):
-    """What is asked of a swap file or its folder; a message names `operation`, then the path."""
+    """A call on a swap file or its folder; its messages name `operation`, then the path."""
 
     stuck_message = (
         "%s has not ended for %.3g s: the device or its server does not answer, see `dmesg`; go on "
@@ -127,7 +127,7 @@ def file_system_of(path: Path) -> str:
 
 
 def direct_refusal(path: str | os.PathLike[str]) -> str | None:
-    """Why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
+    """The reason why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
     return result_of(FileCall("making a swap file in", path, _direct_refusal, path), TIMEOUT_S)
 
 
@@ -220,8 +220,8 @@ class SwapFile:
             raise self._growth_error(nbytes, error) from error
 
     def close(self) -> None:
-        """Close the file, whose bytes are gone with that. Calling it again does nothing. What does
-        not return is left, and logged: nothing is lost with it."""
+        """Close the file, whose bytes are gone with that. Calling it again does nothing. A call
+        that does not return is left, and logged: nothing is lost with it."""
         self.fd = -1
         if self._file is None or (self._left and self._left.when_returned(self._close_file)):
             return  # its number must not be another file's while that call is under way
@@ -245,7 +245,7 @@ class SwapFile:
         self.close()
 
     def _go_direct(self) -> None:
-        """Switch O_DIRECT on if a real write and read succeed with it, else say why not."""
+        """Switch O_DIRECT on if a real write and read succeed with it, else log the reason."""
         try:
             found = _probe_direct(self.fd)
         except OSError as error:
@@ -304,10 +304,10 @@ class SwapFile:
 
 
 class _Unnamed:
-    """A new file without a name, mode 0600: its descriptor, and what else has to go with it."""
+    """A new file without a name, mode 0600: its descriptor, and the folder to remove with it."""
 
     def __init__(self, folder: PinnedFolder) -> None:
-        """Raises PathError."""
+        """Raises PathError if the file cannot be made."""
         self.fd = -1
         self._private = ""  # our folder in `_outer`, where it could not be removed yet
         self._outer = -1
@@ -335,7 +335,7 @@ class _Unnamed:
             self._open_and_unlink(folder)
 
     def _open_and_unlink(self, folder: PinnedFolder) -> None:
-        """Without O_TMPFILE (NFS, FUSE): named for an instant, in a 0700 folder."""
+        """Make the file without O_TMPFILE (NFS, FUSE): named for an instant, in a 0700 folder."""
         self._private = marked("offload-swap")
         self._outer = os.dup(folder.fd)
         os.mkdir(self._private, 0o700, dir_fd=self._outer)
@@ -354,13 +354,13 @@ class _Unnamed:
             self._forget_folder(in_use=self.fd >= 0)
 
     def _forget_folder(self, *, in_use: bool) -> None:
-        """`in_use`: the file system may keep the open file there under another name."""
+        """Remove our folder. `in_use`: the file system may keep the open file there, renamed."""
         if not self._private:
             return
         try:
             os.rmdir(self._private, dir_fd=self._outer)
         except FileNotFoundError:
-            pass  # somebody else has removed it
+            pass  # another process has removed it
         except OSError as error:
             if in_use:
                 return
@@ -382,7 +382,7 @@ class _Unnamed:
             )  # fmt: skip
 
     def close(self) -> None:
-        """The file's bytes are gone with that. Calling it again does nothing."""
+        """Close the file, whose bytes are gone with that. Calling it again does nothing."""
         fd, self.fd = self.fd, -1
         close(fd)
         self._forget_folder(in_use=False)
@@ -426,7 +426,7 @@ def _smallest_accepted(fd: int, pages: memoryview, *, in_memory: bool) -> int:
 
 
 def _write_and_read(fd: int, page: memoryview, offset_bytes: int) -> None:
-    """Raises OSError, EINVAL also if fewer bytes moved."""
+    """Write and read a page. Raises OSError, EINVAL also if fewer bytes moved."""
     wrote = os.pwritev(fd, [page], offset_bytes)
     read = os.preadv(fd, [page], offset_bytes)
     if (wrote, read) != (page.nbytes, page.nbytes):

@@ -97,7 +97,7 @@ class ThreadsBackend(IOBackend):
                 thread.join()
 
     def _let_go(self, pieces: Collection[IOPiece]) -> None:
-        """Others take the place of the threads that are in these calls, which end once they
+        """Replace the threads that are in these calls with new ones; they end once their calls
         return."""
         with self._lock:
             lost = {self._movers.pop(piece) for piece in pieces}
@@ -113,7 +113,7 @@ class ThreadsBackend(IOBackend):
         try:
             while not replaced and (taken := self._take()) is not None:
                 replaced = self._serve(*taken)
-        except BaseException as error:  # noqa: BLE001  a bug of ours: logged, and waiters told
+        except BaseException as error:  # noqa: BLE001  our bug: logged, and waiters told
             _log.exception("an I/O thread of the %s backend has died", self.name)
             if taken is not None and not taken[1].ended:
                 self._note_error(taken[1].request, error)
@@ -131,8 +131,8 @@ class ThreadsBackend(IOBackend):
         return index, piece
 
     def _serve(self, index: int, piece: IOPiece) -> bool:
-        """Move one piece. Any error is the request's, never the thread's. Whether it took so long
-        that another thread has this one's place."""
+        """Move one piece. Any error is the request's, never the thread's. Returns whether it took
+        so long that another thread has replaced this one."""
         try:
             if index == 0 and piece.request.error is None:
                 piece = self._open(piece)
@@ -178,7 +178,7 @@ class ThreadsBackend(IOBackend):
                 return  # its file may be closed, and its memory be another's
 
     def _leave(self) -> None:
-        """The last thread to go fails what is queued: no caller waits for a thread that is gone."""
+        """End this thread; the last one fails the queued requests, which no thread would serve."""
         with self._lock:
             self._alive -= 1
             abandoned = [] if self._alive else [entry[3] for entry in self._queue]

@@ -36,8 +36,8 @@ def _first_from(positions: Sequence[int], start: int) -> float:
 
 
 class _Cycle:
-    """Groups in the order of their use, where forwards of the whole model began, and where tables
-    stood."""
+    """Groups in the order of their use, with the places where forwards of the whole model began and
+    the places of the tables."""
 
     def __init__(self, uses: list[int], forwards: list[int], places: Iterable[_Place]) -> None:
         self.uses = uses
@@ -56,26 +56,26 @@ class _Cycle:
                 self._backward_at.setdefault(position, []).append(table)
 
     def next_position(self, group: int, start: int) -> int | None:
-        """Where `group` stands next, at or after `start`."""
+        """The next position of `group` at or after `start`; None if there is none."""
         positions = self._positions.get(group, [])
         index = bisect.bisect_left(positions, start)
         return positions[index] if index < len(positions) else None
 
     def next_forward_place(self, table: Table, start: int) -> float:
-        """Where a forward comes to the table, at or after `start`."""
+        """The first place of the table in a forward pass at or after `start`; infinity if none."""
         return _first_from(self._in_forward.get(table, ()), start)
 
     def next_backward_place(self, table: Table, start: int, stop: float) -> float:
-        """Where a backward does, at or after `start`; infinity if behind `stop`."""
+        """The first place of the table in a backward pass in `[start, stop]`; infinity if none."""
         place = _first_from(self._in_backward.get(table, ()), start)
         return place if place <= stop else math.inf
 
     def backward_at(self, position: int) -> Sequence[Table]:
-        """The tables that a backward came to before the use at `position`."""
+        """The tables that a backward pass came to before the use at `position`."""
         return self._backward_at.get(position, ())
 
     def end_of_pass(self, start: int) -> int:
-        """Where the next forward begins, at or after `start`."""
+        """The position at which the next forward pass begins, at or after `start`."""
         index = bisect.bisect_left(self._forwards, start)
         return self._forwards[index] if index < len(self._forwards) else len(self.uses)
 
@@ -128,16 +128,16 @@ class Trace:
         return uses - self._cursor if uses else math.inf
 
     def put_in_table(self, item: int, table: str) -> None:
-        """A pass uses `item` only if it chooses it, as it does others of this table."""
+        """Put `item` in a table: a pass uses it only if it chooses it among the table's items."""
         self._table_of[item] = self._tables.setdefault(table, Table())
 
     def assume(self, uses: Sequence[int]) -> None:
-        """Before the first pass: expect it to use these groups in this order. Where it does not,
-        that is a change of order as any other."""
+        """Expect the first pass to use these groups in this order. A different order is handled
+        like any later change of order."""
         self._expect(_Cycle([group for group, _ in itertools.groupby(uses)], [], []))
 
     def announce(self, chosen: Iterable[int]) -> None:
-        """The model chose these, and no others of their tables, to be used where it is now."""
+        """Record that the model chose these items, and no others of their tables, for use now."""
         if not self._in_backward:
             for table in {self._table_of[item] for item in chosen if item in self._table_of}:
                 table.settled_at = self._cursor
@@ -200,8 +200,8 @@ class Trace:
 
     # ---------------------------------------------------------------- cycles
     def begin_forward(self) -> None:
-        """The whole model is called. If no backward pass followed the last time, none is expected
-        now."""
+        """Begin a forward pass of the whole model. If no backward pass followed the last one, none
+        is expected now."""
         if len(self._recorded) > self._forward_start and not self._in_backward:
             self._take_out_forward()
         self._forward_start = len(self._recorded)
@@ -209,7 +209,7 @@ class Trace:
         self._begin_pass()
 
     def _take_out_forward(self) -> None:
-        """The last forward was one without a backward pass: expect it again."""
+        """Take out the last forward pass, which had no backward pass: it is expected again."""
         start = self._forward_start
         places = self._places[self._forward_places :]
         shifted = [(position - start, table, backward) for position, table, backward in places]
@@ -228,7 +228,7 @@ class Trace:
             table.begin_pass()
 
     def _begin_backward(self) -> None:
-        """This cycle will end with a step: expect what such a cycle has after what is recorded."""
+        """Begin a backward pass: expect the rest of a cycle that ends with a step."""
         self._in_backward = self._turning = True
         self._turn = self._last_choice = None
         self._backward_start = len(self._recorded)
@@ -240,7 +240,7 @@ class Trace:
             self._cursor = self._cursor if position is None else position + 1
 
     def end_cycle(self) -> None:
-        """A step: what was recorded is what the next cycle is expected to be."""
+        """End the cycle with a step: what was recorded is expected in the next cycle."""
         if not self._recorded:
             return
         self._steps = _Cycle(self._recorded, self._forwards, self._known_places())
@@ -251,15 +251,15 @@ class Trace:
         self._expect(self._steps)
 
     def _known_places(self) -> list[_Place]:
-        """Where tables stood in this cycle. Those of which it chose nothing stand where they stood
-        in the one before, if the uses are the same."""
+        """The places of tables in this cycle. A table without a choice in it keeps its places of
+        the cycle before, if the uses are the same."""
         if self._recorded != self._steps.uses:
             return self._places
         seen = {(table, backward) for _, table, backward in self._places}
         return [*self._places, *(place for place in self._steps.places if place[1:] not in seen)]
 
     def _expect(self, cycle: _Cycle) -> None:
-        """`cycle` begins."""
+        """Begin `cycle`, whose uses are expected from here on."""
         self._expected = cycle
         self._cursor = 0
         self._on_trace = True
@@ -275,8 +275,8 @@ class Trace:
             yield uses[(start + distance) % len(uses)]
 
     def ahead(self, count: int) -> list[tuple[int, float]]:
-        """The first `count` items that are needed next, as `next_use` has them: groups as in
-        `upcoming`, and between them what backward needs of the tables there."""
+        """The `count` items that are needed next, each with its `next_use`: groups as in
+        `upcoming`, and between them the items that the backward pass needs of the tables there."""
         if not self._on_trace and self._last is not None:
             found = itertools.islice(self._by_successors(self._last), count)
             return [(group, self.next_use(group)) for group in found]
@@ -298,8 +298,8 @@ class Trace:
         return itertools.islice(order, count)
 
     def rest(self) -> Iterator[int]:
-        """As `upcoming`, but for what comes after this pass of the model: a step may have changed
-        what is used then."""
+        """Groups like those of `upcoming`, but after this pass of the model: a step may have
+        changed the uses there."""
         if not self._on_trace and self._last is not None:
             yield from self._by_successors(self._last)
             return

@@ -251,7 +251,7 @@ def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[li
 
 def is_stuck(transfer: Transfer[U]) -> bool:
     """Whether it was given up: the memory it moves bytes into may change at any time from now on,
-    and is not to be used for anything else."""
+    and must not be used for anything else."""
     return transfer.failure is not None and isinstance(transfer.failure.error, StuckError)
 
 

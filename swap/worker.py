@@ -179,7 +179,7 @@ class Worker:
 
     @property
     def ident(self) -> int | None:
-        """Of its thread, as `threading.get_ident()` has it there."""
+        """The identifier of its thread, as returned by `threading.get_ident()` in it."""
         return self._thread.ident
 
     def is_this_thread(self) -> bool:

@@ -86,7 +86,7 @@ class Accelerator:
         return torch.device(self.kind, module.current_device())
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Inside, `device` is this thread's current one."""
+        """A context in which `device` is this thread's current device."""
         module = self._module
         if module.current_device() == device.index:
             return nullcontext()
@@ -112,23 +112,23 @@ class Accelerator:
         return int(self._module.mem_get_info(device)[0])
 
     def peak_nbytes(self, device: torch.device) -> int:
-        """The most that tensors took since the start."""
+        """The largest number of bytes that tensors took since the start."""
         return int(self._module.max_memory_allocated(device))
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Of the random numbers that are drawn on the device by default."""
+        """The default generator of random numbers on the device."""
         found: torch.Generator = self._module.default_generators[device.index]
         return found
 
     # ---------------------------------------------------------------- streams
     def stream(self, device: torch.device) -> Stream:
-        """A new one."""
+        """A new stream."""
         import torch
 
         return torch.Stream(device)
 
     def current_stream(self, device: torch.device) -> Stream:
-        """The one that this thread's work on the device goes to."""
+        """The stream that this thread's work on the device goes to."""
         import torch
 
         return torch.accelerator.current_stream(device)
@@ -142,13 +142,13 @@ class Accelerator:
         return int(stream.cuda_stream)
 
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, `stream` is this thread's current one, and its device the current device."""
+        """A context in which `stream` is this thread's current stream, and its device current."""
         where: AbstractContextManager[Any] = stream
         return where
 
     def event(self, device: torch.device, *, timing: bool = False) -> Event:
-        """A new one. A thread that waits for it sleeps where the kind's events can do that: it must
-        not take a core from the optimizer."""
+        """A new event. A thread that waits for it sleeps where the kind's events can do that: it
+        must not take a core from the optimizer."""
         import torch
 
         return torch.Event(device, enable_timing=timing)
@@ -165,8 +165,8 @@ class Accelerator:
 
     # ---------------------------------------------------------------- what not every kind has
     def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
-        """Pin memory of ours, so that copies between it and the device are asynchronous; else why
-        it could not be: such copies then take their way through pageable memory, slower."""
+        """Pin our own memory, so that copies between it and the device are asynchronous; returns
+        why it could not be pinned, or None: such copies then go through pageable memory, slower."""
         return f"PyTorch cannot pin existing memory for {self.title}"
 
     def unregister(self, address: int, device: torch.device) -> None:
@@ -174,7 +174,7 @@ class Accelerator:
 
     @property
     def lacks_triton(self) -> str | None:
-        """Why our Triton kernels cannot run on this kind; None if they can."""
+        """The reason why our Triton kernels cannot run on this kind; None if they can."""
         return f"our Triton kernels have not been made to run on {self.title}"
 
 
@@ -199,8 +199,8 @@ class _OwnStreams(Accelerator):
 
 
 class _Entered:
-    """What `torch.cuda.stream` does with a stream of the current device, at a sixth of its cost: it
-    makes three `Stream` objects. For a stream of another device it is that."""
+    """A cheaper `torch.cuda.stream` for a stream of the current device, at a sixth of the cost of
+    PyTorch's, which makes three `Stream` objects; for another device it is PyTorch's."""
 
     __slots__ = ("_before", "_elsewhere", "_native", "_stream")
 
@@ -301,7 +301,7 @@ class Cuda(_OwnStreams):
     def _clear_last_error(self, device: torch.device) -> None:
         """The driver keeps the error of a failed call until it is asked for, which PyTorch does
         after its next kernel: a kernel that is not to blame would raise it. PyTorch has no call
-        that only asks, so a kernel of ours takes the blame."""
+        that only asks, so one of our kernels takes the blame."""
         import torch
 
         try:
@@ -353,7 +353,7 @@ def default_type() -> str:
 
 
 def default_device() -> torch.device:
-    """Where this process computes where nothing is named."""
+    """The device that this process computes on if none is named."""
     import torch
 
     found = default()
@@ -361,13 +361,13 @@ def default_device() -> torch.device:
 
 
 def device_count() -> int:
-    """Of the kind to compute on where none is named."""
+    """The number of devices of the default kind; 0 if there is only the CPU."""
     found = default()
     return 0 if found is None else found.device_count()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that `device` was given: nothing, where work is done when it returns."""
+    """Wait for everything that `device` was given; does nothing for the CPU."""
     if is_accelerator(device):
         of(device).synchronize(device)
 
@@ -378,5 +378,5 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Of an accelerator's memory; 0 for the CPU, which has none of its own."""
+    """The free bytes of an accelerator's memory; 0 for the CPU, which has none of its own."""
     return of(device).free_nbytes(device) if is_accelerator(device) else 0

@@ -17,7 +17,7 @@ _MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 on
 class AnonymousMemory(mmap.mmap):
     """Address space of `nbytes`, at least a page; a page costs RAM when it is first touched.
 
-    OSError where there are not so many addresses.
+    OSError if the address space is too small.
     """
 
     def __new__(cls, nbytes: int) -> Self:
@@ -29,7 +29,7 @@ class AnonymousMemory(mmap.mmap):
             self.advise(mmap.MADV_HUGEPAGE, "huge pages")
 
     def advise(self, advice: int, what: str) -> bool:
-        """False from a kernel that cannot do it."""
+        """Give the kernel advice on all pages; False if the kernel does not support it."""
         try:
             self.madvise(advice)
         except OSError as error:

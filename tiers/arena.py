@@ -61,11 +61,11 @@ class Arena:
         self.high_water_nbytes = max(self.high_water_nbytes, offset + size)
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """Start and stop of each, in order."""
+        """The start and stop of each free range, in order."""
         return [(start, start + self._free_sizes[start]) for start in self._free_offsets]
 
     def is_free(self, start: int, stop: int) -> bool:
-        """Whether all of `[start, stop)` is."""
+        """Whether all of `[start, stop)` is free."""
         before = bisect.bisect_right(self._free_offsets, start) - 1
         if before < 0:
             return False

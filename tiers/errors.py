@@ -119,7 +119,7 @@ class CheckpointError(OffloadError):
 
 
 class NoCheckpointError(CheckpointError, PathError):
-    """What was named as a checkpoint is not there, or is something else."""
+    """The path that was named as a checkpoint does not exist, or is something else."""
 
 
 class UnsupportedError(OffloadError):
@@ -135,14 +135,14 @@ class StateError(OffloadError):
 
 
 class ModifiedError(StateError, RuntimeError):
-    """Backward needs what was changed in place since the forward. Torch raises a RuntimeError."""
+    """A value that backward needs was changed in place. Torch raises a RuntimeError, too."""
 
 
 class NonfiniteError(OffloadError):
-    """So many steps in a row were skipped that training does not go on (`max_skipped_steps`).
+    """Too many steps in a row were skipped for training to continue (`max_skipped_steps`).
 
-    `skipped_steps` in a row, and the `parameters` whose gradients were not finite in the last one,
-    in the model's order. Nothing is lost: states are as they were before those steps.
+    `skipped_steps` were skipped in a row; `parameters` had non-finite gradients in the last one, in
+    the model's order. Nothing is lost: states are as they were before those steps.
     """
 
     def __init__(self, message: str, *, skipped_steps: int, parameters: tuple[str, ...]) -> None:
@@ -154,7 +154,7 @@ class NonfiniteError(OffloadError):
 class RankError(OffloadError):
     """A collective of several ranks did not end, or failed.
 
-    `ranks` are missing, behind, or went another way; empty where that is not known.
+    `ranks` are missing, behind, or diverged; empty where that is not known.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:

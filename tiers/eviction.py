@@ -1,4 +1,4 @@
-"""Which cached piece to give up first: the one whose next use is furthest away (Belady, 1966).
+"""The order of evicting cached pieces: the one with the furthest next use first (Belady, 1966).
 
 A training step uses groups in an order learnt from the previous one, so the next use is known and
 the optimal policy is possible; evicting the least recently used would hit what a cyclic scan needs

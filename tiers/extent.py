@@ -1,4 +1,4 @@
-"""Where some bytes lie: `(tier, offset_bytes, nbytes)`, for files also which path."""
+"""The location of some bytes: `(tier, offset_bytes, nbytes)`, and for files the path."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class FileTier:
         self._classes: dict[tuple[int, int], StateClass] = {}
 
     def spare_nbytes(self, lengths: Sequence[int]) -> int:
-        """How much longer files of these `lengths`, one per path, may get in all."""
+        """The bytes by which files of these `lengths`, one per path, may grow in all."""
         return max(0, self.account.budget_nbytes // PAGE_NBYTES * PAGE_NBYTES - sum(lengths))
 
     def allocate(

@@ -1,4 +1,4 @@
-"""Anonymous memory that a forked child does not share, but for what somebody can still see of it.
+"""Anonymous memory that a forked child does not share, except for the parts that are in view.
 
 After a fork, parent and child share their pages until one of them writes: while a DataLoader's
 worker lives, whatever the parent rewrites is copied first, and the RAM of all states in host memory
@@ -8,7 +8,7 @@ parent's.) So the pages here stay with the parent. In the child:
     seen        a tensor beside the lease's own views it (a parameter used in place, something that
                 a user keeps): inherited as usual, with the values that it had when the child was
                 forked
-    not seen    zeros, which nobody reads: the tensors that lead there refuse every use
+    not seen    zeros, which are never read: the tensors that lead there refuse every use
 
 The child keeps the addresses (MADV_WIPEONFORK, not MADV_DONTFORK). In a hole it would soon map
 other memory of its own, which the end of this object there would then unmap.
@@ -40,7 +40,7 @@ Range = tuple[int, int]  # start and stop, in bytes
 
 
 class _LeftBehind(torch.Tensor):
-    """In a forked child, a tensor whose bytes have stayed with the parent."""
+    """A tensor in a forked child whose bytes have stayed with the parent."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -64,8 +64,8 @@ class _Given:
 
     @property
     def _uses(self) -> int:
-        """How many tensors view the storage; in some versions of PyTorch its Python object counts,
-        too. 0 once it is gone. To ask makes it no more, which `Lease.in_use` might see."""
+        """The number of tensors that view the storage, in some versions of PyTorch including its
+        Python object; 0 once it is gone. Asking adds no use, which `Lease.in_use` might see."""
         return int(torch._C._storage_Use_Count(self._storage.cdata))
 
     def is_gone(self) -> bool:
@@ -82,7 +82,7 @@ class _Given:
 
 
 class HostRegion(AnonymousMemory):
-    """Lives as long as any tensor over it."""
+    """An anonymous memory region that lives as long as any tensor over it."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -110,8 +110,8 @@ class HostRegion(AnonymousMemory):
         return made
 
     def give_back(self) -> None:
-        """The RAM of all that nobody else can see: nothing is read there any more, although the
-        tensors that were given out may live on. What somebody keeps has its values on."""
+        """Give back the RAM of all that is not viewed elsewhere: it is not read any more, although
+        the tensors that were given out may live on. What other tensors view keeps its values."""
         with self._lock:
             end = 0
             for start, stop in [*self._seen(), (len(self), len(self))]:
@@ -119,15 +119,15 @@ class HostRegion(AnonymousMemory):
                 end = stop
 
     def advise_small_pages(self, start: int) -> None:
-        """Behind `start` no huge pages: there a lease costs no more RAM than its own pages."""
+        """Disable huge pages behind `start`: a lease there costs no more RAM than its own pages."""
         first = round_up(start, mmap.PAGESIZE)
         if hasattr(mmap, "MADV_NOHUGEPAGE") and first < len(self):
             with suppress(OSError):  # a kernel without huge pages
                 self.madvise(mmap.MADV_NOHUGEPAGE, first, len(self) - first)
 
     def drop(self, start: int, stop: int) -> bool:
-        """The RAM of the whole pages of `[start, stop)`, where no values count any more. False
-        where it stays."""
+        """Drop the RAM of the whole pages of `[start, stop)`, whose values no longer count. False
+        if it stays."""
         first, last = round_up(start, mmap.PAGESIZE), stop // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
             try:
@@ -137,12 +137,12 @@ class HostRegion(AnonymousMemory):
         return True
 
     def _seen(self) -> list[Range]:
-        """What tensors beside those that were given out view, in whole pages."""
+        """The ranges, in whole pages, that tensors other than those given out view."""
         return _joined(given.range for given in list(self._given) if given.is_seen())
 
     # ---------------------------------------------------------------- around a fork
     def keep_what_is_seen(self) -> None:
-        """Let a child that is forked now inherit that."""
+        """Let a child that is forked now inherit the ranges that are viewed."""
         self._kept = []
         seen = self._seen()
         for start, stop in seen if len(seen) <= _MOST_RANGES else [(0, len(self))]:
@@ -150,20 +150,20 @@ class HostRegion(AnonymousMemory):
             self._kept.append((start, stop))
 
     def keep_nothing(self) -> None:
-        """Of what follows, until the next fork."""
+        """Stop keeping ranges for forked children, until the next fork."""
         kept, self._kept = self._kept, []
         for start, stop in kept:
             self.madvise(_MADV_WIPEONFORK, start, stop - start)
 
     def leave_behind(self) -> None:
-        """In the child: what it has not inherited says so."""
+        """Mark, in the child, the tensors that it did not inherit: using them is an error."""
         for given in self._given:
             if not _within(given.range, self._kept):
                 given.leave_behind()
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """In whole pages, those that touch as one."""
+    """The ranges in whole pages, with adjacent and overlapping ones merged."""
     joined: list[Range] = []
     for start, stop in sorted(ranges):
         begin, end = start // mmap.PAGESIZE * mmap.PAGESIZE, round_up(stop, mmap.PAGESIZE)

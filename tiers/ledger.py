@@ -1,4 +1,4 @@
-"""How many bytes each tier holds, of which class: the accounts behind every budget.
+"""The number of bytes that each tier holds, by class: the accounts behind every budget.
 
 Every lease and extent enters here when it is taken and leaves when it is freed. Peaks are kept per
 tier and per (tier, class), because a peak is what a machine has to have.

@@ -49,7 +49,7 @@ class Memory(Protocol):
 
     @property
     def touched_nbytes(self) -> int:
-        """Of the pages that cost RAM, at most: in whole blocks."""
+        """The number of bytes of pages that cost RAM, at most: in whole blocks."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Memory(Protocol):
         ...
 
     def give_back(self, start: int, stop: int) -> None:
-        """The RAM of `[start, stop)`, as far as it can go: what was there is not read again."""
+        """Give back the RAM of `[start, stop)`, as far as possible; it is not read again."""
         ...
 
     def close(self) -> None: ...
@@ -107,8 +107,8 @@ class HostMemory:
 
     @property
     def gives_back(self) -> bool:
-        """Not where it is pinned: a device goes on using the pages that it was told of, and to
-        unpin them waits for all of its work."""
+        """Whether memory can be given back: not if it is pinned, since a device goes on using the
+        pages that it was told of, and unpinning them waits for all of its work."""
         return self._pins is None
 
     def give_back(self, start: int, stop: int) -> None:
@@ -118,8 +118,8 @@ class HostMemory:
             self._touched[first:last] = bytes(last - first)
 
     def close(self) -> None:
-        """Unpin, and give back the RAM of all that nobody keeps a tensor of; the rest goes with
-        the last tensor over it. A closed engine's model keeps the leases themselves alive."""
+        """Unpin, and give back the RAM that no tensor views; the rest is freed with the last tensor
+        over it. A closed engine's model keeps the leases themselves alive."""
         pins, self._pins = self._pins, None
         if pins is not None:
             pins.close()
@@ -169,7 +169,7 @@ class DeviceMemory:
         return False
 
     def give_back(self, start: int, stop: int) -> None:
-        """It was taken in one piece."""
+        """Do nothing: the memory was taken in one piece."""
 
     def close(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)

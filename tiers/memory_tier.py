@@ -62,7 +62,7 @@ class MemoryTier:
         return offset
 
     def _give_back_surplus(self) -> None:
-        """The pages of free ranges, until the tier takes no more than its budget."""
+        """Give back the pages of free ranges, until the tier takes no more than its budget."""
         for start, stop in self.arena.free_ranges():
             if self.touched_nbytes <= self.arena.nbytes:
                 return
@@ -104,16 +104,16 @@ class MemoryTier:
 
     @property
     def touched_nbytes(self) -> int:
-        """Bytes of memory that it takes now, with what is free again."""
+        """The bytes of memory that it takes now, including ranges that are free again."""
         return self._memory.touched_nbytes
 
     @property
     def gives_back(self) -> bool:
-        """Whether what is free can be given back before the tier is closed."""
+        """Whether free ranges can be given back before the tier is closed."""
         return self._memory.gives_back
 
     def give_back(self, start: int, stop: int) -> None:
-        """The memory of the range `[start, stop)`, if that is still free."""
+        """Give back the memory of the range `[start, stop)`, if that is still free."""
         if self.arena.is_free(start, stop):
             self._memory.give_back(start, stop)
 
@@ -152,7 +152,7 @@ class Lease:
         return self.extent.tier
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes `[start, stop)`, with a storage of their own: no use of the lease."""
+        """Bytes `[start, stop)`, with a storage of their own, which is not counted as a use."""
         return self._tier._memory.tensor(self.extent.offset_bytes + start, stop - start)
 
     def pages(self, start: int, stop: int) -> memoryview:

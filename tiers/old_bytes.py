@@ -1,4 +1,4 @@
-"""What it takes to go back behind an update that no step has decided yet."""
+"""The bytes needed to go back behind an update that no step has decided yet."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class OldBytes:
         return OldBytes(self.files - other.files, self.memory - other.memory)
 
     def holds(self, other: OldBytes) -> bool:
-        """Whether so many are enough for `other`."""
+        """Whether these bytes are enough for `other`."""
         return other.files <= self.files and other.memory <= self.memory

@@ -10,7 +10,7 @@ No copy may reach from one registered range into another, or into memory that is
 CUDA refuses it as an invalid argument. (Its manual, "API synchronization behavior", asks for memory
 that is "entirely registered"; that two neighbours are not was seen by SGLang, pull request 36798.)
 Leases are of any size, so no extents could be laid out that none of them crosses. Hence borders
-follow a rule that needs no table, and `pieces` cuts any range there, whoever it belongs to.
+follow a rule that needs no table, and `pieces` cuts any range there, whatever its owner.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Pins:
 
     @property
     def nbytes(self) -> int:
-        """That are pinned."""
+        """The number of bytes that are pinned."""
         return sum(self._extents[i].stop - self._extents[i].start for i in list(self._pinned))
 
     def use(self, start: int, stop: int) -> None:
-        """Pin `[start, stop)` of the range, as far as it is not. Where that fails once it is said,
-        and what is not pinned yet stays so: it is copied from and to all the same, slower."""
+        """Pin the parts of `[start, stop)` that are not pinned yet. The first failure is logged,
+        and what is not pinned then stays so: it is copied from and to all the same, slower."""
         with self._lock:
             for index in self._indices(start, stop):
                 if self._failed:
@@ -97,7 +97,7 @@ class Pins:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Unpin all of it: nothing is pinned after. Raises what one of them raised."""
+        """Unpin everything. Raises an error of one of the calls."""
         with self._lock:
             self._failed = True
             unregister, pinned = accelerator.of(self._device).unregister, list(self._pinned)

@@ -1,4 +1,4 @@
-"""Where a class of state *should* live: its home, or how it is split over several."""
+"""The placement of a class of state: where it *should* live, in one tier or split over several."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Placement:
 
 
 def _deal(size: int, count: int, weights: Sequence[int], behind: list[int]) -> list[int]:
-    """Which tier each of `count` equal pieces goes to; `behind` is brought up to date."""
+    """The index of the tier of each of `count` equal pieces; updates `behind`."""
     dealt = []
     shares = [size * weight for weight in weights]
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Where a piece of state's valid copies *are* now (its placement says where it should be)."""
+"""Residency: where valid copies of a piece of state *are*, as opposed to its placement."""
 
 from __future__ import annotations
 

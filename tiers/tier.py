@@ -10,7 +10,7 @@ import enum
 
 
 class Medium(enum.Enum):
-    """What a tier's bytes lie in, and so which processor can compute with them in place."""
+    """The medium of a tier, which decides which processor can compute with its bytes in place."""
 
     DEVICE = "the memory of the device that computes the model"
     HOST = "memory that the CPU addresses, and the device over its link"

@@ -1,4 +1,4 @@
-"""The benches: what the hardware can do and what we do, interleaved in one run.
+"""The benches: measurements of the hardware and of our systems, interleaved in one run.
 
     record      what a bench found: rows of measurements per round, and ratios within rounds
     rounds      who is measured when

@@ -50,7 +50,7 @@ class AdamOptions:
 
 
 def run_adam(options: AdamOptions, say: Say, peers: Peers | None = None) -> Record:
-    """Measure. BudgetError if `numel` parameters do not fit in memory."""
+    """Run the bench. BudgetError if `numel` parameters do not fit in memory."""
     threads = options.threads or machine.cpu_count()
     streams = [stream for variant in VARIANTS for stream in variant.streams]
     numel = _numel(options, streams)
@@ -99,7 +99,7 @@ def passing(
 
 
 def _systems(arrays: Arrays, runner: ParallelRunner) -> list[Timed]:
-    """Limits first."""
+    """The systems of all variants, limits first."""
     limits: dict[str, Timed] = {}
     ours: list[Timed] = []
     for variant in VARIANTS:

@@ -40,7 +40,7 @@ _PROCESS_NBYTES, _RANK_NBYTES = 400 << 20, 700 << 20
 
 @dataclass(frozen=True)
 class SystemSpec:
-    """A system and what its configuration changes. An entry in a list of them is all it takes."""
+    """A system and what its configuration changes. A new system needs only an entry in a list."""
 
     name: str  # as --systems takes it
     label: str
@@ -61,7 +61,7 @@ PLAIN = SystemSpec(
 
 
 def all_on(tier: str, **others: str) -> tuple[str, ...]:
-    """Overrides that put all states there, but for `others`."""
+    """Overrides that put all states on `tier`, except for `others`."""
     homes = {"parameters": tier, "gradients": tier, "optimizer": tier, **others}
     return tuple(f"placement.{name}={home}" for name, home in homes.items())
 
@@ -86,7 +86,7 @@ class Contender:
     """The processes of one system. A failure of a peer does not end the bench."""
 
     def __init__(self, spec: SystemSpec, base: OffloadConfig, folder: Path, ranks: int = 1) -> None:
-        """Blocks until the model is built on every rank. ChildFailed."""
+        """Blocks until the model is built on every rank. ChildFailed if a process ends early."""
         self.spec = spec
         self.reason = ""  # why it failed
         self.turns: list[Turn] = []  # the warm-up's, too
@@ -134,13 +134,13 @@ class Contender:
         return [Turn(**{**answer, "losses": tuple(answer["losses"])}) for answer in answers]
 
     def _failed(self, error: ChildFailed, but: str) -> None:
-        """A failure of ours ends the bench."""
+        """Record a peer's failure; raise one of our own systems, which ends the bench."""
         if self.spec.kind is not Kind.PEER:
             raise error
         self.reason = but or brief(error)
 
     def close(self) -> None:
-        """Let it end by itself, with its own checks."""
+        """Let the processes end by themselves, with their own checks."""
         if self.reason:
             return
         try:
@@ -156,7 +156,7 @@ class Contender:
             child.kill()
 
     def row(self, turns: Sequence[Turn | None], names: Sequence[str]) -> Row:
-        """Measures `names` of the turns of all rounds, the peak of all turns; or why not."""
+        """The measures `names` of all rounds' turns, and the peak of all turns; or why not."""
         done = [turn for turn in turns if turn is not None]
         if len(done) < len(turns):
             return Row(self.spec.label, self.spec.kind, note=self.reason)
@@ -189,7 +189,7 @@ def brief(error: ChildFailed) -> str:
 
 # ---------------------------------------------------------------- which, and of what model
 def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
-    """ConfigError for what the systems cannot train alike."""
+    """The configuration of all systems. ConfigError for one that they cannot train alike."""
     base = OffloadConfig.load(config or LLAMA_151M, overrides)
     if base.optimizer.type != "adamw":
         raise ConfigError(
@@ -204,7 +204,7 @@ def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
 
 
 def count_parameters(config: OffloadConfig) -> int:
-    """Of the configured model; builds it without memory."""
+    """The number of parameters of the configured model, which is built without memory."""
     from offload.gpt import build_meta_model
 
     return sum(param.numel() for param in build_meta_model(config).parameters())
@@ -213,7 +213,7 @@ def count_parameters(config: OffloadConfig) -> int:
 def wanted(
     names: Sequence[str], usual: Sequence[SystemSpec], extra: Sequence[SystemSpec] = ()
 ) -> list[SystemSpec]:
-    """Those of `names`, each once; without names the usual ones."""
+    """The systems of these names, each once; without names the usual ones."""
     known = {spec.name: spec for spec in (*usual, *extra)}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -225,8 +225,8 @@ def start(
     specs: Sequence[SystemSpec], base: OffloadConfig, folder: Path, stack: ExitStack, say: Say,
     ranks: int = 1,
 ) -> tuple[list[Contender], list[Row]]:  # fmt: skip
-    """Those that fit beside each other, and rows of those that cannot be. ChildFailed if one of
-    ours ends early; ConfigError where none is left."""
+    """The systems that fit beside each other, started, and rows of those that cannot be.
+    ChildFailed if one of our own ends early; ConfigError where none is left."""
     systems: list[Contender] = []
     missing: list[Row] = []
     numel, room = count_parameters(base), machine.available_memory_nbytes()

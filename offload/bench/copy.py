@@ -46,7 +46,7 @@ class CopyOptions:
 
 
 def run_copy(options: CopyOptions, say: Say) -> Record:
-    """Measure. BudgetError if the buffers do not fit in memory, ConfigError if pieces are empty."""
+    """Run the bench. BudgetError if the buffers do not fit, ConfigError if pieces are empty."""
     if options.piece_nbytes < 1:
         raise ConfigError(
             f"--piece: pieces of {options.piece_nbytes} bytes move nothing; choose 4KiB or more"

@@ -40,7 +40,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class IoOptions:
-    """`nbytes` per pass; None takes 1 GiB, or a tenth of what is free on the device."""
+    """`nbytes` per pass; None takes 1 GiB, or a tenth of the free space on the device."""
 
     folder: Path | None = None
     nbytes: int | None = None
@@ -55,8 +55,8 @@ Peers = Callable[[Path, int, ExitStack, Say], tuple[list[Timed], list[Row]]]
 
 
 def run_io(options: IoOptions, say: Say, peers: Peers | None = None) -> Record:
-    """Measure. PathError where no file can be, BudgetError if the buffer does not fit in memory,
-    StorageError if the device fails."""
+    """Run the bench. PathError where no file can be made, BudgetError if the buffer does not fit in
+    memory, StorageError if the device fails."""
     folder = options.folder or machine.swap_folder()
     nbytes = _nbytes(options, folder)
     buffer_nbytes = _buffer_nbytes(options)
@@ -85,7 +85,7 @@ def run_io(options: IoOptions, say: Say, peers: Peers | None = None) -> Record:
 
 
 def _nbytes(options: IoOptions, folder: Path) -> int:
-    """Whole blocks, at least one round of the buffers."""
+    """The bytes per pass: whole blocks, at least one round of the buffers."""
     if not folder.is_dir():
         raise PathError(f"--path: {folder} is not a folder; name one on the disk to be measured")
     if options.block_nbytes % PAGE_NBYTES or options.block_nbytes <= 0:
@@ -108,8 +108,8 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
 
 
 def _buffer_nbytes(options: IoOptions) -> int:
-    """Room for every shape of the grid, and for the blocks our store has in flight: one at least,
-    however large."""
+    """The bytes that hold every shape of the grid, and the blocks our store has in flight: at least
+    one block, however large."""
     nbytes = max(_BUFFER_NBYTES, options.in_flight_nbytes, options.block_nbytes)
     available = machine.available_memory_nbytes()
     if nbytes > available:

@@ -38,7 +38,7 @@ class Loop(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """How many calls are in flight, and of how many bytes."""
+    """The number of calls in flight, and the bytes of each."""
 
     kind: str  # threads or libaio
     depth: int
@@ -105,7 +105,7 @@ def _mix(reads: int, writes: int) -> Iterator[tuple[int, bool]]:
 
 
 def move_all(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
-    """One block, whole; OSError as the kernel says it, StorageError at the end of the file."""
+    """Move one whole block; OSError of the call, StorageError at the end of the file."""
     done = 0
     while done < part.nbytes:
         call = os.pwritev if write else os.preadv
@@ -122,7 +122,7 @@ class LibaioLoop:
     """`depth` requests in the kernel; each that comes back is sent out for the next block."""
 
     def __init__(self, shape: Shape, file: SwapFile, buffer: memoryview, nbytes: int) -> None:
-        """UnsupportedError where libaio cannot be used."""
+        """Raises UnsupportedError if libaio cannot be used."""
         self.name = str(shape)
         self._file, self._nbytes = file, nbytes
         self._block, self._depth = shape.block_nbytes, shape.depth

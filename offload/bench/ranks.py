@@ -50,14 +50,14 @@ _LOSS_BOUND = 1e-5  # between systems at equal steps, relative: sums in other or
 
 @dataclass(frozen=True)
 class RanksOptions(StepOptions):
-    """`ranks` processes that train together."""
+    """Options of a bench of `ranks` processes that train together."""
 
     ranks: int = 2
 
 
 def run_ranks(options: RanksOptions, say: Say, peers: Sequence[SystemSpec] = ()) -> Record:
-    """Measure. ChildFailed if one of ours ends early; ConfigError and PathError before anything is
-    started."""
+    """Run the bench. ChildFailed if one of our own systems ends early; ConfigError and PathError
+    before anything is started."""
     base = base_config(options.config, options.overrides)
     if options.ranks < 2:
         raise ConfigError(f"--ranks: {options.ranks} is not several; `offload bench step` has one")
@@ -89,7 +89,7 @@ def run_ranks(options: RanksOptions, say: Say, peers: Sequence[SystemSpec] = ())
 
 
 def _note_losses(record: Record, systems: Sequence[Contender]) -> None:
-    """Whether all train the same: a faster system that does not is no faster one."""
+    """Note whether all train the same: a faster system that does not is no faster one."""
     first = systems[0].losses
     record.details["losses"] = {s.spec.name: s.losses for s in systems}
     for system in systems[1:]:

@@ -51,12 +51,12 @@ class Row:
         return bool(self.measures)
 
     def median(self, measure: str) -> float:
-        """The median over rounds; NaN for what was not measured."""
+        """The median over rounds; NaN for a measure that is missing."""
         values = self.measures.get(measure)
         return statistics.median(values) if values else math.nan
 
     def values(self, measure: str) -> list[float]:
-        """Of each round, or the one value of a fact. KeyError if it is neither."""
+        """The values of all rounds, or the one value of a fact. KeyError if it is neither."""
         if measure in self.facts:
             return [self.facts[measure]]
         return self.measures[measure]
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """What a ratio should be on two cores without a GPU: at least, or at most, `value`."""
+    """The ratio to reach on two cores without a GPU: at least, or at most, `value`."""
 
     value: float
     at_most: bool = False
@@ -78,7 +78,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Ratio:
-    """`measure` of row `of`, divided by that of row `to`, round by round."""
+    """The ratio of `measure` between the rows `of` and `to`, round by round."""
 
     of: str
     to: str
@@ -93,7 +93,7 @@ class Ratio:
 
 @dataclass
 class Record:
-    """All of one run."""
+    """The results of one run."""
 
     bench: str
     options: dict[str, Any]
@@ -123,7 +123,7 @@ class Record:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, the medians included."""
+        """The record as plain values, the medians included."""
         rows = [
             {**asdict(row), "medians": {name: row.median(name) for name in row.measures}}
             for row in self.rows
@@ -138,7 +138,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Record:
-        """The reverse of `to_dict`, without the targets."""
+        """The record of `to_dict`'s values, without the targets."""
         rows = [Row(row["name"], Kind(row["kind"]), row["measures"], row["facts"], row["note"])
                 for row in found["rows"]]  # fmt: skip
         ratios = [Ratio(ratio["of"], ratio["to"], ratio["measure"], tuple(ratio["rounds"]))
@@ -167,9 +167,9 @@ def _finite(value: Any) -> Any:
 
 
 def check_json(path: Path | None) -> None:
-    """PathError now, not after minutes of measuring, if a record could not be written there.
+    """Raise PathError now, not after minutes of measuring, if a record cannot be written to `path`.
 
-    Leaves what is there as it is, and no file where there was none.
+    Leaves an existing file as it is, and no file where there was none.
     """
     if path is None:
         return

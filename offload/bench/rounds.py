@@ -38,7 +38,7 @@ class Timed:
 
 
 def measure(record: Record, systems: Sequence[Timed], rounds: int, say: Say) -> None:
-    """Add a row per system."""
+    """Measure the systems, and add a row for each."""
     passes = interleaved({system.name: system.run for system in systems}, rounds, say)
     record.rows += [system.row(passes[system.name]) for system in systems]
 
@@ -77,12 +77,12 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def timed(work: Callable[[], object]) -> Callable[[], dict[str, float]]:
-    """A pass that is one call of `work`."""
+    """A pass that makes one call of `work` and returns its seconds."""
     return lambda: {"seconds": seconds_of(work)}
 
 
 def moving(name: str, kind: Kind, nbytes: int, work: Callable[[], object], note: str = "") -> Timed:
-    """A system of this process, all threads' user and system time beside the seconds."""
+    """A system of this process; a pass also returns all threads' user and system time."""
 
     def run() -> dict[str, float]:
         before = _cpu_seconds()
@@ -100,7 +100,7 @@ def _cpu_seconds() -> float:
 
 @contextmanager
 def sharing(threads: int) -> Iterator[ParallelRunner]:
-    """A runner of `threads` threads for ours, and as many for PyTorch while inside."""
+    """A runner of `threads` threads for our systems, and as many for PyTorch inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     runner = ParallelRunner(threads, min_share=1)

@@ -80,8 +80,8 @@ def run_step(
     options: StepOptions, say: Say, peers: Sequence[SystemSpec] = (),
     extra_peers: Sequence[SystemSpec] = (),
 ) -> Record:  # fmt: skip
-    """Measure. IntegrityError if ours do not have the same losses everywhere; ChildFailed if one
-    of ours ends early; ConfigError and PathError before anything is started."""
+    """Run the bench. IntegrityError if our losses are not the same everywhere; ChildFailed if one
+    of our own systems ends early; ConfigError and PathError before anything is started."""
     base = base_config(options.config, options.overrides)
     folder = folder_of(options.folder)
     usual, extra = (*SYSTEMS, *peers), (*EXTRA_SYSTEMS, *extra_peers)
@@ -120,7 +120,7 @@ def folder_of(folder: Path | None) -> Path:
 
 @dataclass
 class _Results:
-    """Per round. A system's turns hold None from where it failed."""
+    """The results per round. A system's turns are None from its failure on."""
 
     turns: dict[str, list[Turn | None]]
     disk: list[DiskSpeed]
@@ -145,12 +145,12 @@ def _run(
 
 # ---------------------------------------------------------------- losses
 def losses_of(system: Contender) -> list[float]:
-    """By step, the warm-up's too."""
+    """The losses by step, including those of the warm-up."""
     return [loss for loss, *_ in system.losses]
 
 
 def _check_losses(systems: Sequence[Contender]) -> None:
-    """Ours that train on the very same batches."""
+    """Compare the losses of our own systems that train on the very same batches."""
     ours = [s for s in systems if s.spec in (HOST, NVME)]
     for other in ours[1:]:
         pairs = zip(losses_of(ours[0]), losses_of(other), strict=True)
@@ -163,7 +163,7 @@ def _check_losses(systems: Sequence[Contender]) -> None:
 
 
 def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:
-    """The largest; NaN if one of the losses is, which `max` would pass over."""
+    """The largest difference; NaN if one of the losses is, which `max` would pass over."""
     each = [abs(a - b) for a, b in zip(reference, losses, strict=False)]
     return math.nan if any(map(math.isnan, each)) else max(each)
 
@@ -184,7 +184,7 @@ def _add_rows(record: Record, systems: Sequence[Contender], results: _Results) -
 
 
 def _add_roofline(record: Record, results: _Results, adam_nbytes: float) -> None:
-    """One row per bound, and their maximum round by round, for what runs on nvme and on host."""
+    """Add one row per bound, and their maximum round by round, for the systems on nvme and host."""
     bounds = {"bus": [adam_nbytes / speed for speed in results.bus]}
     if (plain := record.measured(PLAIN.label)) is not None:
         bounds["compute"] = plain.measures["forward_backward_s"]

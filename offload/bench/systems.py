@@ -59,7 +59,7 @@ def moved_by_the_kernel() -> dict[str, int]:
 
 
 class Plain(plain.Plain):
-    """PyTorch as one writes it without offload."""
+    """Plain PyTorch, as it is written without offload."""
 
     defers = False
 
@@ -67,17 +67,17 @@ class Plain(plain.Plain):
         super().__init__(config)
 
     def settle(self) -> None:
-        """Nothing is ever left to do."""
+        """Do nothing: no work is ever left."""
 
     def moved(self) -> dict[str, int]:
         return moved_by_the_kernel()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
 
 class Ours:
-    """The same model through `offload.initialize`."""
+    """The same model as `Plain`, trained through `offload.initialize`."""
 
     defers = True
 
@@ -169,7 +169,7 @@ def between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, in
 
 
 def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
-    """The system that a child's options name, with its configuration."""
+    """The system of a child's options, with its configuration."""
     from offload.config import OffloadConfig
 
     config = OffloadConfig.load(options["config"])
@@ -178,7 +178,7 @@ def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
 
 
 def serve(options: Mapping[str, Any], parent: Parent) -> None:
-    """Say that it is ready, then train a turn per command."""
+    """Report that the system is ready, then train a turn per command."""
     system, config = made(options)
     turns = Turns(system, config, options["batches"], in_one_piece=options["in_one_piece"])
     parent.answer({"ready": True})

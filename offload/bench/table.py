@@ -77,7 +77,7 @@ def _ratio(ratio: Ratio) -> tuple[str, ...]:
 
 
 def span(values: Sequence[float]) -> str:
-    """Lowest and highest; nothing where there is but one."""
+    """The lowest and the highest value; empty if there is only one."""
     return f"{min(values):.2f} .. {max(values):.2f}" if len(values) > 1 else ""
 
 
@@ -111,12 +111,12 @@ def _drawn(grid: Grid, styles: Sequence[str]) -> Table:
 
 
 def markdown(grid: Grid) -> str:
-    """The same in Markdown; a `|` in a cell is escaped."""
+    """The grid in Markdown; a `|` in a cell is escaped."""
     marks = ["---" if at < grid.texts else "---:" for at in range(len(grid.headings))]
     lines = [grid.headings, marks, *([plain(cell) for cell in row] for row in grid.rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def plain(text: str) -> str:
-    """In one line of Markdown."""
+    """The text in one line of Markdown."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -5,7 +5,7 @@
         parameters/000.safetensors      one file per group: true names and shapes, model precision
         optimizer/000.safetensors       NAME.exp_avg, NAME.exp_avg_sq, NAME.low or NAME.master, ...
         buffers.safetensors             persistent buffers (others are the model's code to rebuild)
-        run.safetensors                 tensors of what goes on beside the engine: generators, ...
+        run.safetensors                 tensors of the run beside the engine: generators, ...
 
 Nothing in it says where a state lived or how it was cut into chunks: it loads under any placement,
 budget, chunk size and grouping. Nothing is pickled. There is no file that names the latest
@@ -29,20 +29,20 @@ __all__ = ["copy", "latest", "load", "prune", "save", "save_behind", "step_path"
 
 
 def save(engine: Engine, path: StrPath, state: Mapping[str, Any] | None = None) -> None:
-    """Write the engine's state to the folder `path`, replacing a checkpoint that is there; with it
-    random numbers, the configuration, what was registered, and `state`, of plain values.
+    """Write the engine's state to the folder `path`, replacing an existing checkpoint, with
+    random numbers, the configuration, registered objects, and `state`, which has plain values.
 
     Waits for pending updates first and changes nothing in the engine. Streams: beyond the engine's
     budgets it holds one chunk. Whenever the process dies, `path` holds the old checkpoint or the
     new one, complete. Gradients are not part of a checkpoint.
 
     Any number of processes may save to one folder or beside each other, and load from there
-    meanwhile. What is not ours is never replaced or removed.
+    meanwhile. Files that are not ours are never replaced or removed.
 
-    StateError while gradients wait for a step, inside `engine.gathered`, or after a load that
-    failed half-way. PathError where `path` cannot be written or holds something else,
-    NoSpaceError and StorageError as the disk says, CheckpointError where a stopped process has
-    locked the folder; the old checkpoint is intact then.
+    Raises StateError while gradients wait for a step, inside `engine.gathered`, or after a load
+    that failed half-way; PathError if `path` cannot be written or holds something else;
+    NoSpaceError and StorageError for errors of the disk; CheckpointError if a stopped process has
+    locked the folder. The old checkpoint is intact then.
     """
     from offload.checkpoint.saving import save_engine
 
@@ -54,9 +54,9 @@ def save_behind(
     engine: Engine, path: StrPath, state: Mapping[str, Any] | None, saves: BackgroundSaves,
     done: Callable[[], None],
 ) -> bool:  # fmt: skip
-    """As `save`, but return once the state is fixed, and write it while the engine trains; `done()`
-    is called on another thread when it is complete. False, after saying why once, where that cannot
-    be: nothing was begun then."""
+    """Like `save`, but return once the state is fixed, and write it while the engine trains;
+    `done()` is called on another thread when it is complete. Returns False, after logging the
+    reason once, if that is impossible: nothing was begun then."""
     from offload.checkpoint.background import BackgroundSave, why_not
 
     reason = why_not(engine)
@@ -70,12 +70,11 @@ def save_behind(
 
 def copy(source: StrPath, destination: StrPath) -> int:
     """Copy a checkpoint to or from an object store (`s3://...`, or any other URL that fsspec knows;
-    its libraries are yours to install); the bytes copied.
+    its libraries are yours to install); returns the number of bytes copied.
 
-    It is compared with its hashes before it counts: what comes, when it is here, and what goes,
-    before anything is sent. At a URL it is complete once its manifest is there, which comes last.
-    PathError where both are folders, or the URL has one already; CheckpointError, StorageError as
-    of a load.
+    The bytes are compared with their hashes before the copy counts: after a download, and before an
+    upload is sent. At a URL it is complete once its manifest is there, which comes last. PathError
+    where both are folders, or the URL has one already; CheckpointError, StorageError as for a load.
     """
     from offload.checkpoint.stores import copy_checkpoint
 
@@ -83,11 +82,11 @@ def copy(source: StrPath, destination: StrPath) -> int:
 
 
 def load(engine: Engine, path: StrPath) -> dict[str, Any]:
-    """Take over the checkpoint `path`, saved under any placement, budget or chunk size. Returns the
+    """Load the checkpoint `path`, saved under any placement, budget or chunk size. Returns the
     `state` that it was saved with.
 
     Sets parameters, optimizer states, step counts, the param groups' numbers, the loss scale,
-    persistent buffers, random numbers and what was registered; forgets gradients. Training then
+    persistent buffers, random numbers and registered objects; forgets gradients. Training then
     goes on bit for bit as it would have.
 
     Everything is read once, and each block is compared with its hash as it comes; one that fails is

@@ -2,7 +2,7 @@
 
     save_checkpoint(wait=False)   the numbers and buffers are copied, the versions on nvme kept, and
     │                             parameters written that are used in place in host memory, where
-    │                             anybody might write to them
+    │                             they might be overwritten
     ├─ training ──────────────▶
     └─ a thread ──────────────▶   groups in order of use, one that an update waits for first; then
                                   the manifest; then the folder gets its name
@@ -48,11 +48,11 @@ Snapshots = Mapping[State, Snapshot]
 
 
 class _Cancelled(OffloadError):
-    """Nobody waits for it any more."""
+    """The save was given up."""
 
 
 def why_not(engine: Engine) -> str:
-    """Why a save of this engine cannot go on while it trains; empty if it can."""
+    """The reason why a save of this engine cannot go on while it trains; empty if it can."""
     if engine.runtime.ranks is not None:
         return "several ranks write it together"
     for state in _states(engine):
@@ -68,7 +68,7 @@ def _states(engine: Engine) -> Iterator[State]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the thread is to do, and gives back."""
+    """The input of the thread that writes a checkpoint."""
 
     saver: Saver
     folder: PendingFolder
@@ -86,8 +86,8 @@ class BackgroundSave:
         self, engine: Engine, path: Path, state: Mapping[str, Any] | None, saves: BackgroundSaves,
         done: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Raises what is wrong with the state or the folder. From then on it is the one that
-        `saves` wait for; `done()` is called on the thread, once it is complete."""
+        """Raises the error of a state or folder that cannot be saved. From then on it is the save
+        that `saves` waits for; `done()` is called on the thread, once it is complete."""
         self.path = path
         self._done = done
         self._failure: BaseException | None = None
@@ -151,12 +151,12 @@ class BackgroundSave:
             raise failure
 
     def cancel(self) -> None:
-        """Let it end soon, and leave nothing."""
+        """Let the save end soon, and leave nothing."""
         self._is_cancelled = True
 
     @property
     def _is_mine(self) -> bool:
-        """Else a forked child's, which has no such thread."""
+        """Whether this process made the save; a forked child has no such thread."""
         return self._pid == os.getpid()
 
     # ---------------------------------------------------------------- on its thread
@@ -197,14 +197,14 @@ class BackgroundSave:
 
 
 class BackgroundSaves:
-    """Of one engine: at most one is under way."""
+    """The background saves of one engine: at most one is under way."""
 
     def __init__(self) -> None:
         self.under_way: BackgroundSave | None = None
         self._said = False
 
     def say_once(self, text: str) -> None:
-        """That a save cannot go on in the background."""
+        """Log once that a save cannot go on in the background."""
         if not self._said:
             self._said = True
             _log.warning("%s", text)
@@ -219,7 +219,7 @@ class BackgroundSaves:
                     self.under_way = None
 
     def failure(self) -> OffloadError | None:
-        """Block until it has ended; what went wrong with it, once."""
+        """Block until the save has ended; returns its error, once, or None."""
         try:
             self.wait()
         except OffloadError as error:
@@ -227,14 +227,14 @@ class BackgroundSaves:
         return None
 
     def give_up(self) -> None:
-        """End it, and leave nothing."""
+        """End the save, and leave nothing."""
         if self.under_way is not None:
             self.under_way.cancel()
             self.wait()
 
 
 def _snapshots(engine: Engine, held: ExitStack) -> Snapshots:
-    """Of all states, until `held` is closed."""
+    """The snapshots of all states, valid until `held` is closed."""
     found: dict[State, Snapshot] = {}
     held.callback(_let_go_all, found)
     for state in _states(engine):
@@ -250,7 +250,7 @@ def _let_go_all(snapshots: Snapshots) -> None:
 
 
 def _fixed(saver: Saver, snapshots: Snapshots) -> Iterator[int]:
-    """Groups whose parameters are written at once: somebody might write to them in place."""
+    """The groups whose parameters are written at once, because they might be changed in place."""
     for number, saved in enumerate(saver.saved):
         states = [group.state for group in saved.groups if group.state.nbytes]
         if not all(snapshots[state].is_versioned for state in states):
@@ -258,7 +258,7 @@ def _fixed(saver: Saver, snapshots: Snapshots) -> Iterator[int]:
 
 
 def _held(engine: Engine, saver: Saver, snapshots: Snapshots) -> dict[int, int | None]:
-    """For the gate: what is left of each group."""
+    """The bytes left of each group, by index, for the gate; None if they have no versions."""
     fixed = {g.index for n in _fixed(saver, snapshots) for g in saver.saved[n].groups}
     held: dict[int, int | None] = {}
     for each in engine.runtime.optimizer_states:
@@ -276,7 +276,7 @@ def _stored_nbytes(state: State) -> int:
 
 
 def _room_on_disk(engine: Engine, folder: Path, nbytes: int) -> int:
-    """How much the swap files may grow, so that there is room for the checkpoint beside them."""
+    """The bytes that swap files may grow by, so that the checkpoint has room beside them."""
     with storage_errors("looking at", folder):
         device = device_of(folder)
         rooms = [

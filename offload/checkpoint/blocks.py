@@ -19,12 +19,12 @@ DIGITS = 16  # of a hash
 
 
 def new_generation() -> str:
-    """A number that no other save has."""
+    """A number that no other save uses."""
     return secrets.token_hex(8)
 
 
 def blocks_in(nbytes: int) -> int:
-    """How many blocks a section of `nbytes` has."""
+    """The number of blocks of a section of `nbytes`."""
     return -(-nbytes // BLOCK_NBYTES)
 
 
@@ -33,7 +33,7 @@ def seed_of(bound_to: str, offset_bytes: int) -> int:
 
 
 def block_hash(data: memoryview, bound_to: str, offset_bytes: int) -> str:
-    """Of a whole block that begins at `offset_bytes` of its file."""
+    """The hash of a whole block that begins at `offset_bytes` of its file."""
     return xxhash.xxh3_64_hexdigest(data, seed_of(bound_to, offset_bytes))
 
 
@@ -48,7 +48,7 @@ class BlockHashes:
         self._done: list[str] = []
 
     def update(self, data: memoryview) -> None:
-        """The section's next bytes."""
+        """Hash the section's next bytes."""
         while data.nbytes:
             if not self._left:
                 self._begin()
@@ -69,6 +69,6 @@ class BlockHashes:
             self._digest = None
 
     def text(self) -> str:
-        """All of them, one after another. To be asked for once, at the end."""
+        """All hashes, one after another. Call it once, at the end."""
         self._finish()
         return "".join(self._done)

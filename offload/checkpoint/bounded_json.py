@@ -1,4 +1,4 @@
-"""JSON of files that anyone may have made: what parsing it takes is known before it is parsed.
+"""JSON of files from any source: what parsing it takes is known before it is parsed.
 
 A byte of text can become 30 bytes of objects (`[],[],...`). So values are counted first, by the
 commas and brackets that separate them; those within texts count, too: it is an upper bound.
@@ -18,7 +18,7 @@ _SEPARATORS = (b",", b"[", b"{")
 
 
 def read(path: Path) -> Any:
-    """What is in a file. ValueError as `parse`, and for what is no regular file; OSError."""
+    """The value in a JSON file. ValueError like `parse`, and for no regular file; OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
     try:
         status = os.fstat(fd)
@@ -32,7 +32,7 @@ def read(path: Path) -> Any:
 
 
 def parse(raw: bytes | bytearray) -> Any:
-    """ValueError for what is no JSON, nested too deeply, or larger than any of ours is."""
+    """The value of a JSON text. ValueError if invalid, nested too deeply, or too large for ours."""
     check_size(raw)
     try:
         return json.loads(raw.decode())
@@ -41,7 +41,7 @@ def parse(raw: bytes | bytearray) -> Any:
 
 
 def check_size(raw: bytes | bytearray) -> None:
-    """ValueError unless `parse` would take it."""
+    """Raise ValueError unless `parse` would accept the size."""
     check_nbytes(len(raw))
     count = sum(map(raw.count, _SEPARATORS))
     if count > MOST_VALUES:
@@ -49,6 +49,6 @@ def check_size(raw: bytes | bytearray) -> None:
 
 
 def check_nbytes(nbytes: int) -> None:
-    """ValueError for a file that is too long to be read."""
+    """Raise ValueError for a file that is too long to be read."""
     if nbytes > MOST_NBYTES:
         raise ValueError(f"{nbytes:,} bytes are more than the {MOST_NBYTES:,} that any has")

@@ -2,8 +2,8 @@
 
 A read is cut into the blocks that it lies in (see `blocks`). One that is wanted whole goes straight
 into the caller's memory, and is hashed there; one that is wanted in part stays for the next read,
-until its end was taken. So who reads a section from its front to its end, in whatever pieces, reads
-it once.
+until its end was taken. So a section that is read from its front to its end, in any pieces, is read
+once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _File:
             end += section.nbytes
 
     def block_at(self, offset_bytes: int) -> _Block:
-        """That which this byte of the file lies in."""
+        """The block that this byte of the file lies in."""
         index = bisect_right(self._starts, offset_bytes) - 1
         return self._block(index, (offset_bytes - self._starts[index]) // BLOCK_NBYTES)
 
@@ -74,8 +74,8 @@ class _File:
             yield (self._block(index, number) for number in range(count))
 
     def fill(self, into: memoryview, block: _Block) -> str | None:
-        """Read a whole block. What is wrong with it, if it is not what was written: it is read
-        again before, from the device. StorageError where that failed each time."""
+        """Read a whole block, again from the device if its content is wrong. Returns what is wrong
+        with it then, or None. StorageError if each of the reads failed."""
         found = ""
         for tries in range(1, TRIES + 1):
             try:
@@ -114,10 +114,10 @@ class CheckedFiles:
 
     # ---------------------------------------------------------------- reading
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> None:
-        """Fill `buffer` with a file's bytes from `offset_bytes` on; they are in the file.
+        """Fill `buffer` with a file's bytes from `offset_bytes` on; the file must have them.
 
         CheckpointError if they, or others of their blocks, are not what was written; StorageError.
-        `buffer` holds anything then.
+        The content of `buffer` is undefined then.
         """
         file = self._file(name)
         buffer = buffer.cast("B")
@@ -137,7 +137,7 @@ class CheckedFiles:
             done += count
 
     def _whole(self, name: str, file: _File, block: _Block) -> memoryview:
-        """A block to take a part of."""
+        """The whole block, for a read of a part of it."""
         key = name, block.start
         found = self._kept.get(key)
         if found is None:
@@ -182,7 +182,7 @@ class CheckedFiles:
 
     # ---------------------------------------------------------------- checks
     def problems(self, name: str, came: Callable[[int], None]) -> Iterator[str]:
-        """Of each section of a file the first block that is not what was written."""
+        """The first damaged block of each section of a file, as a message."""
         try:
             file = self._file(name)
         except CheckpointError as error:
@@ -209,8 +209,8 @@ class CheckedFiles:
 
 
 def _rehashed(record: FileRecord, file: OpenFile, bound_to: str) -> Iterator[SectionRecord]:
-    """Sections that have one hash each, compared with it, and then with hashes of their blocks: a
-    file of an older version is read once more, whole, before anything of it is used."""
+    """The sections with hashes of their blocks, of a file with one hash each: a file of an older
+    version is first read whole once more, and compared, before any of it is used."""
     buffer, offset = memoryview(bytearray(BLOCK_NBYTES)), 0
     for section in record.sections:
         digest, hashes = xxhash.xxh3_64(), BlockHashes(bound_to, offset)

@@ -1,5 +1,5 @@
-"""A checkpoint written without an engine: of tensors that come one at a time, from the files of
-others."""
+"""A checkpoint written without an engine: from tensors that come one at a time, from other
+files."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U
 
 
 def fields_of(kept: RecordFormat) -> dict[str, str]:
-    """The optimizer's arrays, as a manifest has them."""
+    """The optimizer's arrays and their dtypes, as in a manifest."""
     return {field.name: _FIELD_DTYPES[field.dtype.name] for field in kept.fields}
 
 
 def group_of(record: ParameterRecord) -> GroupRecord:
-    """The files of a parameter: a group of its own, which loads into any grouping."""
+    """The group of a parameter's files: one of its own, which loads into any grouping."""
     file = f"{record.group:03d}.safetensors"
     return GroupRecord(
         name=record.names[0], parameters=f"{PARAMETERS}/{file}",
@@ -49,8 +49,8 @@ def group_of(record: ParameterRecord) -> GroupRecord:
 
 
 class Composer:
-    """Writes the files of `manifest`, which has all but them, into a folder that is new. Every
-    parameter has a group of its own (`group_of`). `finish` writes the manifest."""
+    """Writes the files of `manifest`, which lacks only them, into a new folder. Every parameter has
+    a group of its own (`group_of`). `finish` writes the manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest, kept: RecordFormat) -> None:
         self._folder = folder
@@ -67,8 +67,8 @@ class Composer:
         self, record: ParameterRecord, weight: torch.Tensor, states: Mapping[str, torch.Tensor],
         master: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """A parameter, its states and, where the format has one, its master (all in fp32), of which
-        a `low` is made, and the weight with it."""
+        """Add a parameter, its states and, if the format has one, its master (all in fp32), from
+        which a `low` is made, and the weight with it."""
         numel = weight.numel()
         arrays = self._kept.arrays(torch.zeros(self._kept.nbytes(numel), dtype=torch.uint8), numel)
         whole = slice(0, numel)
@@ -93,18 +93,18 @@ class Composer:
             self._files[file] = writer.finish()
 
     def add_weight(self, record: ParameterRecord, value: torch.Tensor) -> None:
-        """A parameter without states."""
+        """Add a parameter without states."""
         file = f"{PARAMETERS}/{record.group:03d}.safetensors"
         with self._writer(file, {"tensors": [info_of(record)]}, {"format": "pt"}) as writer:
             _append(writer, value)
             self._files[file] = writer.finish()
 
     def add_buffers(self, values: Iterable[torch.Tensor]) -> None:
-        """Those of the manifest, in its order."""
+        """Add the buffers of the manifest, in its order."""
         self._add_tensors(BUFFERS, self._manifest.buffers, values)
 
     def add_run(self, values: Iterable[torch.Tensor]) -> None:
-        """Tensors of the manifest's `run`, in its order; not called where there are none."""
+        """Add the tensors of the manifest's `run`, in its order; not called if it has none."""
         assert self._manifest.run is not None, "its tensors are listed there"
         self._add_tensors(RUN, self._manifest.run.tensors, values)
 
@@ -118,8 +118,8 @@ class Composer:
             self._files[file] = writer.finish()
 
     def finish(self, name: str) -> None:
-        """Everything was added. CheckpointError where the manifest does not fit together. `name`:
-        that the folder is going to have."""
+        """Write the manifest, after everything was added. CheckpointError if the manifest is
+        inconsistent. `name`: the final name of the folder."""
         manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
         text = manifest.to_json()
         Manifest.from_json(text.encode(), str(self._folder / MANIFEST))
@@ -144,7 +144,7 @@ def _append(writer: SafetensorsWriter, value: torch.Tensor) -> None:
 
 
 def numbers_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's numbers that the rule has, and texts and numbers that the program put in."""
+    """The param group's numbers that the rule has, and the program's own numbers and texts."""
     unlike = {"step", "bias_correction", "foreach", "capturable", "differentiable", "fused"}
     found = {}
     for key, value in group.items():

@@ -42,7 +42,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an archive lies."""
+    """The location of an archive."""
 
     file: str
     start: int
@@ -68,10 +68,10 @@ class SavedTensor:
 
 
 class DcpFolder:
-    """What is in such a folder. A context manager, which closes the files that were read.
+    """The contents of such a folder. A context manager, which closes the files that were read.
 
     `tensors` and `objects` by their names, `paths` the keys by which a name was reached.
-    CheckpointError for what is damaged, forged or in another format.
+    CheckpointError for contents that are damaged, forged or in another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class DcpFolder:
         return window.read(0, window.nbytes)
 
     def _check_places(self) -> None:
-        """ValueError unless each archive lies in a file of its own range: what is read is no more
+        """Raise ValueError unless each archive lies in its own range of a file: no more is read
         than what is there."""
         ends: dict[str, int] = {}
         places = [part.place for tensor in self.tensors.values() for part in tensor.parts]
@@ -126,7 +126,7 @@ class DcpFolder:
 
     # ---------------------------------------------------------------- values
     def read_part(self, name: str, part: Part) -> torch.Tensor:
-        """A copy. CheckpointError unless it is what the metadata says."""
+        """A copy of a part. CheckpointError unless it is what the metadata says."""
         tensor, found = self.tensors[name], self._archive(name, part.place)
         if not isinstance(found, ArchivedTensor) or found.shape != part.sizes:
             raise CheckpointError(f"{self._where(name, part.place)} is no such tensor; {_REMEDY}")
@@ -138,7 +138,7 @@ class DcpFolder:
         return found.read()
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """A whole tensor, put together from its parts."""
         tensor = self.tensors[name]
         if len(tensor.parts) == 1 and tensor.parts[0].sizes == tensor.shape:
             return self.read_part(name, tensor.parts[0])
@@ -149,8 +149,8 @@ class DcpFolder:
         return whole
 
     def read_object(self, name: str) -> Any:
-        """What is no tensor: plain values and containers of them, with tensors in them read.
-        CheckpointError for anything else."""
+        """A value that is no tensor: plain values and containers of them, with tensors in them
+        read. CheckpointError for anything else."""
         return _with_values(self._archive(name, self.objects[name]))
 
     def _archive(self, name: str, place: Place) -> Any:
@@ -195,7 +195,7 @@ class DcpFolder:
 
 
 def _with_values(value: Any) -> Any:
-    """`read_archive` has made sure that it is a tree."""
+    """The value with its tensors read. `read_archive` has made sure that it is a tree."""
     if isinstance(value, ArchivedTensor):
         return value.read()
     if isinstance(value, dict):
@@ -206,7 +206,7 @@ def _with_values(value: Any) -> Any:
 
 
 class _Metadata:
-    """What the pickle says. ValueError for what torch does not write."""
+    """The contents of the metadata's pickle. ValueError for what torch does not write."""
 
     def __init__(self, value: Any) -> None:
         fields = _fields(value, "Metadata")
@@ -262,7 +262,7 @@ class _Metadata:
         return SavedTensor(dtype, shape, tuple(parts))
 
     def _paths(self, found: Any) -> Iterator[tuple[str, Path_]]:
-        """Of a planner that flattens; names themselves of others."""
+        """The paths of the names from a planner that flattens; the names themselves from others."""
         for name in (*self.tensors, *self.objects):
             path = found.get(name) if isinstance(found, dict) else None
             path = (name,) if path is None else path
@@ -282,7 +282,7 @@ def _dict(value: Any) -> dict[Any, Any]:
 
 
 def _fields(value: Any, kind: str) -> dict[Any, Any]:
-    """An object's. ValueError for one of another class."""
+    """The fields of an object. ValueError for one of another class."""
     if not isinstance(value, Made) or not value.is_of((_CLASSES, kind)):
         raise ValueError(f"it has something else where a {kind} should be")
     return _dict(value.state)

@@ -1,5 +1,5 @@
 """Bytes, files and names of checkpoints: typed errors, short writes completed, ENOSPC named, and no
-wait for ever (see `hands`). What changes or looks up names raises plain OSErrors."""
+endless wait (see `hands`). Functions that change or look up names raise plain OSErrors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _READ_NBYTES = 512 << 10  # stays in the processor's cache until it has been cop
 def storage_errors(
     doing: str, path: Path, offset_bytes: int = 0, nbytes: int = 0
 ) -> Iterator[None]:
-    """OSError as NoSpaceError or StorageError that says what was being done to `path`."""
+    """Turn an OSError into a NoSpaceError or StorageError that says what was done to `path`."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ def storage_errors(
 def storage_error(
     error: OSError, doing: str, path: Path, offset_bytes: int = 0, nbytes: int = 0
 ) -> StorageError:
-    """NoSpaceError or StorageError of a call that failed."""
+    """The NoSpaceError or StorageError of a call that failed."""
     code = errno.errorcode.get(error.errno or 0, "error")
     where = f" ({format_bytes(nbytes)} at byte {offset_bytes})" if nbytes else ""
     message = f"{doing} {path}{where} failed: {error.strerror} [{code}]"
@@ -95,7 +95,7 @@ class OpenFile:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Waits, unless a call is stuck. Says no error: what was to be durable was synced."""
+        """Close the file; waits, unless a call is stuck. Raises no error: data was synced."""
         with uninterrupted:
             hand = self._let_go()
         if hand is not None and hand.is_here:
@@ -121,7 +121,7 @@ class OpenFile:
     def begin(
         self, operation: str, function: Callable[..., R], *args: Any, offset: int = 0, n: int = 0
     ) -> Call[R]:
-        """Have `function(fd, *args)` called behind all others; its `result` is to be asked for, in
+        """Queue a call of `function(fd, *args)` behind all others. `result` returns its results, in
         the order of these calls."""
         assert self._hand is not None, "it is open"
         call = Call(operation, self.path, function, self.fd, *args, offset_bytes=offset, nbytes=n)
@@ -129,7 +129,7 @@ class OpenFile:
         return call
 
     def result(self, call: Call[R]) -> R:
-        """Of what was begun, once it is there. Its OSError, StuckError."""
+        """The result of a call that was begun, once it has returned. Its OSError, StuckError."""
         assert self._hand is not None, "it is open"
         return self._hand.result(call)
 
@@ -137,7 +137,7 @@ class OpenFile:
         return self._call("stat", os.fstat, self.fd)
 
     def write_all(self, data: memoryview, offset_bytes: int) -> None:
-        """Write all of `data`, or NoSpaceError, StuckError or StorageError."""
+        """Write all of `data`. Raises NoSpaceError, StuckError or StorageError."""
         data = data.cast("B")
         done = 0
         with storage_errors("writing", self.path, offset_bytes, data.nbytes):
@@ -145,7 +145,7 @@ class OpenFile:
                 done += self.write_some(data[done:], offset_bytes + done)
 
     def write_some(self, data: memoryview, offset_bytes: int) -> int:
-        """One call: how many bytes it has written, at least 1. OSError, StuckError."""
+        """Write once; returns the number of bytes written, at least 1. OSError, StuckError."""
         part = data[:_CALL_NBYTES]
         count = self._call(
             "pwrite", os.pwrite, self.fd, part, offset_bytes, offset=offset_bytes, n=part.nbytes
@@ -155,7 +155,7 @@ class OpenFile:
         return count
 
     def read_all(self, buffer: memoryview, offset_bytes: int) -> None:
-        """Fill `buffer`. CheckpointError where the file ends before that, StuckError, StorageError.
+        """Fill `buffer`. CheckpointError if the file ends before that, StuckError, StorageError.
 
         Reads into memory of its own: a read that was given up and returns later must not change
         weights, which may be others by then.
@@ -179,7 +179,7 @@ class OpenFile:
         self._read = own
 
     def start_writeback(self) -> None:
-        """Let the device begin on what was written so far; does not wait for it.
+        """Let the device begin to write what was written so far; does not wait for it.
 
         Without it the device idles until fsync: copying and writing would take turns.
         """
@@ -193,8 +193,8 @@ class OpenFile:
                 self.result(call)
 
     def begin_sync(self, nbytes: int) -> list[Call[None]]:
-        """Let the device have all of its so many bytes; results as of `begin`. Part by part, so
-        that a large file on a slow device is not taken for one that does not answer."""
+        """Begin to sync all of its `nbytes`; results like those of `begin`. It is done in parts, so
+        that a large file on a slow device is not taken for a device that does not answer."""
         flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
         parts = [
             self.begin(
@@ -214,7 +214,7 @@ class OpenFile:
         self._advise(offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
 
     def begin_forget(self) -> Call[None]:
-        """Let the page cache give up all of it; a result as of `begin`."""
+        """Let the page cache drop all of it; a result like those of `begin`."""
         return self.begin("fadvise", os.posix_fadvise, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _advise(self, offset_bytes: int, nbytes: int, advice: int) -> None:
@@ -229,8 +229,8 @@ class OpenFile:
 
 
 def read_all(fd: int, buffer: memoryview, offset_bytes: int, path: Path) -> None:
-    """Fill `buffer` from a file that is no checkpoint of ours; a call is waited for until it ends.
-    CheckpointError where the file ends before that, StorageError."""
+    """Fill `buffer` from a file that is not one of our checkpoints, waiting for each call to end.
+    CheckpointError if the file ends before that, StorageError."""
     buffer, done = buffer.cast("B"), 0
     with storage_errors("reading", path, offset_bytes, buffer.nbytes):
         while done < buffer.nbytes:
@@ -242,13 +242,13 @@ def read_all(fd: int, buffer: memoryview, offset_bytes: int, path: Path) -> None
 
 
 def new_file(path: Path) -> OpenFile:
-    """To write. NoSpaceError, StuckError or StorageError where it cannot be made, or is there."""
+    """A new file to write. NoSpaceError, StuckError or StorageError, also if it exists."""
     with storage_errors("creating", path):
         return OpenFile("create", path, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
 
 def write_text(path: Path, text: str) -> None:
-    """A new file with a text, durably but for its name."""
+    """Write a new file with a text, durable except for its name."""
     data = text.encode()
     with new_file(path) as file:
         file.write_all(memoryview(data), 0)
@@ -256,7 +256,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """A file with a text, durably: a reader finds what was there before, or the text."""
+    """Write a file with a text, durably: a reader finds what was there before, or the text."""
     pending = path.with_name(marked(f".{path.name}"))
     try:
         write_text(pending, text)
@@ -271,8 +271,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _sync_range(fd: int, offset_bytes: int, nbytes: int, flags: int) -> None:
-    """sync_file_range(2), where there is such a thing. What it says of a failed write no later
-    fsync says again."""
+    """sync_file_range(2), if the system has it. A write error that it reports is not reported by a
+    later fsync."""
     call = getattr(_LIBC, "sync_file_range", None)
     if call is None or not call(fd, ctypes.c_int64(offset_bytes), ctypes.c_int64(nbytes), flags):
         return
@@ -283,7 +283,7 @@ def _sync_range(fd: int, offset_bytes: int, nbytes: int, flags: int) -> None:
 
 # --------------------------------------------------------------------------- names
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """`parents`: with those above it, durably, and it may be there already."""
+    """Make a folder. `parents`: with those above it, durably, and it may exist already."""
     above = (path, *path.parents) if parents else ()
     missing = [*takewhile(lambda folder: not is_there(folder), above)]
     patiently("mkdir", path, lambda: path.mkdir(parents=parents, exist_ok=parents))
@@ -319,7 +319,7 @@ def remove_file(path: Path) -> None:
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What a folder holds."""
+    """The entries of a folder."""
 
     def look() -> list[os.DirEntry[str]]:
         found = list(os.scandir(folder))
@@ -331,12 +331,12 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def real_path(path: Path) -> Path:
-    """Where it leads, links followed. ValueError for a NUL."""
+    """The path with its links followed. ValueError for a NUL."""
     return Path(patiently("realpath", path, os.path.realpath, path))
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is one, or a link to one."""
+    """Whether `path` is a folder, or a link to one."""
     return patiently("stat", path, os.path.isdir, path)
 
 
@@ -345,7 +345,7 @@ def is_link(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this name, a broken link, too."""
+    """Whether the name exists, also as a broken link."""
 
     def look() -> bool:
         try:
@@ -373,7 +373,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Make a file durable, or a folder with all in it; but for its own name."""
+    """Make a file, or a folder with all files in it, durable; but not its own name."""
     if not is_folder(path):
         sync_file(path)
         return
@@ -384,20 +384,20 @@ def sync_tree(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Make the contents of the files in a folder durable, not of those below."""
+    """Make the contents of the files in a folder durable, but not of those in folders below."""
     for entry in entries(folder):
         if entry.is_file(follow_symlinks=False):
             sync_file(folder / entry.name)
 
 
 def sync_file(path: Path) -> None:
-    """Make the contents of a file durable that somebody else has written."""
+    """Make the contents of a file durable that was written by other code."""
     with storage_errors("writing", path), OpenFile("open", path, path, _OPEN_FLAGS) as file:
         file.sync()
 
 
 def device_of(path: Path) -> int:
-    """The number of the file system that it is on."""
+    """The number of the file system of `path`."""
     return patiently("stat", path, os.stat, path).st_dev
 
 
@@ -409,7 +409,7 @@ def free_nbytes(path: Path) -> int:
 
 
 def check_room(path: Path, needed_nbytes: int) -> None:
-    """NoSpaceError if `needed_nbytes` cannot be written below `path`."""
+    """Raise NoSpaceError if `needed_nbytes` cannot be written below `path`."""
     with storage_errors("looking at", path):
         free = free_nbytes(path)
     if needed_nbytes > free:

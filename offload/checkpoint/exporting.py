@@ -86,7 +86,7 @@ def export(
     path: Path, out: Path, dtype: str | None = None, source: Path | None = None,
     hub_format: WriteHubFormat | None = None, *, replaces: bool = False,
 ) -> list[Path]:  # fmt: skip
-    """Write the model of checkpoint `path` to `out`; the files written.
+    """Write the model of checkpoint `path` to `out`; return the files written.
 
     `dtype` fp32 gives full-precision (master) weights, bf16 and fp16 16-bit ones, None those that
     the model computed with. Every name is there, but those that transformers ties itself;
@@ -110,7 +110,7 @@ def export(
 
 
 def check_new(out: Path) -> None:
-    """PathError unless `out` can be made."""
+    """Raise PathError unless `out` can be made."""
     with storage_errors("looking at", out):
         if not is_folder(out.parent):
             raise PathError(
@@ -122,13 +122,13 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """A name for what is to become `out`, a file or a folder: that at the end, durably, or nothing.
-    `replaces`: a file that is there goes."""
+    """A name for the file or folder that becomes `out` at the end, durably, or is removed.
+    `replaces`: an existing file is replaced."""
     pending = out.with_name(marked(f".{out.name}"))
     try:
         yield pending
         if not replaces:
-            check_new(out)  # somebody else may have made it meanwhile
+            check_new(out)  # another process may have made it meanwhile
         with storage_errors("creating", out):
             sync_tree(pending)  # before it can have the name
             rename(pending, out)
@@ -142,7 +142,7 @@ def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def read_whole(path: Path, dtype: str | None = None) -> dict[str, tuple[TensorInfo, bytearray]]:
-    """What `export` writes, by name, in RAM."""
+    """The tensors that `export` writes, by name, in RAM."""
     with CheckpointReader(path) as reader:
         reader.check(contents=False)
         return {t.info.name: (t.info, _joined(t.pieces())) for t in _Weights(reader, dtype).all()}
@@ -191,8 +191,8 @@ def _write_own_names(weights: _Weights, pending: Path) -> list[str]:
 def write_others(
     model: ModelRecord | None, source: Path | None, config: Mapping[str, Any], pending: Path
 ) -> list[str]:
-    """What a folder of transformers has beside the weights; `config` says what they are. The names
-    of the files."""
+    """Write the files of a transformers folder beside the weights, whose format `config` describes.
+    Returns their names."""
     if source is None and model is not None and model.folder is not None:
         source = Path(model.folder)
     written = []
@@ -240,7 +240,7 @@ class _Weights:
 
     @property
     def dtype_name(self) -> str:
-        """Of the parameters, as transformers spells it."""
+        """The dtype of the parameters, as transformers spells it."""
         return _SPELT[self._dtype or DTYPES[self._manifest.precision]]
 
     def all(self, without: Container[str] = ()) -> list[ExportedTensor]:
@@ -293,7 +293,7 @@ class _Weights:
             yield full.view(np.uint8).data
 
     def _full(self, record: ParameterRecord, stored: StoredTensor, span: slice) -> Array:
-        """A piece of a parameter in fp32: its master where it has one."""
+        """A piece of a parameter in fp32, from its master if it has one."""
         own = _FLOATS[record.dtype]
         fields = self._manifest.optimizer.fields if record.trainable else {}
         if "master" in fields:

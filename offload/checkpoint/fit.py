@@ -1,4 +1,4 @@
-"""Does a checkpoint belong to this engine? Decided before anything is changed."""
+"""The check whether a checkpoint belongs to an engine, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def _fields(record: OptimizerRecord) -> str:
 
 
 def _states(engine: Engine, mine: OptimizerRecord, saved: OptimizerRecord) -> str:
-    """The saved format if the engine takes it over, else what the configuration says: formats of
-    several tiers are saved as another one, fp32."""
+    """The saved format if the engine accepts it, else that of the configuration: formats of several
+    tiers are saved as another one, fp32."""
     return saved.states if mine.states == saved.states else str(engine.config.optimizer.states)
 
 
@@ -138,7 +138,7 @@ def _check_param_groups(
 
 
 def _check_numbers(engine: Engine, manifest: Manifest, path: Path) -> None:
-    """The numbers that the param groups would have can be trained with."""
+    """Raise CheckpointError unless the param groups could be trained with their new numbers."""
     optimizer = engine.optimizer
     pairs = zip(optimizer.param_groups, manifest.optimizer.param_groups, strict=True)
     for number, (group, record) in enumerate(pairs):

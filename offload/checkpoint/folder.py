@@ -43,9 +43,9 @@ _log = logging.getLogger("offload")
 
 
 class PendingFolder:
-    """A checkpoint being written beside `target`. A context manager; without `commit` it is gone.
+    """A checkpoint written beside `target`. A context manager; without `commit` it is removed.
 
-    PathError where the folder cannot be made or `target` is something else than a checkpoint.
+    PathError if the folder cannot be made or `target` is something else than a checkpoint.
     """
 
     def __init__(self, target: Path) -> None:
@@ -85,7 +85,7 @@ class PendingFolder:
             self._lock = lock_folder(self.path)
 
     def commit(self) -> None:
-        """Let `target` be this folder, durably. The manifest must be in it, everything synced."""
+        """Give this folder the name `target`, durably. It must have the manifest and be synced."""
         parent = self.target.parent
         with ExitStack() as locks:
             with storage_errors("writing", self.path):
@@ -112,8 +112,8 @@ class PendingFolder:
             self._give_up()
 
     def _give_up(self) -> None:
-        """What was published stays, with what it has replaced: if that was not durable, a crash
-        would bring the old names back. So does what a call that was left may still rename."""
+        """Remove the folder. If it was published, it stays with what it replaced: after a crash the
+        old names might be back. So it does if a call that was left may still rename it."""
         if self._is_published or when_returned(self._unlock, self.target.parent):
             return
         with suppress(OSError):  # it stays; what led here is the error
@@ -127,7 +127,7 @@ class PendingFolder:
 
 
 def adopt(path: Path) -> None:
-    """Give a folder its name back that a killed writer had finished under another one."""
+    """Give a folder that a killed writer had finished under another name its own name back."""
     try:
         real = real_path(path)
         if not is_there(real) and is_folder(real.parent):
@@ -137,7 +137,7 @@ def adopt(path: Path) -> None:
 
 
 def recover(parent: Path) -> None:
-    """Adopt or remove the folders that killed writers left in `parent`. Leaves folders alone that
+    """Adopt or remove the folders that killed processes left in `parent`, except for folders that
     another process writes, reads or removes."""
     with ExitStack() as locks:
         with alone_in(parent):
@@ -147,7 +147,7 @@ def recover(parent: Path) -> None:
 
 
 def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
-    """Whether it is to be removed, in which case it stays locked. Adopts it if possible."""
+    """Whether it has to be removed, in which case it stays locked. Adopts it if possible."""
     try:
         lock = lock_folder(leftover.path)
     except OSError:
@@ -165,7 +165,7 @@ def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
 
 
 def _adopt(leftover: Leftover) -> bool:
-    """False for what is not complete, or has been replaced."""
+    """Give the folder its name; False if it is not complete, or has been replaced."""
     if leftover.kind == "del" or is_there(leftover.target):
         return False
     try:
@@ -180,7 +180,7 @@ def _adopt(leftover: Leftover) -> bool:
 
 def discard(path: Path) -> bool:
     """Remove a checkpoint, by one rename; False if there is none. PathError, and nothing is
-    changed, where `path` holds something else. StorageError."""
+    changed, if `path` holds something else. StorageError."""
     with ExitStack() as locks:
         with storage_errors("removing", path), alone_in(path.parent):
             if not is_there(path):
@@ -194,8 +194,8 @@ def discard(path: Path) -> bool:
 
 
 def _condemn(folder: Path, target: Path, locks: ExitStack) -> Path | None:
-    """Give it a name that is never adopted, and lock it; None if it is still being read: the next
-    `recover` then finds it."""
+    """Give the folder a name that is never adopted, and lock it; None if it is still being read:
+    the next `recover` then finds it."""
     doomed = marked(target, "del")
     rename(folder, doomed)
     try:

@@ -2,12 +2,12 @@
 
 A pickle is a program for a machine with a stack. GLOBAL looks a function up in a module, REDUCE
 calls it. Here the first makes a `Named`, which is two texts, and the second a `Made`, which notes
-what would have been called with what. Who reads them looks for those it knows:
+what would have been called with what. The reader looks for those it knows:
 
     torch.Size((3, 4))     Made(Named("torch", "Size"), ((3, 4),))
 
 What comes of a pickle is bounded by its bytes. It may hold itself, and one list a thousand times:
-who follows it needs a bound of its own (`Walk`). Opcodes that Python's pickle does not write by
+following it needs a bound of its own (`Walk`). Opcodes that Python's pickle does not write by
 itself since 2003 are unknown.
 """
 
@@ -30,7 +30,7 @@ _MOST_KEY = 1 << 60  # beyond, millions of numbers may share one hash
 
 @dataclass(eq=False, slots=True)
 class Named:
-    """What a pickle would have imported."""
+    """A name that a pickle would have imported."""
 
     module: str
     name: str
@@ -45,7 +45,7 @@ class Named:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """What a pickle would have made by a call, and put into it then."""
+    """An object that a pickle would have made by a call, with the state put into it afterwards."""
 
     function: Any
     arguments: Any
@@ -58,13 +58,13 @@ class Made:
 
 @dataclass(eq=False, slots=True)
 class Persistent:
-    """What a pickle says is kept beside it."""
+    """A reference of a pickle to data kept beside it."""
 
     key: Any
 
 
 def load(raw: bytes) -> Any:
-    """What `raw` describes. ValueError for what is no whole pickle, or one of unbounded size."""
+    """The value that `raw` describes. ValueError for an incomplete pickle, or one too large."""
     check_nbytes(len(raw))
     machine, file = _Machine(), io.BytesIO(raw)
     for _ in range(MOST_OPCODES):
@@ -85,7 +85,7 @@ def _argument(opcode: pickletools.OpcodeInfo, file: io.BytesIO) -> Any:
 
 
 def check_nbytes(nbytes: int) -> None:
-    """ValueError for a pickle that is too long to be read."""
+    """Raise ValueError for a pickle that is too long to be read."""
     if nbytes > MOST_NBYTES:
         raise ValueError(f"{nbytes:,} bytes are more than the {MOST_NBYTES:,} that any has")
 
@@ -122,7 +122,7 @@ class _Machine:
         return found
 
     def _marked(self) -> list[Any]:
-        """What was put there since the last mark."""
+        """The values pushed since the last mark, taken off the stack."""
         for at in range(len(self._stack) - 1, -1, -1):
             if self._stack[at] is _MARK:
                 found = self._stack[at + 1 :]
@@ -205,7 +205,7 @@ class _Machine:
 
 
 def _checked(key: Any) -> Any:
-    """A key of a dictionary. Others may take for ever to be hashed: tuples of one tuple twice."""
+    """A checked dictionary key. Others may take for ever to hash: tuples of one tuple twice."""
     if isinstance(key, Made | Named):
         return key  # each is equal to itself alone
     if not isinstance(key, _KEYS) or (isinstance(key, int) and abs(key) > _MOST_KEY):
@@ -243,7 +243,7 @@ _OPCODES = {
 
 class Walk:
     """Follows what a pickle describes, to make plain values of it: how much and how deep is
-    bounded. `of(made)` makes what a `Made` or `Named` stands for; ValueError for one unknown."""
+    bounded. `of(made)` returns the value of a `Made` or `Named`; ValueError for an unknown one."""
 
     def __init__(self, of: Callable[[Any, Walk], Any]) -> None:
         self._of = of
@@ -251,7 +251,7 @@ class Walk:
         self._depth = 0
 
     def plain(self, value: Any) -> Any:
-        """ValueError for what is no plain value. A list that is there twice becomes two."""
+        """The plain value of `value`, or ValueError. A list that is there twice becomes two."""
         self._left -= 1
         if self._left < 0 or self._depth > MOST_DEPTH:
             raise ValueError("it holds itself, or more than can be followed")

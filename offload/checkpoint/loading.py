@@ -1,4 +1,4 @@
-"""A checkpoint into an engine, one piece at a time, each compared with its hashes as it comes."""
+"""Loading a checkpoint into an engine, one piece at a time, each compared with its hashes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("offload")
 
 
 def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
-    """See `offload.checkpoint.load`."""
+    """Load a checkpoint; see `offload.checkpoint.load`."""
     engine.checkpoint_saved()
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be loaded")
@@ -60,7 +60,7 @@ def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
 
 
 def _open(engine: Engine, path: Path, stack: ExitStack) -> tuple[_Loader, Restoring]:
-    """Open the checkpoint and see that it is of this engine, and that its files are there with all
+    """Open the checkpoint and check that it belongs to this engine, and that its files have all
     tensors: later steps find no reason to refuse it but damage."""
     adopt(path)
     reader = stack.enter_context(CheckpointReader(path))
@@ -74,7 +74,7 @@ def _open(engine: Engine, path: Path, stack: ExitStack) -> tuple[_Loader, Restor
 
 
 def _digests(group: ParamGroup, raw: torch.Tensor) -> list[int]:
-    """Of the bytes of each parameter that is stored in codes, of a whole group; none of others."""
+    """The digests of a group's parameters if they are stored in codes; an empty list if not."""
     if not group.layout.is_stored:
         return []
     values = raw.view(group.dtype)
@@ -106,8 +106,8 @@ class _Loader:
         self._rounded: list[str] = []  # weights that codes cannot give back as they were saved
 
     def check_alike(self, ranks: Ranks) -> None:
-        """CheckpointError, on every rank, unless all of them have opened the same checkpoint: where
-        each looks for the newest one, or has a disk of its own, one may find another."""
+        """Raise CheckpointError, on every rank, unless all of them have opened the same checkpoint:
+        if each looks for the newest one, or has a disk of its own, one may find another."""
         steps, digest = self._manifest.steps_taken, self._reader.digest
         mine = [digest >> 33, digest & 0x7FFFFFFF, min(steps, 0x7FFFFFFF)]
         rows = ranks.exchange(mine, "which checkpoint is loaded").tolist()
@@ -123,12 +123,12 @@ class _Loader:
     # ---------------------------------------------------------------- applying
     @property
     def nbytes(self) -> int:
-        """Of all states that are to be loaded here."""
+        """The number of bytes of all states that are loaded here."""
         return sum(state.nbytes for state in self._runtime.optimizer_states)
 
     def apply(self, came: Callable[[int], None]) -> None:
-        """Load everything, group by group; returns when every byte is home. `came` is told how many
-        have."""
+        """Load everything, group by group; returns when every byte is home. `came` is called with
+        the number of bytes that have arrived."""
         self._runtime.stepper.forget()
         for group, state in zip(self._runtime.groups, self._runtime.optimizer_states, strict=True):
             self._read_parameters(state)
@@ -143,7 +143,7 @@ class _Loader:
         self._tell_of_rounding()
 
     def _read_parameters(self, state: OptimizerState) -> None:
-        """Those that this rank keeps: all, or its shard."""
+        """Read the parameters that this rank keeps: all, or its shard."""
         group, home = state.group, whole_state(state.group)
         for piece in range(home.pieces):
             kept = elements_of(home, piece, group.dtype.itemsize)
@@ -162,7 +162,7 @@ class _Loader:
                     del raw
 
     def _tell_of_rounding(self) -> None:
-        """Weights of a checkpoint that was saved without storage, or with another one."""
+        """Warn about weights of a checkpoint that was saved without storage, or another one."""
         storage = self._engine.config.storage
         if self._rounded and storage is not None:
             _log.warning(
@@ -174,7 +174,7 @@ class _Loader:
     def _read_weights(
         self, group: ParamGroup, elements: range, raw: torch.Tensor, start: int
     ) -> None:
-        """The group's `elements` into `raw`, from its element `start` on."""
+        """Read the group's `elements` into `raw`, from its element `start` on."""
         itemsize = group.dtype.itemsize
         for spec, here, there in overlaps(group.layout.params, elements):
             mine = slice((here.start + start) * itemsize, (here.stop + start) * itemsize)

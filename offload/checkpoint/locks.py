@@ -4,7 +4,7 @@
     NAME.tmp-*               exclusive, while it is written
     any folder               shared, while it is read; exclusive, while it is removed
 
-On file systems without locks nothing is waited for, and what killed writers left stays.
+On file systems without locks no call waits, and folders that killed writers left stay.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class OpenFolder:
     before the caller has stored it."""
 
     def __init__(self, path: Path, inside: OpenFolder | None = None) -> None:
-        """`inside`: the open folder that has it, whatever becomes of that one's name; a link
-        is NotADirectoryError then."""
+        """`inside`: the open folder that contains it, whatever happens to that one's name; a link
+        raises NotADirectoryError then."""
         self.path = path
         self.fd = -1
         self._pid = os.getpid()
@@ -47,13 +47,13 @@ class OpenFolder:
         patiently("open folder", path, opened)
 
     def lock(self) -> bool:
-        """Exclusively; False where the file system has no locks. BlockingIOError if another holder
-        has it; OSError."""
+        """Lock exclusively; False if the file system has no locks. BlockingIOError if another
+        holder has it; OSError."""
         return self._lock(fcntl.LOCK_EX)
 
     def share(self) -> bool:
-        """Against its removal; False if it is being removed or about to be named, True also where
-        the file system has no locks."""
+        """Lock against removal; False if it is being removed or about to be named, True also if the
+        file system has no locks."""
         try:
             self._lock(fcntl.LOCK_SH)
         except BlockingIOError:
@@ -70,7 +70,7 @@ class OpenFolder:
         return True
 
     def entries(self) -> list[os.DirEntry[str]]:
-        """What it holds. To be asked about while it is open."""
+        """The entries of the folder, which are to be examined while it is open."""
         return patiently("scandir", self.path, lambda: list(os.scandir(self.fd)))
 
     def remove_file(self, name: str) -> None:
@@ -80,8 +80,8 @@ class OpenFolder:
         patiently("rmdir", self.path / name, lambda: os.rmdir(name, dir_fd=self.fd))
 
     def close(self) -> None:
-        """If a rename below it was left, or the lock itself, it stays as it is until that has
-        returned."""
+        """Close the folder. If a rename below it was left, or the lock itself, it stays open until
+        that has returned."""
         forked = self._pid != os.getpid()
         if forked or not when_returned(self._close, self.path, _PROTECTED):
             self._close()
@@ -100,7 +100,7 @@ class OpenFolder:
 
 
 def lock_folder(path: Path) -> OpenFolder | None:
-    """With its exclusive lock; None where the file system has no locks.
+    """The open folder with its exclusive lock; None if the file system has no locks.
 
     BlockingIOError if another holder has it.
     """
@@ -119,7 +119,7 @@ def unlock(folder: OpenFolder | None) -> None:
 
 @contextmanager
 def alone_in(parent: Path) -> Iterator[None]:
-    """No other process renames or recovers in `parent` inside the block.
+    """Keep other processes from renaming or recovering in `parent` inside the block.
 
     CheckpointError if another process (a stopped one) keeps the lock.
     """

@@ -74,7 +74,7 @@ class FileRecord(_Record):
 
 
 def _file_records(value: Any) -> Any:
-    """The first error ends it, as that of a list."""
+    """The files' records by name. The first error ends it, like that of a list."""
     if not isinstance(value, dict):
         return value
     records = {}
@@ -94,7 +94,7 @@ def _texts(value: Any) -> Any:
 
 
 class ParameterRecord(_Record):
-    """One parameter. `steps`: how often the optimizer updated it."""
+    """One parameter. `steps`: the number of updates by the optimizer."""
 
     names: Listed[str]  # tied weights: several; the files have it under the first
     dtype: str
@@ -142,7 +142,7 @@ class LossScaleRecord(_Record):
 
 
 class ModelRecord(_Record):
-    """A model of transformers, as JSON: what a folder of it has beside the weights.
+    """A transformers model, as JSON: the contents of its folder beside the weights.
 
     `tied`: names that it ties to others itself when it is loaded."""
 
@@ -153,17 +153,17 @@ class ModelRecord(_Record):
 
 
 class RunRecord(_Record):
-    """What goes on beside the engine: random numbers, schedules, the user's own state.
+    """The state of a run beside the engine: random numbers, schedules, the user's own state.
 
-    Each section's owner says what its JSON means. Tensors lie in the file `RUN`; those of a section
-    have names that begin with its name and a slash."""
+    Each section's owner defines its JSON. Tensors lie in the file `RUN`; those of a section have
+    names that begin with its name and a slash."""
 
     sections: dict[str, Any]
     tensors: Listed[BufferRecord] = []
 
     @property
     def described(self) -> str:
-        """One line."""
+        """The contents in one line."""
         found = self.sections.get("random")
         ranks = len(found) if isinstance(found, list) else 0
         parts = [f"random numbers of {ranks} rank{'' if ranks == 1 else 's'}"]
@@ -176,7 +176,7 @@ class RunRecord(_Record):
 
 
 class Manifest(_Record):
-    """Everything but the tensors."""
+    """The contents of a checkpoint, except for the tensors."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -198,7 +198,7 @@ class Manifest(_Record):
     run: RunRecord | None = None
 
     def bound_to(self, file: str) -> str:
-        """What the hashes of a file's blocks are bound to."""
+        """The text that the hashes of a file's blocks are bound to."""
         return f"{self.generation}/{file}"
 
     @property
@@ -207,7 +207,7 @@ class Manifest(_Record):
         return sum(file.nbytes for file in self.files.values())
 
     def to_json(self) -> str:
-        """Text that `from_json` reads back, ending in its own hash. CheckpointError for one that is
+        """The text that `from_json` reads back, ending in its own hash. CheckpointError if it is
         too large for that."""
         content = self.model_dump()
         text = json.dumps({**content, "xxh3": _digest(content)}, indent=1)
@@ -222,7 +222,7 @@ class Manifest(_Record):
 
     @classmethod
     def from_json(cls, raw: bytes | bytearray, what: str) -> Manifest:
-        """CheckpointError, naming the file as `what`, if it is damaged, foreign or too new."""
+        """The manifest in `raw`. CheckpointError, naming `what`, if damaged, foreign or too new."""
         try:
             content = bounded_json.parse(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -266,8 +266,8 @@ def _check_version(content: dict[str, Any], what: str) -> None:
 
 # --------------------------------------------------------------------------- consistency
 def _check_references(manifest: Manifest) -> None:
-    """ValueError unless the manifest fits together: what it refers to is there, in the folder, and
-    every byte of a file is in a section with a hash."""
+    """Raise ValueError unless the manifest is consistent: what it refers to is there, in the
+    folder, and every byte of a file is in a section with a hash."""
     _check_files(manifest)
     _check_parameters(manifest)
     _check_optimizer(manifest)

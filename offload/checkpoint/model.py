@@ -46,7 +46,7 @@ _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U
 
 
 def check_at_rest(engine: Engine, doing: str) -> None:
-    """StateError while parameters are in use and might be changed."""
+    """Raise StateError while parameters are in use and might be changed."""
     for name in engine.runtime.store.in_use():
         raise StateError(
             f"{doing} while {name} is in use; leave engine.gathered (or the forward) first"
@@ -54,7 +54,7 @@ def check_at_rest(engine: Engine, doing: str) -> None:
 
 
 def check_stepped(engine: Engine) -> None:
-    """StateError if a save would lose gradients."""
+    """Raise StateError if a save would lose gradients."""
     engine.runtime.drop_cleared_gradients()
     if engine.runtime.stepper.has_unstepped_gradients:
         raise StateError(
@@ -64,7 +64,7 @@ def check_stepped(engine: Engine) -> None:
 
 
 def check_caught_up(engine: Engine) -> None:
-    """IntegrityError unless all rows of each packed parameter were updated equally often: a
+    """Raise IntegrityError unless all rows of each packed parameter were updated equally often: a
     checkpoint has one number for them."""
     states = engine.runtime.optimizer_states
     for packed in engine.runtime.store.packed:
@@ -80,8 +80,8 @@ def check_caught_up(engine: Engine) -> None:
 # --------------------------------------------------------------------------- tensors
 @dataclass(frozen=True)
 class SavedGroup:
-    """What has a file for its parameters and one for its records: a group, or all experts of a
-    module, those on other ranks among them. Packed parameters are whole in it, as if no expert were
+    """A unit with one file for its parameters and one for its records: a group, or all experts of a
+    module, including those on other ranks. Packed parameters are whole in it, as if no expert were
     a group of its own."""
 
     name: str
@@ -93,7 +93,7 @@ class SavedGroup:
         return table is not None and bool(table.packed)
 
     def of_all_ranks(self) -> Iterator[tuple[ParamGroup, int]]:
-        """Groups in the order in which they are written, and the rank whose one it is."""
+        """The groups in the order in which they are written, each with the rank that owns it."""
         for rank in range(self.groups[0].ep_size):
             yield from ((group, rank) for group in self.groups)
 
@@ -103,7 +103,7 @@ class SavedGroup:
 
 
 def saved_groups(engine: Engine) -> list[SavedGroup]:
-    """In the order of groups: the experts of a module are side by side."""
+    """The saved groups in the order of groups: the experts of a module are side by side."""
     found: list[SavedGroup] = []
     for group in engine.runtime.groups:
         if group.table is None:
@@ -115,18 +115,18 @@ def saved_groups(engine: Engine) -> list[SavedGroup]:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A parameter as the model has it, and which of its elements is the first of a row of it."""
+    """A parameter as the model has it, and the number of its element that begins a row."""
 
     spec: ParamSpec
     first: int = 0
 
     def elements(self, there: slice) -> slice:
-        """Of the parameter, by those of the row."""
+        """The range of the parameter for a range of the row."""
         return slice(self.first + there.start, self.first + there.stop)
 
 
 def wholes(engine: Engine) -> dict[str, Whole]:
-    """By the names that groups have for them."""
+    """The whole parameters by the names that groups have for them."""
     store = engine.runtime.store
     return {
         spec.name: Whole(*store.whole_of(param))
@@ -140,7 +140,7 @@ StepsOf = Callable[[ParamGroup, int], Array]  # of the trained parameters of a g
 
 def parameter_records(engine: Engine, steps_of: StepsOf | None = None) -> list[ParameterRecord]:
     """Every managed parameter of all ranks, in the order of groups and layouts. Without `steps_of`
-    (see `steps_everywhere`) all ranks' experts have as many steps as this one's."""
+    (see `steps_everywhere`) all ranks' experts have the numbers of steps of this rank's."""
     runtime = engine.runtime
     dtype = DTYPE_NAMES[runtime.options.dtype]
     found = []
@@ -162,7 +162,7 @@ def parameter_records(engine: Engine, steps_of: StepsOf | None = None) -> list[P
 
 
 def steps_everywhere(engine: Engine) -> StepsOf:
-    """How often parameters were updated. For all ranks together, where experts are spread."""
+    """The numbers of updates of parameters, on all ranks together where experts are spread."""
     runtime = engine.runtime
     mine = [state.steps for state in runtime.optimizer_states]
     if engine.spread.ep_size == 1:
@@ -186,7 +186,7 @@ def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def check_tensors(found: dict[str, torch.Tensor]) -> None:
-    """UnsupportedError for one that no safetensors file can have."""
+    """Raise UnsupportedError for a tensor that no safetensors file can have."""
     for name, tensor in found.items():
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
             raise UnsupportedError(
@@ -210,7 +210,7 @@ def buffer_records(tensors: dict[str, torch.Tensor]) -> list[BufferRecord]:
 
 
 def model_record(model: nn.Module) -> ModelRecord | None:
-    """Of a model of transformers; None for others."""
+    """The record of a transformers model; None for others."""
     library = sys.modules.get("transformers.modeling_utils")  # imported, if there is such a model
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
@@ -235,9 +235,9 @@ def model_record(model: nn.Module) -> ModelRecord | None:
 
 
 def saved_format(engine: Engine) -> RecordFormat:
-    """How a checkpoint keeps optimizer records: as they are. Where the configuration has a format
-    per tier: with states in fp32, since what is where may be another time otherwise; so, too, where
-    rows of a packed parameter would share a block of 8-bit states."""
+    """The format in which a checkpoint keeps optimizer records: that of the engine. If the
+    configuration has a format per tier, it is fp32, since their places may differ another time;
+    likewise if rows of a packed parameter would share a block of 8-bit states."""
     formats = (kept for state in engine.runtime.optimizer_states for kept in state.formats)
     kept = next(formats, _EMPTY)  # they differ in how states are kept only
     uneven = kept.state_format is StateFormat.INT8 and any(
@@ -276,14 +276,14 @@ def optimizer_record(engine: Engine) -> OptimizerRecord:
 
 
 def _names_of(engine: Engine, param: nn.Parameter) -> list[str]:
-    """A parameter's; of an expert that is spread, also those at its place on other ranks."""
+    """The names of a parameter; of an expert that is spread, also those on other ranks."""
     spec = engine.runtime.store.spec_of(param)
     assert spec is not None, "the optimizer takes managed parameters only"
     return [engine.spread.name_on(rank, spec.name) for rank in engine.spread.owners(spec.name)]
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A param group's number as JSON has it, exactly."""
+    """A param group's number as an exact JSON value."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
@@ -297,7 +297,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def restore_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> None:
-    """The reverse of `_plain`, into a param group; a learning rate in a tensor stays in it."""
+    """Undo `_plain`, into a param group; a learning rate in a tensor stays in the tensor."""
     for key, value in numbers.items():
         present = group.get(key)
         if isinstance(present, torch.Tensor):

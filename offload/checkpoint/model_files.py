@@ -1,5 +1,5 @@
 """The files of a model's folder in Hugging Face's layout: how tensors are cut into shards, their
-index, and what lies beside them."""
+index, and the files beside them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CARRIED = (
 
 
 def cut(sizes: Mapping[str, int], most_nbytes: int = SHARD_NBYTES) -> dict[str, list[str]]:
-    """File name -> tensors, of `sizes` (name -> bytes): in their order, and as huggingface_hub cuts
-    them. A tensor that is larger than a shard has one of its own."""
+    """File name -> tensors, of `sizes` (name -> bytes): in their order, and cut like
+    huggingface_hub does. A tensor that is larger than a shard has a shard of its own."""
     shards: list[list[str]] = []
     held: list[str] = []
     held_nbytes = 0
@@ -64,8 +64,8 @@ def index_text(files: Mapping[str, Iterable[str]], total_nbytes: int) -> str:
 
 
 def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[Path]:
-    """Of a folder's weights: the first of `names` that is there, or, if that is an index, the files
-    that it names. None where there is none.
+    """The files of a folder's weights: the first of `names` that is there, or, if that is an index,
+    the files that it names. An empty list if none is there.
 
     CheckpointError for an index that is damaged, or names what is missing or lies elsewhere.
     """
@@ -102,8 +102,8 @@ def _check_name(folder: Path, name: str, where: Path) -> None:
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """A file that is there. CheckpointError if it is a link that leads out of the folder, but for
-    one of a hub's cache: files of a folder in `snapshots` are links to the `blobs` beside it."""
+    """The path of an existing file. CheckpointError if it is a link that leads out of the folder,
+    except in a hub's cache: files of a folder in `snapshots` are links to the `blobs` beside it."""
     home, path = Path(os.path.realpath(folder)), folder / name
     real = Path(os.path.realpath(path))
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
@@ -116,8 +116,8 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of bounded size. CheckpointError for all else, and for a link that
-    leads out of the file's folder."""
+    """The object in a JSON file of bounded size. CheckpointError for anything else, and for a link
+    that leads out of the file's folder."""
     try:
         with storage_errors("reading", path):
             found = bounded_json.read(own_file(path.parent, path.name))
@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def most_tensors(files: Iterable[Path]) -> int:
-    """How many the headers of safetensors files have room for."""
+    """The number of tensors that the headers of safetensors files have room for."""
     headers = 0
     for path in files:
         with storage_errors("reading", path), path.open("rb") as file:
@@ -138,8 +138,8 @@ def most_tensors(files: Iterable[Path]) -> int:
 
 
 def check_counts(config: Any, tensors: int, where: str | Path) -> None:
-    """ConfigError for a configuration with many more layers or experts than there are `tensors`:
-    each would be made, and take memory, before it is seen to be missing."""
+    """Raise ConfigError for a configuration with many more layers or experts than there are
+    `tensors`: each would be made, and take memory, before it is seen to be missing."""
     most = _ANY_COUNT + tensors
     left: list[tuple[str, Any]] = [("", config)]
     while left:
@@ -160,8 +160,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """What of a model's folder belongs to its tokenizer or processor. CheckpointError for a link
-    that leads elsewhere: what is exported may be published."""
+    """The files of a model's folder for its tokenizer or processor. CheckpointError for a link that
+    leads elsewhere: what is exported may be published."""
     found = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
     return sorted(
         own_file(folder, path.name) for path in found if path.suffix not in (".safetensors", ".bin")
@@ -169,7 +169,7 @@ def carried_files(folder: Path) -> list[Path]:
 
 
 def carry(files: Iterable[Path], into: Path) -> list[str]:
-    """Copy files; their names."""
+    """Copy files, and return their names."""
     names = []
     for path in files:
         with storage_errors("copying", path):

@@ -1,5 +1,5 @@
-"""What modules keep beside the parameters in tiers: buffers, integer parameters, extra state, and
-whatever else they put into state dicts.
+"""The state of modules beside the parameters in tiers: buffers, integer parameters, extra state,
+and other entries of their state dicts.
 
 The modules are asked for it, and given it back, as by `torch.save(model.state_dict())` and
 `model.load_state_dict(...)`. So their own methods and hooks may save what is no buffer, rename a
@@ -33,7 +33,7 @@ _TORCHS_VERSION = {"version": 1}
 
 @dataclass(frozen=True)
 class ModuleState:
-    """What the modules of an engine's model saved."""
+    """The state that the modules of an engine's model saved."""
 
     tensors: dict[str, torch.Tensor]  # the live ones, by name
     values: dict[str, Any] = field(default_factory=dict)  # other entries, by their key
@@ -42,7 +42,7 @@ class ModuleState:
 
     @classmethod
     def of(cls, engine: Engine) -> ModuleState:
-        """As the modules are now. UnsupportedError for a tensor that no safetensors file can have.
+        """The modules' state now. UnsupportedError for a tensor that no safetensors file can have.
 
         Buffers and parameters have the names that the model has for them, also where a hook renames
         their keys; a buffer that the modules leave out of their state dicts is there all the same.
@@ -70,20 +70,20 @@ class ModuleState:
 
 
 def refusal_of(error: Exception) -> str:
-    """What `load_state_dict` raised, in one line."""
+    """The error that `load_state_dict` raised, in one line."""
     text = " ".join(str(error).split()).removesuffix(".")
     return f"load_state_dict() raises {type(error).__name__}: {text:.600}"
 
 
 def with_extra_state(model: nn.Module) -> list[str]:
-    """Paths of the modules that take one."""
+    """The paths of the modules that take an extra state."""
     own = nn.Module.set_extra_state
     return [path for path, each in modules_of(model) if type(each).set_extra_state is not own]
 
 
 def _state_dict(engine: Engine) -> Mapping[str, Any]:
-    """A model's own `state_dict` is asked if it has a `load_state_dict` of its own, too: one that
-    selects what is written to a file is not what a run resumes from."""
+    """The model's state dict. Its own `state_dict` is called only if it has a `load_state_dict`
+    too: one that selects what a file gets is not what a run resumes from."""
     model = engine.module
     with engine.state_dicts.parameters_left():
         if type(model).load_state_dict is nn.Module.load_state_dict:
@@ -105,10 +105,10 @@ def _is_in_tiers(engine: Engine, value: object) -> bool:
 
 
 class ModuleLoading:
-    """Gives the modules of an engine's model what others like them have saved."""
+    """Loads into the modules of an engine's model the state that modules like them have saved."""
 
     def __init__(self, engine: Engine, path: Path, saved: ModuleState) -> None:
-        """`path` is for errors."""
+        """`path` is named in errors."""
         self._engine = engine
         self._path = path
         self._tensors = saved.tensors
@@ -135,8 +135,8 @@ class ModuleLoading:
         self._versions = versions
 
     def try_out(self) -> None:
-        """CheckpointError if the modules refuse it. They are asked, and get back what they had:
-        what they change in objects of their own stays."""
+        """Raise CheckpointError if the modules refuse the state. They load it, and get back what
+        they had; changes that they make to objects of their own stay."""
         model, in_tiers = self._engine.module, _in_tiers(self._engine)
         beside = [p for p in model.parameters() if not _is_in_tiers(self._engine, p)]
         try:
@@ -159,7 +159,7 @@ class ModuleLoading:
             )
 
     def apply(self) -> None:
-        """As tried, for good."""
+        """Load the state that was tried, for good."""
         self._load()
 
     def _load(self) -> None:
@@ -185,14 +185,14 @@ class ModuleLoading:
         return isinstance(value, torch.Tensor) and not _is_in_tiers(self._engine, value)
 
     def _pardon(self, module: nn.Module, keys: Any) -> None:
-        """A checkpoint may lack the extra state of a module: what was no plain value then, and all
-        in older ones. That was said."""
+        """Accept that a module's extra state is missing: it was no plain value, or the checkpoint
+        is an older one. A warning was logged."""
         keys.missing_keys[:] = [
             key for key in keys.missing_keys if key.rpartition(".")[2] != _EXTRA
         ]  # fmt: skip
 
     def _check_formats(self) -> None:
-        """Values are not rounded by the way."""
+        """Raise CheckpointError if a dtype differs: values must not be rounded silently."""
         now = other_tensors(self._engine)
         for name, saved in self._tensors.items():
             here = now.get(name, saved)
@@ -205,8 +205,8 @@ class ModuleLoading:
 
 @contextmanager
 def _restored(model: nn.Module, beside: Sequence[nn.Parameter]) -> Iterator[Any]:
-    """Afterwards the model has the modules and parameters of before, and those `beside` the tiers
-    their values. Gives what tells the parameters that are others by now."""
+    """A context after which the model has its modules and parameters of before, and those `beside`
+    the tiers their values. Yields a function that names the parameters replaced meanwhile."""
     modules = modules_of(model)
     values = [param.detach().clone() for param in beside]
     before = [

@@ -1,4 +1,4 @@
-"""An error of one rank is every rank's."""
+"""A context that raises an error of one rank on every rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from offload.zero.ranks import Ranks
 
 @contextmanager
 def on_all(ranks: Ranks | None, failed: str) -> Iterator[None]:
-    """An error inside on any rank is raised on every rank; on the others it is a CheckpointError
-    that begins with `failed`."""
+    """A context in which an error on any rank is raised on every rank; on the others it is a
+    CheckpointError that begins with `failed`."""
     error: Exception | None = None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which files and folders are ours. No others are ever renamed, replaced or removed.
+"""The files and folders that are ours. No others are ever renamed, replaced or removed.
 
 A checkpoint is known by its manifest, which ends in a hash of itself, and all it holds are the
 files that the manifest names. A folder that is no checkpoint yet, or no more, is known by its name,
@@ -64,8 +64,8 @@ def is_marked(name: str) -> bool:
 
 
 def leftovers(parent: Path) -> list[Leftover]:
-    """Those in `parent`, newest first; `tmp` before `old`, which it replaces. Not those of other
-    users."""
+    """The leftover folders in `parent`, newest first; `tmp` before `old`, which it replaces.
+    Folders of other users are left out."""
     found, home = [], _status(parent)
     for entry in entries(parent):
         match = _MARKED.fullmatch(entry.name) or _UNMARKED.fullmatch(entry.name)
@@ -84,14 +84,14 @@ def leftovers(parent: Path) -> list[Leftover]:
 
 # --------------------------------------------------------------------------- users
 def _is_of_others(status: os.stat_result, folder: os.stat_result) -> bool:
-    """Of what is in a folder: whether it belongs neither to this user nor to the folder's owner,
-    who can exchange anything in it (and is everybody's owner on some network file systems)."""
+    """Whether an entry of a folder belongs neither to this user nor to the folder's owner, who can
+    exchange anything in it (and owns every file on some network file systems)."""
     return status.st_uid not in (os.geteuid(), folder.st_uid)
 
 
 def is_planted(entry: os.DirEntry[str], folder: Path) -> bool:
-    """Whether another user may have put it there to be taken for ours, as anyone can in /tmp; then
-    a warning says so, once."""
+    """Whether another user may have put it there to be taken for ours, as is possible in /tmp; a
+    warning is then logged, once."""
     with suppress(FileNotFoundError):
         path = folder / entry.name
         status, home = patiently("stat", path, os.lstat, path), _status(folder)
@@ -116,8 +116,8 @@ def _tell_once(level: int, path: Path, uid: int, more: str) -> None:
 # --------------------------------------------------------------------------- contents
 @contextmanager
 def _opened(path: Path, inside: OpenFolder | None = None) -> Iterator[dict[str, OpenFolder]]:
-    """A folder, as "", and those of the two that a checkpoint has that are folders in it, no links:
-    what is looked at and removed there stays in them, whatever becomes of the names meanwhile."""
+    """A folder, as "", and those of a checkpoint's two subfolders that are folders, no links: what
+    is examined and removed there stays in them, whatever happens to the names meanwhile."""
     with ExitStack() as stack:
         folder = OpenFolder(path, inside)
         stack.callback(folder.close)
@@ -130,8 +130,8 @@ def _opened(path: Path, inside: OpenFolder | None = None) -> Iterator[dict[str, 
 
 
 def _entries(folders: Mapping[str, OpenFolder]) -> Iterator[tuple[str, bool]]:
-    """Names in the folder and in the two that a checkpoint has, and whether what they name can be
-    part of a checkpoint: no link, pipe or the like."""
+    """The names in the folder and in the two subfolders, and whether the entries can be part of a
+    checkpoint: no link, pipe or the like."""
     for inner, folder in folders.items():
         for entry in folder.entries():
             plain = entry.is_file(follow_symlinks=False)
@@ -156,9 +156,9 @@ def _sorted_out(
 
 
 def check_replaceable(target: Path) -> None:
-    """PathError, saying what is there, unless `target` is a checkpoint, an empty folder or nothing.
+    """Raise PathError, naming the contents, unless `target` is a checkpoint, empty or absent.
 
-    To be called inside `alone_in` of its parent, so that no other process replaces or removes it.
+    Must be called inside `alone_in` of its parent, so that no other process replaces or removes it.
     """
     if is_marked(target.name):
         raise PathError(f"{target} is a name for what is not complete yet; name another path")
@@ -201,8 +201,8 @@ def _refuse(target: Path, found: list[str], why: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with a marked name, unless it holds what is not ours. Nothing is removed
-    through a link, also if one takes a name meanwhile."""
+    """Remove a folder with a marked name, unless it holds foreign files. Nothing is removed through
+    a link, also if one takes a name meanwhile."""
     try:
         with closing(OpenFolder(path.parent)) as parent:
             with _opened(path, parent) as folders:

@@ -39,7 +39,7 @@ class _Read:
     arrival: Transfer[None] | None = None
 
     def wait(self) -> torch.Tensor:
-        """Its bytes, once they are there."""
+        """The piece's bytes, once they have arrived."""
         if self.found is not None:
             return self.found.wait()
         assert self.buffer is not None, "begun"
@@ -55,7 +55,7 @@ class PieceAccess:
     def __init__(
         self, states: Sequence[State], snapshots: Mapping[State, Snapshot] | None = None
     ) -> None:  # fmt: skip
-        """Of states with a snapshot that is read, and each piece let go then."""
+        """States with a snapshot are read from it, and each piece is let go afterwards."""
         self._snapshots = snapshots or {}
         plain = [state for state in states if not isinstance(state, CodedState)]
         self._all_plain = len(plain) == len(states)
@@ -71,10 +71,10 @@ class PieceAccess:
         return HostRegion(self._size).tensor(0, self._size)
 
     def expect(self, order: Iterable[tuple[State, int]]) -> None:
-        """Pieces in the order in which they are going to be read next, each once: they are read
-        ahead. Nothing is to be overwritten meanwhile.
+        """Set the order in which pieces are read next, each once: they are read ahead. No piece may
+        be overwritten meanwhile.
 
-        Not where weights are decoded: their slots may need the memory of what was found there.
+        Does nothing where weights are decoded: their slots may need the memory of pieces found.
         """
         if not self._all_plain:
             return
@@ -105,7 +105,7 @@ class PieceAccess:
         return self._begin(state, piece)
 
     def _read_ahead(self) -> None:
-        """Begin to read what comes next, as far as there are buffers."""
+        """Begin to read the next pieces, as far as there are buffers."""
         while self._free and len(self._ahead) < self._most_ahead:
             following = next(self._order, None)
             if following is None:
@@ -131,9 +131,9 @@ class PieceAccess:
 
     @contextmanager
     def overwriting(self, state: State, piece: int) -> Iterator[torch.Tensor]:
-        """Memory for all of the piece's bytes, which go home after the block (if nothing failed).
+        """Memory for all of the piece's bytes, which go home after the block unless it failed.
 
-        What it holds at first is undefined.
+        Its content is undefined at first.
         """
         span = state.span(piece)
         if isinstance(state, CodedState):
@@ -158,7 +158,7 @@ def _pages(buffer: torch.Tensor, span: slice) -> torch.Tensor:
 def overlaps(
     specs: Sequence[ParamSpec], elements: range
 ) -> Iterator[tuple[ParamSpec, slice, slice]]:
-    """The parameters in a range of the flat buffer: each with its elements there and its own."""
+    """The parameters in a range of the flat buffer, each with its slices there and in itself."""
     for spec in specs:
         lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
         if lo < hi:

@@ -19,7 +19,7 @@ UnpackTensor = Callable[[dict[str, Any]], torch.Tensor]
 
 
 def packed(value: Any, name: str, tensor: PackTensor) -> Any:
-    """What JSON can hold, for `unpacked`; `tensor` says what stands for a tensor. UnsupportedError,
+    """A JSON value for `unpacked`; `tensor` returns what represents a tensor. UnsupportedError,
     with the name, for other objects."""
     try:
         return _packed(value, name, tensor)
@@ -28,7 +28,7 @@ def packed(value: Any, name: str, tensor: PackTensor) -> Any:
 
 
 def check_plain(value: Any, name: str) -> None:
-    """UnsupportedError, with the name, for what `packed` refuses."""
+    """Raise UnsupportedError, with the name, for a value that `packed` refuses."""
     packed(value, name, lambda tensor, what: {})
 
 
@@ -62,7 +62,7 @@ def _packed(value: Any, name: str, tensor: PackTensor) -> Any:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether PyTorch has it, too."""
+    """Whether PyTorch has this dtype, too."""
     return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
@@ -78,7 +78,7 @@ def _packed_dict(value: dict[Any, Any], name: str, tensor: PackTensor) -> dict[s
 
 
 def unpacked(value: Any, tensor: UnpackTensor | None = None) -> Any:
-    """The reverse of `packed`. CheckpointError for what it did not write."""
+    """The value that was `packed`. CheckpointError for one that it did not write."""
     try:
         return _unpacked(value, tensor or _tensor)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:

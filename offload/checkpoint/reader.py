@@ -1,4 +1,4 @@
-"""An existing checkpoint folder: its manifest, its tensors by range, and whether it is whole."""
+"""An existing checkpoint folder: its manifest, its tensors by range, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path, *, shared: bool = True) -> None:
-        """CheckpointError if there is no checkpoint or its manifest cannot be used. Not `shared`:
+        """Raises CheckpointError for a missing checkpoint or an unusable manifest. Not `shared`:
         without a lock of its own, for a caller that keeps the folder from being removed."""
         self.path = path
         self._folder = _open_shared(path) if shared else _open_folder(path)
@@ -67,7 +67,7 @@ class CheckpointReader:
         self._files = CheckedFiles(self.manifest, self._open_data)
 
     def _read_manifest(self) -> Manifest:
-        """Read again, from the device, where it cannot be used; not if the same bytes come."""
+        """The manifest; if invalid, it is read again from the device, unless it is the same."""
         path = self.path / MANIFEST
         try:
             file = self._open(MANIFEST)
@@ -101,7 +101,7 @@ class CheckpointReader:
             raise AssertionError("the last try returns or raises")
 
     def _open(self, name: str) -> OpenFile:
-        """CheckpointError for what is no regular file in this very folder."""
+        """Open a file. CheckpointError unless it is a regular file in this very folder."""
         # a pipe would wait for its writer
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         folder = self._folder_of(name)
@@ -125,8 +125,8 @@ class CheckpointReader:
             return self._open(name)
 
     def _folder_of(self, name: str) -> OpenFolder:
-        """That which a file lies in: this one, or one of the two in it. CheckpointError for a
-        link."""
+        """The folder that a file lies in: this one, or one of its two subfolders. CheckpointError
+        for a link."""
         inner = name.rpartition("/")[0]
         if not inner:
             return self._folder
@@ -142,28 +142,28 @@ class CheckpointReader:
 
     # ---------------------------------------------------------------- tensors
     def parameter(self, record: ParameterRecord) -> StoredTensor:
-        """Where a parameter lies. CheckpointError, as of the next ones, unless its file has it with
-        that dtype and shape."""
+        """The location of a parameter. CheckpointError, also in the next methods, unless its file
+        has it with that dtype and shape."""
         return self._tensor(self.manifest.groups[record.group].parameters, info_of(record))
 
     def field(self, record: ParameterRecord, field: str) -> StoredTensor:
-        """Where an optimizer's array of a parameter lies."""
+        """The location of an optimizer's array of a parameter."""
         file = self.manifest.groups[record.group].optimizer or ""
         return self._tensor(file, field_info(record, field, self.manifest.optimizer.fields[field]))
 
     def buffer(self, record: BufferRecord) -> StoredTensor:
-        """Where a buffer lies."""
+        """The location of a buffer."""
         return self._tensor(self.manifest.buffers_file, info_of(record))
 
     def run_tensor(self, record: BufferRecord) -> StoredTensor:
-        """Where a tensor of the manifest's `run` lies."""
+        """The location of a tensor of the manifest's `run`."""
         return self._tensor(RUN, info_of(record))
 
     def weights(
         self, files: Collection[str] | None = None
     ) -> Iterator[tuple[list[str], StoredTensor]]:
         """Every parameter and buffer (of some files), with its names, the file's own first.
-        CheckpointError unless its file is there in full length."""
+        CheckpointError unless its file exists in full length."""
         groups, buffers_file = self.manifest.groups, self.manifest.buffers_file
         there = {*(group.parameters for group in groups), buffers_file}
         wanted = there if files is None else there.intersection(files)
@@ -175,7 +175,7 @@ class CheckpointReader:
             yield [buffer.name], self.buffer(buffer)
 
     def check_headers(self) -> None:
-        """CheckpointError unless every file has a sound one, also of no tensors."""
+        """Raise CheckpointError unless every file has a valid header, even one without tensors."""
         for file in self.manifest.files:
             self._header(file)
 
@@ -211,7 +211,7 @@ class CheckpointReader:
 
     # ---------------------------------------------------------------- checks
     def check(self, *, contents: bool, files: Collection[str] | None = None) -> None:
-        """CheckpointError at the first problem, or StorageError."""
+        """Raise CheckpointError for the first problem, or StorageError."""
         for problem in self.problems(contents=contents, files=files):
             ends = problem.endswith((REMEDY, _LINK))
             raise CheckpointError(problem if ends else f"{problem}; {REMEDY}")
@@ -220,8 +220,8 @@ class CheckpointReader:
         self, *, contents: bool, files: Collection[str] | None = None
     ) -> Iterator[str]:  # fmt: skip
         """The files' problems: missing, of another size or, with `contents`, changed, or without a
-        tensor that the manifest has. All bytes are read for that. StorageError. `files`: of these
-        alone."""
+        tensor that the manifest has. All bytes are read for that. StorageError. `files`: only these
+        are checked."""
         sound = []
         for name, record in self.manifest.files.items():
             if files is not None and name not in files:
@@ -295,7 +295,7 @@ class CheckpointReader:
 
 
 def _open_shared(path: Path) -> OpenFolder:
-    """The folder that has this name, locked against its removal."""
+    """The folder of this name, opened and locked against its removal."""
     for _ in range(_OPEN_TRIES):
         folder = _open_folder(path)
         try:
@@ -311,7 +311,7 @@ def _open_shared(path: Path) -> OpenFolder:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """False once another folder has taken its name."""
+    """Whether the folder still has its name; False once another folder has taken it."""
     try:
         return patiently("stat", path, lambda: os.path.samestat(os.fstat(fd), os.stat(path)))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What each rank keeps of a run, into what the first one saves for all of them."""
+"""Merging the state of a run that each rank keeps into the state that the first rank saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASIDE = ("tensor", "array")  # of these kinds are values that refer to a tensor
 
 
 def check_names(ranks: Ranks, names: Iterable[str]) -> None:
-    """StateError, on all ranks, unless all have registered the same names."""
+    """Raise StateError, on all ranks, unless all have registered the same names."""
     mine = crc32("\n".join(sorted(names)).encode()) >> 1
     if len({*ranks.exchange([mine], "what is registered")[:, 0].tolist()}) > 1:
         raise StateError(
@@ -33,7 +33,7 @@ def check_names(ranks: Ranks, names: Iterable[str]) -> None:
 def on_first(
     ranks: Ranks, values: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Of every rank, on the first one; an empty list on the others."""
+    """The values and tensors of every rank, on the first rank; an empty list on the others."""
     raw = save_bytes(tensors, {"values": json.dumps(values)})
     sizes = ranks.exchange([len(raw)], "the states of a run")[:, 0].tolist()
     if ranks.rank:
@@ -74,7 +74,7 @@ def _are_alike(
 
 
 def _text_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
-    """The same of values that are the same, whichever rank has them."""
+    """A text that is equal for equal values, whichever rank has them."""
 
     def spelled(value: Any) -> Any:
         if isinstance(value, list):
@@ -91,7 +91,7 @@ def _text_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _names_in(value: Any) -> set[str]:
-    """Of the tensors that values refer to."""
+    """The names of the tensors that values refer to."""
     if isinstance(value, dict):
         own = {value["name"]} if value.get("is") in _ASIDE else set()
         return own.union(*map(_names_in, value.values()))

@@ -1,4 +1,4 @@
-"""A checkpoint's state of a run, into the run that loads it.
+"""Restoring a checkpoint's state of a run, in the run that loads it.
 
 All of it is read, and tried as far as that changes nothing, before a load changes anything."""
 
@@ -34,10 +34,9 @@ _MOST_NAMES = 8  # in one line
 
 
 class Restoring:
-    """What is taken over of a checkpoint's run: found, read and tried before anything is changed.
+    """The part of a checkpoint's run to restore: found, read and tried before anything is changed.
 
-    CheckpointError where something that was registered has no state there, or one of another number
-    of ranks."""
+    CheckpointError if a registered object has no state there, or one of another number of ranks."""
 
     def __init__(self, engine: Engine, reader: CheckpointReader) -> None:
         self._engine, self._reader = engine, reader
@@ -66,7 +65,7 @@ class Restoring:
         self._sets.insert(0, ("model.load_state_dict()", modules.apply))
 
     def apply(self) -> None:
-        """Set everything, once weights and states are there."""
+        """Set everything, after weights and states were loaded."""
         for name, put in self._sets:
             try:
                 put()
@@ -78,7 +77,7 @@ class Restoring:
         raise CheckpointError(f"{self._reader.path} was not loaded: {why}")
 
     def _prepare(self, sections: Mapping[str, Any], modules: ModuleState) -> ModuleState:
-        """Returns all that modules have saved, `modules` with it."""
+        """Prepare all sections; returns all that modules have saved, `modules` included."""
         sections = {"entries": {}, "versions": None, **sections}  # of older checkpoints
         if not all(isinstance(sections[name], dict) for name in ("extra", "objects", "entries")):
             raise TypeError("states by name are no dict")
@@ -185,7 +184,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _another(generator: Generator) -> Generator:
-    """A new one of the same kind."""
+    """A new generator of the same kind."""
     if isinstance(generator, torch.Generator):
         return torch.Generator(generator.device)
     if isinstance(generator, np.random.Generator):
@@ -196,8 +195,8 @@ def _another(generator: Generator) -> Generator:
 
 
 def saved_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration and the `state=` of a checkpoint, without its tensors. CheckpointError
-    where there is none of a run of its own."""
+    """The configuration and the `state=` of a checkpoint, without its tensors. CheckpointError if
+    it has no run of its own."""
     with CheckpointReader(path) as reader:
         record = reader.manifest.run
     if record is None or not isinstance(record.sections.get("config"), dict):

@@ -1,4 +1,4 @@
-"""What goes on beside the engine: random numbers, what was registered, the user's own state.
+"""The state of a run beside the engine: random numbers, registered objects, the user's own.
 
     section     JSON
     config      the engine's configuration, every `auto` resolved
@@ -55,7 +55,7 @@ Carried = Stateful | Generator
 
 
 def check_carried(name: str, value: object) -> None:
-    """UnsupportedError, saying what to do, for what has no state that can be saved and loaded."""
+    """Raise UnsupportedError, with a remedy, for an object without a state to save and load."""
     if isinstance(value, nn.Module | torch.optim.Optimizer):
         raise UnsupportedError(
             f"{name} is a {type(value).__name__}: the engine's model and optimizer are in each "
@@ -73,14 +73,14 @@ def check_carried(name: str, value: object) -> None:
 
 
 def check_unnamed(carried: Mapping[str, Carried], new: Mapping[str, object]) -> None:
-    """StateError for a name that something else has."""
+    """Raise StateError for a name that another object has."""
     for name, value in new.items():
         if carried.get(name, value) is not value:
             raise StateError(f"{name} is registered already, for another object; take another name")
 
 
 class RunState:
-    """What a checkpoint keeps of a run, as it was when this was made."""
+    """The state of a run that a checkpoint keeps, from the moment at which this was made."""
 
     def __init__(
         self, others: dict[str, torch.Tensor], record: RunRecord,
@@ -93,9 +93,9 @@ class RunState:
 
     @classmethod
     def of(cls, engine: Engine, state: Mapping[str, Any] | None) -> RunState:
-        """Of all ranks, which call it together; the first one's has everything.
+        """The state of all ranks, which call it together; that of the first rank has everything.
 
-        UnsupportedError, with the name, for what is no plain value."""
+        UnsupportedError, with the name, for a value that is not plain."""
         ranks = engine.runtime.ranks
         own = _Packer(0 if ranks is None else ranks.rank)
         with on_all(ranks, "no checkpoint was saved"):
@@ -109,7 +109,7 @@ class RunState:
 
 
 class _Packer:
-    """Values as JSON, and their tensors aside, of one rank."""
+    """One rank's values as JSON, and their tensors separately."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -157,7 +157,7 @@ def _values_of(
 
 
 def _check_size(values: dict[str, Any]) -> None:
-    """UnsupportedError for what a manifest could not hold, before anything is written."""
+    """Raise UnsupportedError for values too large for a manifest, before anything is written."""
     try:
         bounded_json.check_size(json.dumps(values).encode())
     except ValueError as error:

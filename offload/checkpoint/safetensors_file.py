@@ -140,7 +140,7 @@ class SafetensorsWriter:
             raise
 
     def append(self, section: str, data: memoryview) -> None:
-        """The next bytes of a section, which are copied. Waits where the device falls behind."""
+        """Append a section's next bytes, which are copied. Waits for a device that falls behind."""
         into = self._sections[section]
         if into.filled + data.nbytes > into.nbytes:
             raise IntegrityError(f"{self.path}: {data.nbytes} bytes too many for {section}")
@@ -151,8 +151,8 @@ class SafetensorsWriter:
             into.filled += part.nbytes
 
     def finish(self) -> FileRecord:
-        """Wait until the file is on the device (`behind` waits for that itself); its bytes and
-        hashes."""
+        """Wait until the file is on the device (`behind` waits for that itself); returns its bytes
+        and hashes."""
         for section in self._sections.values():
             if section.filled != section.nbytes:
                 raise IntegrityError(
@@ -218,8 +218,8 @@ def _stored(name: str, entry: Any, file: str, data_start: int) -> StoredTensor:
 
 
 def _check_places(tensors: Mapping[str, StoredTensor], data_start: int, nbytes: int) -> None:
-    """One tensor after another, and nothing else: also of two tensors of one name, of which JSON
-    keeps the last, the other would leave a gap."""
+    """Raise ValueError unless tensors fill the file one after another: of two tensors of one name
+    JSON keeps the last, and the other would leave a gap."""
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset_bytes, t.info.nbytes)):
         if tensor.offset_bytes != end:

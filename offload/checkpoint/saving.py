@@ -1,4 +1,4 @@
-"""An engine's state into a checkpoint folder, one piece at a time."""
+"""Saving an engine's state into a checkpoint folder, one piece at a time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _TENSORS = "tensors"
 
 
 def save_engine(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> None:
-    """See `offload.checkpoint.save`."""
+    """Save an engine; see `offload.checkpoint.save`."""
     engine.checkpoint_saved()
     check_savable(engine)
     run = RunState.of(engine, state)
@@ -68,7 +68,7 @@ def save_engine(engine: Engine, path: Path, state: Mapping[str, Any] | None = No
 
 
 def check_savable(engine: Engine) -> None:
-    """Wait for what is under way. StateError if a save would be of half a step."""
+    """Wait for updates under way. StateError if a save would be of half a step."""
     engine.runtime.store.check_usable()
     model.check_stepped(engine)
     engine.settle()
@@ -77,8 +77,8 @@ def check_savable(engine: Engine) -> None:
 
 
 def _save_together(engine: Engine, path: Path, run: RunState, ranks: Ranks) -> None:
-    """The first rank writes, the others send their parts. An error of writing, or of reading on any
-    rank, is raised on every rank, after all parts were sent, so that no rank waits for ever."""
+    """Save on several ranks: the first writes, the others send. An error of writing, or of reading
+    on any rank, is raised on every rank after all parts were sent, so that none hangs."""
     error: Exception | None = None
     saver = Saver(engine, run)
     saver.refresh()
@@ -112,7 +112,7 @@ def optimizer_sections(
 
 
 def _packed_section(name: str, field: str) -> str:
-    """Of a packed parameter, whose rows are those of experts that come one after another."""
+    """The section of a packed parameter, whose rows are those of experts one after another."""
     return f"{name}: {field}"
 
 
@@ -126,8 +126,8 @@ class Saver:
     def __init__(
         self, engine: Engine, run: RunState, snapshots: Mapping[State, Snapshot] | None = None
     ) -> None:  # fmt: skip
-        """Of what the engine's states are when they are read, or of `snapshots` of all of them,
-        which are read in any order."""
+        """Prepare to save the engine's states as they are when they are read, or `snapshots` of all
+        of them, which are read in any order."""
         self._runtime = engine.runtime
         self._run = run
         self._others = run.others
@@ -171,7 +171,7 @@ class Saver:
 
     @property
     def failure(self) -> Exception | None:
-        """Of reading this rank's parts, where there are several."""
+        """The error in reading this rank's parts, where there are several ranks."""
         return self._reader.failure
 
     def refresh(self) -> None:
@@ -182,12 +182,12 @@ class Saver:
 
     @property
     def saved(self) -> Sequence[SavedGroup]:
-        """Groups by their numbers."""
+        """The saved groups, by their numbers."""
         return self._saved
 
     def _all_parts(self) -> Iterator[Iterator[Any]]:
-        """What is no group's, then every group's parameters and records, in the order in which they
-        are written."""
+        """The parts in the order in which they are written: first what belongs to no group, then
+        every group's parameters and records."""
         yield self._reader.meet()
         for saved in self._saved:
             yield from self._weights_of(saved)
@@ -235,7 +235,7 @@ class Saver:
         )
 
     def write(self, folder: Path, name: str) -> None:
-        """Every file, the manifest last. `name`: that the folder is going to have."""
+        """Write every file, the manifest last. `name`: the final name of the folder."""
         with WriteBehind() as behind, progress(f"saving {name}", self.nbytes()) as self.came:
             self.begin(folder, behind)
             self._write_others(folder)
@@ -247,7 +247,7 @@ class Saver:
 
     # ---------------------------------------------------------------- in steps of their own
     def begin(self, folder: Path, behind: WriteBehind) -> None:
-        """Folders in it, if there is room."""
+        """Make the subfolders in `folder`, if there is room for the files."""
         self._behind = behind
         check_room(folder, self.nbytes())
         with storage_errors("creating", folder):
@@ -255,7 +255,7 @@ class Saver:
             make_folder(folder / OPTIMIZER)
 
     def write_fixed(self, folder: Path, numbers: Sequence[int]) -> None:
-        """What is no group's, and the parameters of the groups of these numbers."""
+        """Write the tensors of no group, and the parameters of the groups of these numbers."""
         self._write_others(folder)
         for number in numbers:
             self._parts = self._weights_of(self._saved[number])
@@ -263,7 +263,7 @@ class Saver:
             self._write_weights(folder, number)
 
     def write_rest(self, folder: Path, number: int) -> None:
-        """What is left of a group after `write_fixed`."""
+        """Write the part of a group that `write_fixed` did not write."""
         saved = self._saved[number]
         if self._groups[number].parameters not in self._files:
             self._parts = self._weights_of(saved)
@@ -274,7 +274,7 @@ class Saver:
         self._write_records(folder, number)
 
     def finish(self, folder: Path, name: str) -> None:
-        """All files are on the device, the manifest last."""
+        """Wait until all files are on the device, and write the manifest last."""
         self._behind.finish()
         names = [(group.parameters, group.optimizer) for group in self._groups]
         order = [*(file for both in names for file in both if file is not None), BUFFERS, RUN]
@@ -284,7 +284,7 @@ class Saver:
 
     # ---------------------------------------------------------------- what each file holds
     def nbytes(self) -> int:
-        """Of all files but the manifest."""
+        """The number of bytes of all files but the manifest."""
         total = file_nbytes(self._other_sections(), {}) + file_nbytes(self._run_sections(), {})
         for number, record in enumerate(self._groups):
             total += file_nbytes(self._parameter_sections(number), self._metadata(number))
@@ -326,7 +326,7 @@ class Saver:
 
     # ---------------------------------------------------------------- writing
     def _write_weights(self, folder: Path, number: int) -> None:
-        """One group's file of parameters: experts come one after another."""
+        """Write one group's file of parameters: experts come one after another."""
         saved, record = self._saved[number], self._groups[number]
         with SafetensorsWriter(
             folder / record.parameters, self._parameter_sections(number), self._metadata(number),
@@ -338,7 +338,7 @@ class Saver:
             self._files[record.parameters] = file.finish()
 
     def _write_records(self, folder: Path, number: int) -> None:
-        """One group's file of optimizer states, if it is trained."""
+        """Write one group's file of optimizer states, if it is trained."""
         saved, record = self._saved[number], self._groups[number]
         if record.optimizer is None:
             return
@@ -353,7 +353,7 @@ class Saver:
             self._files[record.optimizer] = file.finish()
 
     def _meet(self) -> None:
-        """Behind each part. Raises what went wrong with reading it."""
+        """Finish a part, after all of it was read. Raises what went wrong in reading it."""
         for _ in self._take():
             pass
         if self.failure is not None:
@@ -386,7 +386,7 @@ class Saver:
         return _packed_section(self._wholes[spec.name].spec.name, name) if packed else name
 
     def _write_others(self, folder: Path) -> None:
-        """What is no part of the tiers: buffers, and tensors of what goes on beside the engine."""
+        """Write what is not in tiers: buffers, and tensors of the run beside the engine."""
         self._write_tensors(folder, BUFFERS, self._other_sections(), self._others)
         self._write_tensors(folder, RUN, self._run_sections(), self._run.tensors)
 

@@ -40,8 +40,8 @@ def whole_state(group: ParamGroup) -> State:
 
 
 def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, range]]:
-    """A range of what this rank keeps of a group's parameters: which of it (counted from its first
-    element) are which of the group's elements."""
+    """The parts of a range of what this rank keeps of a group's parameters: each as elements
+    counted from the range's first, and as the group's elements."""
     if not state.part.is_shard:
         yield range(len(elements)), elements
         return
@@ -55,12 +55,12 @@ def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, 
 
 
 class PartMissingError(OffloadError):
-    """Another rank could not read its part; what went wrong is that rank's to say."""
+    """Another rank could not read its part; that rank reports the reason."""
 
 
 class ShardReader:
     """Reads groups for the writing rank. On the others, the same iterations send their parts and
-    give nothing.
+    yield nothing.
 
     With several ranks an iteration raises no error of reading: the others go on sending and
     receiving, and would wait for a rank that left. It ends early and `failure` is set; later ones
@@ -80,7 +80,7 @@ class ShardReader:
 
     def weights(self, state: OptimizerState, owner: int = 0) -> Weights:
         """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones.
-        `owner`: of an expert of its rank's alone, whose one is read."""
+        `owner`: the rank whose expert is read, of a group that only one rank has."""
         if state.part.is_shard:
             for frozen in (False, True):
                 own = partial(self._own_weights, state, frozen)
@@ -139,14 +139,14 @@ class ShardReader:
             yield elements, packed
 
     def meet(self) -> Iterator[None]:
-        """All ranks, after each group: those with nothing to send must not wait for the whole of a
-        long save, which `zero.timeout_s` would end."""
+        """Let all ranks meet, after each group: those with nothing to send must not wait for the
+        whole of a long save, which `zero.timeout_s` would end."""
         if self._ranks is not None:
             self._ranks.exchange([1], "which group is saved")
         yield from ()
 
     def _in_turn(self, own: Callable[[], Weights], senders: Sequence[int]) -> Weights:
-        """What each of the `senders` has of a group, one rank after the other."""
+        """The parts of a group that the `senders` have, one rank after the other."""
         ranks = self._ranks
         if ranks is None:
             yield from own()

@@ -36,7 +36,7 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
     Adopts a checkpoint that a killed writer had finished. Every file is there in full length;
     hashes are checked by the load. A torn checkpoint (a partial copy, say) is passed over with a
     warning, and so is one that was saved as another step, unless there are no others. StorageError
-    where there are some, and the disk lets none be read.
+    where checkpoints exist, and the disk lets none be read.
     """
     folder = path_of(folder, "folder")
     if not _is_folder(folder):
@@ -68,13 +68,13 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
 
 
 def has_steps(folder: Path) -> bool:
-    """Whether there are checkpoints, or what is left of some."""
+    """Whether there are checkpoints, or leftovers of some."""
     return _is_folder(folder) and bool(_steps(folder))
 
 
 def other_step(path: Path, saved_as: str | None) -> str | None:
-    """What to say of a checkpoint that was saved as another step than its folder's name says: an
-    older one that was copied over a newer one would set a run back unseen."""
+    """The message about a checkpoint that was saved as another step than its folder's name says, or
+    None: an older one that was copied over a newer one would set a run back unnoticed."""
     here, there = step_of(path), None if saved_as is None else step_of(Path(saved_as))
     if here is None or there is None or here == there:
         return None
@@ -83,7 +83,7 @@ def other_step(path: Path, saved_as: str | None) -> str | None:
 
 def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> list[Path]:
     """Remove all but the `keep_last` (at least 1) highest steps that are whole, and of the others
-    those of each `keep_every`-th step; what was removed, oldest first. Torn ones do not count;
+    those of each `keep_every`-th step; returns the removed, oldest first. Torn ones do not count;
     those below the lowest of the last steps are removed, too. One that was saved as another step
     does not count and stays, as `latest` does not trust it.
 
@@ -142,8 +142,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _steps(folder: Path, before: int | None = None) -> list[Path]:
-    """By step, ascending, those below `before`; none that another user may have put into a folder
-    open to all."""
+    """The checkpoints by step, ascending, below `before`; without those that another user may have
+    put into a folder open to all."""
     with storage_errors("looking at", folder):
         named = [each for each in entries(folder) if _STEP.fullmatch(each.name)]
         paths = [folder / each.name for each in named if not is_planted(each, folder)]

@@ -1,10 +1,10 @@
-"""Where a checkpoint can be besides the local file system: copied there and back, whole.
+"""The stores of checkpoints besides the local file system: copied there and back, whole.
 
     folder   ──copy──▶  s3://bucket/run/step-000100     data files first, the manifest last
     folder  ◀──copy──   gs://, hf://, sftp://, ...      compared with its hashes before it counts
 
 A store has a checkpoint once its manifest is there: `commit` puts it in one piece, behind all that
-it names. Which stores there are, and how one logs in, is fsspec's to know.
+it names. fsspec determines which stores there are, and how to log in.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _BLOCK_NBYTES = 8 << 20
 
 
 class ObjectStore:
-    """A prefix of a file system of fsspec: the place of one checkpoint. StorageError where a call
+    """A prefix of a file system of fsspec: the place of one checkpoint. StorageError if a call
     fails."""
 
     def __init__(self, url: str) -> None:
-        """PathError for a URL of a kind that is not installed, or that cannot be reached."""
+        """Raises PathError for a URL of a kind that is not installed, or cannot be reached."""
         import fsspec  # type: ignore[import-untyped]
         from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
@@ -55,7 +55,7 @@ class ObjectStore:
         self._is_local = isinstance(self._files, LocalFileSystem)
 
     def manifest(self) -> bytes | None:
-        """None where no checkpoint is complete."""
+        """The manifest's bytes; None if no checkpoint is complete."""
         with self._errors("reading", MANIFEST):
             path = self._path(MANIFEST)
             if not self._files.exists(path):
@@ -66,7 +66,7 @@ class ObjectStore:
             return raw
 
     def get(self, name: str, into: Path, nbytes: int) -> None:
-        """Write one of its files, of so many bytes, into a new local one, durably."""
+        """Write one of its files, of `nbytes`, to a new local file, durably."""
         with (
             self._errors("reading", name),
             self._files.open(self._path(name), "rb") as file,
@@ -82,7 +82,7 @@ class ObjectStore:
             local.sync()
 
     def put(self, name: str, source: Path) -> None:
-        """Write a local file there, in the place of what an unfinished copy has left."""
+        """Write a local file there, replacing what an unfinished copy has left."""
         with self._errors("writing", name):
             folder = self._path(name).rpartition("/")[0]
             if self._is_local:
@@ -92,7 +92,7 @@ class ObjectStore:
             self._files.put_file(str(source), self._path(name))
 
     def commit(self, manifest: bytes) -> None:
-        """All files are there: let them count."""
+        """Write the manifest, which makes the checkpoint count, after all files are there."""
         with self._errors("writing", MANIFEST):
             # where a file grows as it is written, its name has to come last
             self._files.pipe_file(self._path(f"{MANIFEST}.part"), manifest)
@@ -119,12 +119,12 @@ class ObjectStore:
 
 
 def is_url(path: StrPath) -> bool:
-    """Also of a Path that was made of one, which has one slash less."""
+    """Whether it is a URL, also as a Path that was made of one, which has one slash less."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
 def refuse_url(path: StrPath, doing: str) -> None:
-    """PathError for a place that is no folder of this machine."""
+    """Raise PathError for a place that is no folder of this machine."""
     if is_url(path):
         raise PathError(
             f"{doing} {path}: a checkpoint is saved to and loaded from a folder of this machine; "
@@ -133,7 +133,7 @@ def refuse_url(path: StrPath, doing: str) -> None:
 
 
 def copy_checkpoint(source: StrPath, destination: StrPath) -> int:
-    """See `offload.checkpoint.copy`."""
+    """Copy a checkpoint; see `offload.checkpoint.copy`."""
     source = path_text(source, "source")
     destination = path_text(destination, "destination")
     if is_url(source) == is_url(destination):

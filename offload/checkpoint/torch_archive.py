@@ -1,4 +1,4 @@
-"""What `torch.save` writes, as data: a zip archive with a pickle and the bytes of each storage.
+"""Files of `torch.save`, read as data: a zip archive with a pickle and the bytes of each storage.
 
     NAME/data.pkl     a pickle, in which a tensor is a call of `_rebuild_tensor_v2`
     NAME/data/0       bytes of the first storage, not compressed
@@ -46,7 +46,7 @@ _WITH_ATTRIBUTES = ("torch._tensor", "_rebuild_from_type_v2")
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A range of a file, as if it were one."""
+    """A range of a file, read as if it were a file."""
 
     fd: int
     start: int
@@ -54,7 +54,7 @@ class Window:
     path: Path
 
     def read(self, offset_bytes: int, nbytes: int) -> bytes:
-        """ValueError for what does not lie in it."""
+        """The bytes of a range. ValueError if it does not lie in the window."""
         if not 0 <= offset_bytes <= offset_bytes + nbytes <= self.nbytes:
             raise ValueError(f"it has no bytes {offset_bytes} to {offset_bytes + nbytes}")
         buffer = bytearray(nbytes)
@@ -78,7 +78,7 @@ class ArchivedTensor:
         return math.prod(self.shape)
 
     def read(self) -> torch.Tensor:
-        """A contiguous copy."""
+        """A contiguous copy of the tensor."""
         if not self.numel:
             return torch.empty(self.shape, dtype=self.dtype)
         raw = torch.empty(self.nbytes, dtype=torch.uint8)
@@ -88,7 +88,7 @@ class ArchivedTensor:
         return torch.as_strided(flat, self.shape, self.strides).contiguous()
 
     def within(self, file: torch.Tensor) -> torch.Tensor:
-        """A view of the file's bytes, or a copy where these are not aligned."""
+        """The tensor as a view of the file's bytes, or a copy if these are not aligned."""
         if not self.numel:
             return torch.empty(self.shape, dtype=self.dtype)
         start = self.window.start + self.start
@@ -106,8 +106,8 @@ class Opaque:
 
 
 def read_archive(window: Window, *, opaque: bool = False) -> Any:
-    """What was saved: plain values, containers, and `ArchivedTensor`s. ValueError for what is no
-    such archive, or holds anything else; that may be `opaque`."""
+    """The value that was saved: plain values, containers, and `ArchivedTensor`s. ValueError for
+    another kind of archive, or one that holds anything else; that may be `opaque`."""
     entries = dict(_entries(window))
     pickle = [name for name in entries if name.endswith("/data.pkl")]
     if len(pickle) != 1:
@@ -123,20 +123,20 @@ def read_archive(window: Window, *, opaque: bool = False) -> Any:
 
 
 def _bytes_of(arguments: tuple[Any, ...]) -> bytes:
-    """As pickles of protocol 2 have them: as a text."""
+    """Decode bytes, which pickles of protocol 2 store as a text."""
     if len(arguments) != 2 or not isinstance(arguments[0], str) or arguments[1] != "latin1":
         raise ValueError("it has a text in an unknown encoding")
     return arguments[0].encode("latin1")
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
-    """What a name stands for, if it is that of a dtype."""
+    """The dtype of this name, or None if it is not the name of a dtype."""
     is_torchs = isinstance(value, Named) and value.module == "torch"
     return _DTYPES.get(value.name) if is_torchs else None
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """Of a `torch.Size`. ValueError for anything else."""
+    """The sizes of a `torch.Size`. ValueError for anything else."""
     given: tuple[Any, ...] = (
         value.arguments if isinstance(value, Made) and value.is_of(SIZE) else ()
     )
@@ -149,7 +149,7 @@ def sizes_of(value: Any) -> tuple[int, ...]:
 
 
 class _Values:
-    """Makes what a pickle of torch stands for."""
+    """Makes the values that a pickle of torch describes."""
 
     def __init__(
         self, window: Window, entries: Mapping[str, tuple[int, int]], storages: str, opaque: bool
@@ -207,7 +207,7 @@ class _Values:
         )  # fmt: skip
 
     def _storage(self, value: Any) -> tuple[int, int, torch.dtype | None]:
-        """Where its bytes are, and their dtype, if it has one."""
+        """The location of a storage's bytes, and their dtype, if it has one."""
         key = value.key if isinstance(value, Persistent) else None
         if not isinstance(key, tuple) or len(key) != 5 or not isinstance(key[2], str):
             raise ValueError("it has a tensor without a storage")
@@ -226,7 +226,7 @@ class _Values:
 
 # --------------------------------------------------------------------------- the zip archive
 def _entries(window: Window) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Where the bytes of each file lie: name -> (offset, bytes)."""
+    """The location of each file's bytes: name -> (offset, bytes)."""
     offset, nbytes = _directory(window)
     if nbytes > _MOST_DIRECTORY_NBYTES:
         raise ValueError(f"its directory of {nbytes:,} bytes is more than any has")
@@ -246,7 +246,7 @@ def _entries(window: Window) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _directory(window: Window) -> tuple[int, int]:
-    """Where the list of files lies."""
+    """The location of the list of files: offset and bytes."""
     end = window.read(window.nbytes - 22, 22) if window.nbytes >= 22 else b""
     if end[:4] != _END:
         raise ValueError("it is no zip archive, as torch.save writes")
@@ -262,7 +262,7 @@ def _directory(window: Window) -> tuple[int, int]:
 
 
 def _wide(extra: bytes, *sizes: int) -> list[int]:
-    """Sizes of which those that need more than 32 bits are in `extra`."""
+    """The sizes; those that need more than 32 bits are in `extra`."""
     wide, at = b"", 0
     while at + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<HH", extra, at)

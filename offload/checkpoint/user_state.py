@@ -1,6 +1,6 @@
 """The `state=` of a checkpoint without an engine: read from one, or put into one that is composed.
 
-What an engine saves and loads itself is `run_state`'s."""
+The state that an engine saves and loads itself is in `run_state`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
     """A run that has nothing but this state, and the tensors of its record, in order.
-    UnsupportedError for what is no plain value."""
+    UnsupportedError for a value that is not plain."""
     records: list[BufferRecord] = []
     tensors: list[torch.Tensor] = []
 
@@ -39,7 +39,7 @@ def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
 def tensors_of(
     run: RunRecord, reader: CheckpointReader
 ) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """Reads a tensor that the sections of a run refer to."""
+    """A function that reads a tensor that the sections of a run refer to."""
     records = {each.name: each for each in run.tensors}
 
     def read(value: dict[str, Any]) -> torch.Tensor:
@@ -62,7 +62,7 @@ def _read(reader: CheckpointReader, record: BufferRecord, stored: StoredTensor) 
 
 
 def state_in(reader: CheckpointReader) -> dict[str, Any]:
-    """What it was saved with; empty if with nothing. CheckpointError for what is malformed."""
+    """The state that a checkpoint was saved with, or an empty one. CheckpointError if malformed."""
     run = reader.manifest.run
     saved = None if run is None else run.sections.get("state")
     if run is None or saved is None:

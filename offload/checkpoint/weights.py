@@ -1,4 +1,4 @@
-"""An engine's weights as a stream, for files that are no checkpoint of ours."""
+"""An engine's weights as a stream, for files that are not our checkpoints."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Take = Callable[[ParamSpec, range, torch.Tensor], None]
 
 
 def stream_weights(engine: Engine, take: Take) -> None:
-    """`take(spec, elements, raw)` for every part of every parameter, from its first element to its
-    last: which of its elements, and their bytes (1D uint8, valid during the call), in the format
-    that the model computes in. Parts of one parameter may come between those of another.
+    """Call `take(spec, elements, raw)` for every part of every parameter, from its first element to
+    its last: `elements` of the parameter, and their bytes (1D uint8, valid during the call), in the
+    format that the model computes in. Parts of one parameter may come between those of another.
 
     Waits for pending updates first and changes nothing in the engine; one piece is in memory at a
-    time. Of several ranks all have to call it, `take` is called on the first one, and what it
-    raises, or the reading of a rank's part, is raised on every rank.
+    time. With several ranks all have to call it; `take` is called on the first one, and its errors,
+    and those of reading a rank's part, are raised on every rank.
 
     StateError inside `engine.gathered` or a forward, or after a load that failed half-way;
     UnsupportedError where experts are spread over ranks.

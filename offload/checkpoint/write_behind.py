@@ -48,10 +48,10 @@ _said: set[int] = set()  # devices that are written through the page cache
 
 class WriteBehind:
     """Writes files while its caller goes on. A context manager: without `finish` inside, what was
-    not written yet may never be. Not to be used by several threads at once.
+    not written yet may never be. It must not be used by several threads at once.
 
-    An error is raised by what is asked of it later, at `finish` at the latest. Memory: at most
-    `MOST_BLOCKS` blocks beside one for each stream that is open.
+    An error is raised by a later method, at `finish` at the latest. Memory: at most `MOST_BLOCKS`
+    blocks beside one for each stream that is open.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class WriteBehind:
         self._files: list[BehindFile] = []
 
     def create(self, path: Path, nbytes: int) -> BehindFile:
-        """A new file of so many bytes. StorageError if it cannot be."""
+        """A new file of `nbytes`. StorageError if it cannot be made."""
         file = BehindFile(path, nbytes, self)
         self._files.append(file)
         return file
@@ -83,27 +83,27 @@ class WriteBehind:
         self.close()
 
     def close(self) -> None:
-        """Close what is open. What was not written yet may never be."""
+        """Close the open files. What was not written yet may never be."""
         for file in self._files:
             file.close()
 
     # ---------------------------------------------------------------- for files
     def memory(self, nbytes: int) -> AlignedMemory:
-        """For a block. It is used again, but for that of headers and the like: to touch a new page
-        takes longer than to copy what is in it."""
+        """Memory for a block. It is reused, except for that of headers and the like: touching a new
+        page takes longer than copying its content."""
         if nbytes < _LEAST_NBYTES:
             return AlignedMemory(nbytes)
         return self._free.pop() if self._free else AlignedMemory(BLOCK_NBYTES)
 
     def write(self, file: BehindFile, memory: AlignedMemory, data: memoryview, offset: int) -> None:
-        """Begin to write `data`, a part of `memory`, which is used again then. Waits where too
-        much is under way."""
+        """Begin to write `data`, a part of `memory`, which is reused afterwards. Waits if too much
+        is under way."""
         while len(self._writes) >= MOST_BLOCKS or (self._writes and self._writes[0].has_ended):
             self._end_write()
         self._writes.append(_Write(file, memory, file.begin_write(data, offset)))
 
     def finish_file(self, file: BehindFile) -> None:
-        """Put a file on the device and close it, once all before is written."""
+        """Sync and close a file, once all blocks before are written."""
         if self._writes:
             self._writes[-1].last_of.append(file)
         else:
@@ -152,7 +152,7 @@ class _Write:
 
 @dataclass(slots=True)
 class _Sync:
-    """A file that the device is asked to have."""
+    """A file whose sync is under way."""
 
     file: BehindFile
     calls: list[Call[None]]
@@ -190,7 +190,7 @@ class BehindFile:
             raise
 
     def _reserve(self) -> None:
-        """Its room on the device, in one piece: what extends a file is written one by one."""
+        """Reserve its room on the device in one piece: writes that extend a file run one by one."""
         with storage_errors("writing", self.path, 0, self.nbytes):
             try:
                 self._file.result(self._file.begin("fallocate", fallocate, 0, self.nbytes))
@@ -208,7 +208,7 @@ class BehindFile:
                 self._no_direct(error)
 
     def _no_direct(self, error: OSError) -> None:
-        """Through the cache from now on. Said once for each file system."""
+        """Write through the cache from now on. Logged once for each file system."""
         if error.errno not in UNSUPPORTED:
             raise error
         self._is_direct = False
@@ -226,12 +226,12 @@ class BehindFile:
         return Stream(self, self._behind, start_bytes, nbytes)
 
     def finish(self) -> None:
-        """All streams are complete: put it on the device."""
+        """Sync the file, whose streams are all complete."""
         self._behind.finish_file(self)
 
     # ---------------------------------------------------------------- for WriteBehind
     def begin_write(self, data: memoryview, offset: int) -> list[_Part]:
-        """Ask for it. Part pages go through the cache."""
+        """Begin to write it. Partial pages go through the cache."""
         first = min(round_up(offset, PAGE_NBYTES) - offset, data.nbytes)
         last = max(first, (offset + data.nbytes) // PAGE_NBYTES * PAGE_NBYTES - offset)
         direct = self._file
@@ -274,7 +274,7 @@ class BehindFile:
             self._uncached = 0
 
     def begin_sync(self) -> list[Call[None]]:
-        """Ask the device to have it."""
+        """Begin to sync the file, and to drop it from the page cache."""
         # written once and not read soon: leave the page cache to the training data
         return [*self._file.begin_sync(self.nbytes), self._file.begin_forget()]
 
@@ -286,7 +286,7 @@ class BehindFile:
         self.close()
 
     def close(self) -> None:
-        """Calling it again does nothing."""
+        """Close the file. Idempotent."""
         for file in (self._file, *self._direct):
             file.close()
 
@@ -303,7 +303,7 @@ class Stream:
         self._begin = self._stop = 0  # of the block, in the file
 
     def append(self, data: memoryview) -> None:
-        """The next bytes, which may change afterwards. Waits where the file falls behind."""
+        """Append the next bytes, which may change afterwards. Waits if the file falls behind."""
         given = np.frombuffer(data, np.uint8) if data.nbytes else np.empty(0, np.uint8)
         while given.size:
             if self._memory is None:
