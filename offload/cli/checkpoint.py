@@ -139,7 +139,8 @@ def export(
 
 
 def _check_folder(path: Path, out: Path) -> None:
-    """ConfigError where no folder of transformers would be written: codes have no other place."""
+    """Raise ConfigError for codes without a transformers folder to write: no other format holds
+    them."""
     from offload.checkpoint.reader import CheckpointReader
     from offload.tiers.errors import ConfigError
 
@@ -221,7 +222,7 @@ def import_deepspeed(
 
 
 def _summary(manifest: Manifest) -> list[str]:
-    """A few lines about the whole."""
+    """Return a few lines that summarise the checkpoint."""
     from offload.display.plain_text import plain
     from offload.tiers.units import format_bytes
 

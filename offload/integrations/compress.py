@@ -1,4 +1,4 @@
-"""A folder of transformers made smaller: weights in 8 or 4 bits."""
+"""Compression of a transformers folder: weights in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def compress(
     group_size: int = 64,
     skip: Sequence[str] | None = None,
 ) -> list[Path]:
-    """Write a folder that transformers' `from_pretrained` opens; its files. One tensor is in RAM at
-    a time.
+    """Write a folder that transformers' `from_pretrained` opens; return its files. One tensor is in
+    RAM at a time.
 
     `source`: a folder that `offload.open_pretrained` opens (quantised ones, too), or a model: of
     `open_pretrained`, dispatched, or an engine's. `out` must not exist, and is complete or absent.
@@ -86,7 +86,7 @@ def _model_of(source: StrPath | nn.Module) -> Any:
 
 
 def _check(saved: ModelInHubFormat, change: Change) -> None:
-    """UnsupportedError where codes would change values that the model computes with."""
+    """Raise UnsupportedError if codes would change values that the model computes with."""
     kept = None if saved.owner is None else saved.owner.config.storage
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if saved.owner is not None and not alone:

@@ -50,8 +50,8 @@ _MASTERS = {"none": Master.NONE, "split": Master.SPLIT, "fp32": Master.FP32}
 def import_dcp(
     source: Path, out: Path, *, kind: str | None = None, tied: Mapping[str, str] | None = None
 ) -> Path:
-    """Write what is in folder `source` to the new checkpoint `out`, or to OUT.safetensors its
-    weights; the path written.
+    """Write the content of `folder` to the new checkpoint `out`, or its weights to OUT.safetensors;
+    return the path written.
 
     `kind`: the optimizer, and `tied`: other names of parameters, by them, where the folder is not
     of `export-dcp`. CheckpointError or ConfigError, with nothing written, for what cannot be read
@@ -72,7 +72,7 @@ def import_dcp(
 
 # --------------------------------------------------------------------------- ours
 def _ours(folder: DcpFolder, layout: Layout) -> Plan | None:
-    """Of a folder that `export-dcp` wrote, else None."""
+    """Return the plan for a folder that `export-dcp` wrote; None for any other folder."""
     own = {path[1:]: name for name, path in folder.paths.items() if path[0] == OURS}
     if (MANIFEST_KEY,) not in own:
         return None
@@ -126,7 +126,8 @@ def _value(
     folder: DcpFolder, names: Mapping[str, str], name: str,
     record: ParameterRecord | BufferRecord, dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As the record says it is, states in `dtype`. CheckpointError."""
+    """Return a tensor that fits its record, states in `dtype`. Raise CheckpointError if it does
+    not."""
     where = names.get(name)
     found = None if where is None else folder.tensors.get(where)
     fits = found is not None and list(found.shape) == record.shape

@@ -53,7 +53,7 @@ class MemestGroup(TidyGroup):
 
 
 def _one_line(run: Callable[[], Any]) -> Any:
-    """`run()`; words that no command or option takes end like any other bad input."""
+    """Return `run()`; words that no command or option takes end like any other invalid input."""
     try:
         return run()
     except _UsageError as error:

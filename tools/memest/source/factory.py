@@ -30,7 +30,7 @@ def is_named(source: str) -> bool:
 
 
 def build_named(source: str) -> nn.Module:
-    """Import the module, call the function without arguments, on the meta device.
+    """Import the module, and call the function without arguments, on the meta device.
 
     Modules of the current folder are found as well. ConfigError, naming the reason, unless it
     returns an nn.Module whose parameters are all on meta.
@@ -84,7 +84,8 @@ def _imported(source: str) -> Any:
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """As `python -m` has it; a console script's path does not begin with the current folder."""
+    """Make modules of the current folder importable, as `python -m` does; the path of a console
+    script does not begin with it."""
     here = str(Path.cwd())
     added = here not in sys.path and "" not in sys.path
     if added:

@@ -52,7 +52,7 @@ class Family:
 
     @property
     def is_gpt2(self) -> bool:
-        """Learned positions, layer norms and products of Conv1D instead of what Llama has."""
+        """Whether it has learned positions, layer norms and Conv1D, in place of Llama's."""
         return self.prefix == "GPT2"
 
     @property
@@ -61,7 +61,7 @@ class Family:
         return f"{self.prefix}LMHeadModel" if self.is_gpt2 else f"{self.prefix}ForCausalLM"
 
     def reads(self, key: str) -> bool:
-        """Whether the key means anything to this family."""
+        """Whether the key has a meaning in this family."""
         return key in self.defaults
 
     def flag(self, keys: Keys, key: str) -> bool:

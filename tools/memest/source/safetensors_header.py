@@ -30,12 +30,14 @@ class HeaderTensor:
 
     @property
     def trainable(self) -> bool:
-        """Real floating point of at least 16 bits; the rest is quantised, an index or complex."""
+        """Whether it is real floating point of at least 16 bits; other tensors are quantised, an
+        index or complex."""
         return self.dtype in ("F16", "BF16", "F32", "F64")
 
 
 def read_header(path: Path) -> dict[str, HeaderTensor]:
-    """The tensors of a file by name. PathError if it cannot be read, ConfigError if damaged."""
+    """Return the tensors of a file by name. Raise PathError if it cannot be read, ConfigError if
+    damaged."""
     refuse_code(path)
     from safetensors import SafetensorError, safe_open
 
@@ -48,7 +50,8 @@ def read_header(path: Path) -> dict[str, HeaderTensor]:
 
 
 def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
-    """The tensors of the files beside `path` that a parsed `model.safetensors.index.json` names.
+    """Return the tensors of the files beside `path` that a parsed `model.safetensors.index.json`
+    names.
 
     ConfigError for a file that is missing or lacks a tensor, by name.
     """
@@ -75,7 +78,8 @@ def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
 
 
 def read_files(paths: Sequence[Path]) -> dict[str, HeaderTensor]:
-    """The tensors of several files without an index. ConfigError for a name that is in two."""
+    """Return the tensors of several files without an index. Raise ConfigError for a name in two
+    files."""
     tensors: dict[str, HeaderTensor] = {}
     for path in paths:
         for name, tensor in read_header(path).items():

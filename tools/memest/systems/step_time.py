@@ -1,4 +1,4 @@
-"""What one step takes under other systems on one GPU (or CPU), roughly.
+"""The time of one step under other systems on one GPU (or CPU), roughly.
 
 Arithmetic and links at the sustained rates of `Speeds`, everything that a system can overlap
 overlapped, nothing else lost. For 8 B parameters on an RTX 4090, 1,024 tokens a sequence, runs that

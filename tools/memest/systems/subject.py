@@ -1,4 +1,5 @@
-"""What the memory of every system depends on: a model, its ranks, and the room of the machine."""
+"""The facts that the memory of every system depends on: a model, its ranks, and the machine's
+room."""
 
 from __future__ import annotations
 
