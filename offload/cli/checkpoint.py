@@ -177,7 +177,8 @@ def import_dcp(
     optimizer: Optimizer = None,
     tied: Tied = None,
 ) -> None:
-    """Write a folder of torch.distributed.checkpoint as one of ours. Runs nothing of PATH."""
+    """Convert a folder of torch.distributed.checkpoint to a checkpoint of offload. No code of PATH
+    runs."""
     from offload.integrations.dcp_import import import_dcp as run
 
     echo(f"wrote {run(path, out, kind=optimizer, tied=_pairs(tied))}")
@@ -208,7 +209,8 @@ def import_deepspeed(
     optimizer: Optimizer = None,
     tied: Tied = None,
 ) -> None:
-    """Write a ZeRO checkpoint of DeepSpeed (stages 1 to 3) as one of ours, to go on training."""
+    """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to one of offload, to continue
+    training."""
     from offload.deepspeed.importing import import_checkpoint
     from offload.tiers.errors import ConfigError
 

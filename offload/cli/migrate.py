@@ -1,4 +1,4 @@
-"""`offload migrate`: a configuration of DeepSpeed as one of ours."""
+"""`offload migrate`: convert a configuration of DeepSpeed to one of offload."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The configuration: frozen models, one per section, composed into `OffloadConfig`.
 
-What can be judged without looking at the machine is judged here; whether a path exists or a budget
-fits is judged when the run starts.
+The models check what is independent of the machine; whether a path exists or a budget fits is
+checked when the run starts.
 """
 
 from __future__ import annotations

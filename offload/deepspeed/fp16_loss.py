@@ -1,7 +1,7 @@
 """Losses of fp16 models whose own `backward` scales them, as `engine.backward(loss)` does.
 
 A hook inside the graph would come too late: terms that are added to the loss, as a penalty on the
-weights, would stay unscaled. So a loss is a tensor of a class of its own, and so are sums of it.
+weights, would stay unscaled. A loss therefore has its own tensor class, and sums of it have, too.
 """
 
 from __future__ import annotations

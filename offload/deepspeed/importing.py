@@ -65,9 +65,9 @@ def import_checkpoint(
     """Write the checkpoint in `source` (a tag's folder, or one with `latest`) to OUT/TAG, and
     OUT/latest; return the folder written.
 
-    `kind`: the optimizer, where DeepSpeed's configuration has none. `tied`: other names of
-    parameters, by them, where the checkpoint does not say so. CheckpointError or ConfigError, with
-    nothing written, for what is no such checkpoint.
+    `kind`: the optimizer, if DeepSpeed's configuration has none. `tied`: the parameter of each
+    further name, if the checkpoint does not say so. Raise CheckpointError or ConfigError, with
+    nothing written, if it is no such checkpoint.
     """
     folder = _tag_of(source)
     with _as_deepspeed_writes(folder):

@@ -1,4 +1,5 @@
-"""A DeepSpeed configuration as ours: `offload migrate`, and what `offload.deepspeed` begins with.
+"""Converts a DeepSpeed configuration: for `offload migrate`, and as the start of
+`offload.deepspeed`.
 
 file or dict -> every key looked up in `keys` -> a configuration of ours, with a comment per key,
                                                  warnings, a schedule, the sizes of batches

@@ -3,7 +3,7 @@
 SAVE_DIR/TAG          a checkpoint of ours; with the loop's state: counters, scheduler, client
 SAVE_DIR/latest       the last tag
 
-What older versions saved has the loop's state in SAVE_DIR/TAG.json.
+Checkpoints of older versions have the loop's state in SAVE_DIR/TAG.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSpeed's learning-rate schedules as torch's `LambdaLR`: created here, or printed as code.
 
-The functions below are of a count: how often `scheduler.step()` was called. What is printed is
-their own source.
+The functions below take a count: how often `scheduler.step()` was called. Their own source is
+printed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def initialize(
     scheduler; None for what was not asked for.
 
     `config`: a dict or file of DeepSpeed's, with one section more: {"offload": {...}} has keys of
-    ours, as budgets, which are laid over what the other keys become. `optimizer`: one of torch's
+    offload, such as budgets, which override the converted other keys. `optimizer`: one of torch's
     classes with a rule here, a function of the parameters that makes one, or none: that of the
     configuration. `model_parameters`: parameters or param groups; trainable parameters that are in
     none are frozen, since no step changes them.

@@ -37,7 +37,7 @@ _STATES = "offload"  # a checkpoint of the engine in the folder of `save_state`;
 class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     """accelerate's Accelerator, which accepts the optimizers of engines as well.
 
-    Its processes have to be those of `torchrun`, where each engine finds the others itself.
+    Its processes have to be those of `torchrun`, where each engine finds the others itself. Raises
     ConfigError for `mixed_precision` beside an engine's 16-bit precision, UnsupportedError for
     DeepSpeed and FSDP plugins beside an engine.
     """
@@ -135,7 +135,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Save as Accelerator does. States of engines are streamed into folders inside.
 
-        StateError while gradients wait for a step: save where `sync_gradients` is true.
+        Raises StateError while gradients wait for a step: save where `sync_gradients` is true.
         """
         from offload.checkpoint.model import check_stepped
 

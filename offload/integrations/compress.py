@@ -43,13 +43,13 @@ def compress(
     `storage` is "int4", "int8" or "nf4", with `group_size` elements per scale; each weight is
     rounded to the nearest code. Files of int4 and int8 are those of compressed-tensors, files of
     nf4 those of bitsandbytes. The codes are those of `storage:` in the configuration: a model whose
-    weights are stored so computes with the same values (`quantised.writing` names what is rounded
-    otherwise). Quantised are the weights of linear layers, and of experts where files have each by
-    itself (not in bitsandbytes), but those that `skip` names (modules, or ends of their names; by
+    weights are stored so computes with the same values (`quantised.writing` names the exceptions).
+    The weights of linear layers are quantised, and those of experts if files store each separately
+    (not in bitsandbytes), except those that `skip` names (modules, or ends of their names; by
     default `lm_head`).
 
-    ConfigError for what cannot be done with this model, PathError where `out` cannot be made,
-    CheckpointError for values that the format does not hold.
+    Raises ConfigError for options that do not work with this model, PathError if `out` cannot be
+    created, CheckpointError for values that the format cannot hold.
     """
     from offload.integrations.hub_format import ModelInHubFormat
 

@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint as a checkpoint of ours, or its weights alone as a
+"""Converts a folder of torch.distributed.checkpoint to a checkpoint of offload, or its weights to a
 safetensors file: `offload checkpoint import-dcp`.
 
     {"app": {"model": ..., "optim": ...}}    and the same without "app", or under another name
@@ -53,9 +53,9 @@ def import_dcp(
     """Write the content of `folder` to the new checkpoint `out`, or its weights to OUT.safetensors;
     return the path written.
 
-    `kind`: the optimizer, and `tied`: other names of parameters, by them, where the folder is not
-    of `export-dcp`. CheckpointError or ConfigError, with nothing written, for what cannot be read
-    so, and says what to do.
+    `kind`: the optimizer, and `tied`: the parameter of each alias, if the folder is not
+    of `export-dcp`. Raises CheckpointError or ConfigError, with nothing written, for a folder that
+    cannot be read so; the message suggests a remedy.
     """
     with DcpFolder(source) as folder:
         layout = Layout.of(folder)

@@ -31,9 +31,9 @@ class SafeReader(StorageReader):
     """Reads tensors and plain values from folders that `dcp.save` wrote with torch's
     `FileSystemWriter`.
 
-    CheckpointError, when it is made, for a folder that is damaged or forged; while it is loaded,
-    inside of torch's `CheckpointException`, for a damaged file, or one that holds another object.
-    One tensor of a file is in memory at a time.
+    Raises CheckpointError on creation for a folder that is damaged or forged; during a load, inside
+    torch's `CheckpointException`, for a damaged file, or one that holds another object. One tensor
+    of a file is in memory at a time.
     """
 
     def __init__(self, path: StrPath) -> None:

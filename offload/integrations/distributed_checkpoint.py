@@ -8,9 +8,9 @@
 (`SafeReader`: see `dcp_reader`. With `checkpoint_id=` torch's own reader unpickles: it runs what
 the folder's author wrote.)
 
-The entries are named as `get_state_dict(model, optimizer)` of torch names them, so what one of the
-two saved, the other loads. That function gives copies of all states at once. These are tensors that
-are read when they are written to a file, and written to the tiers as they are read from one.
+The entries have the names of torch's `get_state_dict(model, optimizer)`, so each of the two loads
+the checkpoints of the other. That function returns copies of all states at once. These tensors are
+read when they are written to a file, and written to the tiers when they are read from one.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class EngineState(Stateful):
     """`Stateful` of an engine's model and optimizer: `{"model": ..., "optim": ...}`, tensors of the
     parameters' shapes whose values are read from the tiers, and written there, one at a time.
 
-    UnsupportedError on several ranks, and for a model with extra state of its own. The engine must
-    not train between the beginning and the end of a save or load. What a load leaves half done is a
-    StateError at the next use of the engine.
+    Raises UnsupportedError on several ranks, and for a model with extra state of its own. The
+    engine must not train between the beginning and the end of a save or load. After an interrupted
+    load, the next use of the engine raises StateError.
     """
 
     def __init__(self, engine: Engine) -> None:

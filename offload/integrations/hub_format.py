@@ -1,8 +1,8 @@
 """The tensors of a transformers model as its files have them, cut out of a stream of its weights.
 
 transformers converts a model's tensors to the hub's format with torch (`revert_weight_conversion`).
-It is asked here to convert tensors without values. What comes out as a view of one parameter (a
-chunk of fused projections, one of stacked experts, a transposed matrix) says what goes where:
+It converts tensors without values here. A result that is a view of one parameter (a chunk of fused
+projections, one of stacked experts, a transposed matrix) gives the place of each element:
 
     gate_up_proj   ├─ gate 0 ─┼── up 0 ──┼─ gate 1 ─┼── up 1 ──┤        as its pieces come
                         │          │          │          └──► experts.1.w3.weight
@@ -10,8 +10,9 @@ chunk of fused projections, one of stacked experts, a transposed matrix) says wh
                         │          └──► experts.0.w3.weight
                         └──► experts.0.w1.weight
 
-A contiguous view is written as it comes, any other when all of it is there. What is no view of one
-parameter (two of them concatenated) is converted once more, with values, when all are there.
+A contiguous view is written as it comes, any other one once it is complete. A result that is not a
+view of one parameter (two of them concatenated) is converted again, with values, once all are
+there.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class EngineInHubFormat:
 
     def write(self, write: Write) -> None:
         """Write every tensor's bytes, in any order of tensors. With several ranks, the one that
-        writes calls it; `stream_weights` says what the others have to do."""
+        writes calls it; `stream_weights` describes the others' part."""
 
         def take(spec: ParamSpec, elements: range, raw: Tensor) -> None:
             for name in self._sources.get(spec.name, ()):

@@ -207,15 +207,15 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
     """A strategy for `lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))`.
 
     `config` is that of `offload.initialize`; `weights`, too, for a model that `configure_model`
-    puts on the meta device. What the configuration does not name of optimizer, precision, device
-    and accumulation comes from the LightningModule's `configure_optimizers` and from Trainer.
-    Clipping is named in one of the two.
+    puts on the meta device. Optimizer, precision, device and accumulation that the configuration
+    does not name come from the LightningModule's `configure_optimizers` and from Trainer. Clipping
+    is set in one of the two.
 
     Checkpoints are folders (see `streamed_folder`); `consolidate` makes a file of one. Those of
     other strategies are loaded, too, whole in RAM.
 
-    ConfigError where the configuration and Lightning name different values, UnsupportedError for
-    what cannot be combined.
+    Raises ConfigError if the configuration and Lightning name different values, UnsupportedError
+    for features that cannot be combined.
     """
 
     strategy_name = "offload"
@@ -562,10 +562,10 @@ def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
     the optimizer's states.
 
     The weights are those that the model computed with, all names of tied ones, each compared with
-    its hash; the disk of `file` needs room for them twice. CheckpointError where a part of it is
-    missing or damaged, or Lightning's part of it has objects beside tensors and plain values
-    (hyperparameters of a class, a callback's) and you do not say that you `trust` who wrote it:
-    reading those runs code that the file names.
+    its hash; the disk of `file` needs room for them twice. Raises CheckpointError if a part of it
+    is missing or damaged, or if Lightning's part has objects beside tensors and plain values
+    (hyperparameters of a class, a callback's) and `trust` is not set: reading them runs code that
+    the file names, so set it for a trusted author only.
     """
     file = path_of(file, "file")
     state, states = streamed_folder.read(

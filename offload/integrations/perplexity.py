@@ -52,10 +52,10 @@ def perplexity(
     dispatched, in evaluation mode, on the token ids of one text, (T,).
 
     `window` tokens are seen at once, at most the model's positions; `batch` windows are computed
-    together: of a model on nvme, weights are read once for all of them. Memory: the logits of
-    batch x window tokens, in fp32.
+    together: weights of a model on nvme are read once for all of them. Memory: the logits of batch
+    x window tokens, in fp32.
 
-    ConfigError for sizes that cannot be; UnsupportedError for a model without logits.
+    Raises ConfigError for impossible sizes, UnsupportedError for a model without logits.
     """
     ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(-1)
     _check(model, ids.numel(), window, stride, batch)

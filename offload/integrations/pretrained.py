@@ -1,8 +1,8 @@
 """Models of transformers, from a local folder in its format, never whole in RAM.
 
 transformers itself builds the model, with its own `from_pretrained`: names, conversions, ties, new
-heads and the report of what is missing are its own. What it is given are lazy tensors
-(`lazy_tensors`): it moves them around, and their values are read when the engine asks for them.
+heads and the report of missing weights are its own. It is given lazy tensors (`lazy_tensors`),
+which it moves around; their values are read when the engine asks for them.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ def open_pretrained(
     `kwargs` are those of transformers' `from_pretrained` (`num_labels`, `attn_implementation`,
     `key_mapping`, `ignore_mismatched_sizes`, ...).
 
-    What the files lack is initialised by transformers, in RAM, and reported by it. Weights that the
-    files have in codes of 4 or 8 bits (`offload.quantised`) are decoded when they are read, and the
-    model is one with ordinary weights.
+    Weights that the files lack are initialised by transformers, in RAM, and reported by it. Weights
+    that the files have in codes of 4 or 8 bits (`offload.quantised`) are decoded when they are
+    read, and the model is one with ordinary weights.
 
-    ConfigError where `folder` is no such folder (pickles and names of a hub are not read),
-    UnsupportedError for other quantised weights, CheckpointError where weights do not fit the model
-    or their quantisation.
+    Raises ConfigError if `folder` is no such folder (pickles and names of a hub are not read),
+    UnsupportedError for other quantised weights, CheckpointError if weights do not fit the model or
+    their quantisation.
     """
     import transformers
 

@@ -29,8 +29,8 @@ _SHOWN = 5
 def load_weights(engine: Engine, folder: Path) -> None:
     """Overwrite the model's parameters and persistent buffers with those of `folder`.
 
-    CheckpointError, and nothing is changed, unless it has them all, under the model's own names or
-    those that transformers' files have for them.
+    Raises CheckpointError, with nothing changed, unless it has them all, under the model's own
+    names or those of transformers' files.
     """
     model = engine.module
     state = model.state_dict(keep_vars=True)

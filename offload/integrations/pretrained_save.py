@@ -30,7 +30,7 @@ from offload.tiers.errors import PathError
 class StreamedSave:
     """Replaces a model's own `save_pretrained`, with the same arguments.
 
-    What it cannot stream goes the model's own way, through complete tensors in memory: a
+    The model's own method, with complete tensors in memory, saves what cannot be streamed: a
     `state_dict=` that is given, adapters, quantized weights, `push_to_hub=True`, a dispatched model
     of several ranks. So does a model whose weights are in memory.
     """

@@ -1,7 +1,7 @@
 """One configuration from the engine's YAML file and transformers' TrainingArguments.
 
-What the YAML names holds. What it does not name comes from the arguments. What both name must be
-the same; arguments always have some value, and name one where it is not their default.
+A value in the YAML file holds; others come from the arguments. Values in both must be equal;
+arguments always have some value, and count as set if it is not their default.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PRECISIONS: dict[torch.dtype | None, str] = {torch.bfloat16: "bf16", torch.floa
 def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> OffloadConfig:
     """Return the configuration for training `model` with these arguments.
 
-    ConfigError where the two name different values, UnsupportedError for an `optim` that has no
+    Raises ConfigError if the two name different values, UnsupportedError for an `optim` without a
     counterpart here.
     """
     config = OffloadConfig.load(source)  # its errors name file, line and key

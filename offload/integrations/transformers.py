@@ -73,11 +73,12 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     """A mixin that precedes a trainer in the bases: `class Mine(OffloadMixin, SFTTrainer)`.
 
     `offload`: the engine's configuration (the path of a YAML file, a mapping or an OffloadConfig),
-    or an engine that has the model already and keeps its optimizer's numbers and param groups. What
-    a configuration does not name of optimizer, precision, seed, device, clipping and accumulation
-    comes from TrainingArguments, with Trainer's own param groups for weight decay.
+    or an engine that has the model already and keeps its optimizer's numbers and param groups.
+    Optimizer, precision, seed, device, clipping and accumulation that a configuration does not name
+    come from TrainingArguments, with Trainer's own param groups for weight decay.
 
-    ConfigError where both name different values, UnsupportedError for what cannot be combined.
+    Raises ConfigError if both name different values, UnsupportedError for features that cannot be
+    combined.
     """
 
     def __init__(self, *args: Any, offload: Source | Engine | None = None, **kwargs: Any) -> None:

@@ -55,8 +55,8 @@ class MoE(nn.Module):
         shared_expert: a module that computes every token; its output is added.
         seed: of the random numbers that routing draws; by default from torch's generator.
 
-    Random numbers are drawn in training alone, and again the same when a forward is recomputed.
-    ConfigError for arguments that cannot work.
+    Random numbers are drawn in training alone, and repeated when a forward is recomputed. Raises
+    ConfigError for invalid arguments.
     """
 
     def __init__(

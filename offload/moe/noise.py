@@ -1,9 +1,9 @@
 """The random numbers of a gate, and the recognition of a repeated call.
 
-Calls are numbered; a number and the gate's seed say what is drawn. A call with the same bits in its
-input and in the gate's weight has the same number: so recomputation repeats what was drawn, whoever
-does it and in whatever order (a checkpoint of the model's or of torch's, pieces of a batch,
-pipelines). Backward needs the weight as it was, so what was noted before a step is forgotten.
+Calls are numbered; the number and the gate's seed determine the random numbers. A call with the
+same bits in its input and in the gate's weight has the same number: so any recomputation repeats
+the numbers, in any order (by the model's checkpointing or torch's, of pieces of a batch, in
+pipelines). Backward needs the weight as it was, so the numbers of calls before a step are dropped.
 """
 
 from __future__ import annotations

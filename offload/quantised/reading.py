@@ -63,8 +63,8 @@ def settings_in(folder: Path) -> Mapping[str, Any] | None:
 def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -> dict[str, Matrix]:
     """Return the quantised weights by their names; all of their parts are taken out of `stored`.
 
-    CheckpointError where tensors and `settings` disagree, UnsupportedError for what is not read.
-    Nothing of the size of a weight is read or allocated.
+    Raises CheckpointError if tensors and `settings` disagree, UnsupportedError for unsupported
+    formats. Nothing of the size of a weight is read or allocated.
     """
     found = {} if settings is None else _READ[settings["quant_method"]](settings, Parts(stored))
     left = next((name for name in stored if name.endswith(_ENDS)), None)

@@ -97,9 +97,9 @@ def _improvement(found: _Tried, now: Estimate) -> Change:
 def _changed(case: Case, options: tuple[Option, ...]) -> Case | None:
     """Return the case with all changes; None if the configuration refuses them together.
 
-    What leaves recomputation open fits if it fits with all of it: so its step is one that is sure
-    to fit, if not the fastest. Of an enormous model that leaves its chunks open, large ones: they
-    are planned one by one.
+    A case that leaves recomputation open fits if it fits with full recomputation: its step then is
+    sure to fit, if not the fastest. An enormous model that leaves its chunks open gets large ones,
+    since chunks are planned one by one.
     """
     changed: Case | None = case
     for option in options:

@@ -1,6 +1,6 @@
 """The possible changes to a case that does not fit, each from the mildest to the strongest.
 
-What leaves the result as it is comes first, then what approximates, then what has to be bought.
+Changes that keep the result come first, then approximations, then hardware to buy.
 """
 
 from __future__ import annotations

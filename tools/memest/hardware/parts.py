@@ -2,7 +2,7 @@
 
 Rates are peaks, as their makers print them; bytes per second in one direction. Dense matrix
 products with 32-bit sums (what training uses), not the figures for sparse matrices or 16-bit sums.
-What of a peak is reached in practice is for `profiles` to say.
+`profiles` has the share of a peak that is reached in practice.
 """
 
 from __future__ import annotations

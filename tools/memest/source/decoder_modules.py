@@ -1,7 +1,8 @@
 """Modules that call torch as transformers' (5.17) do, for traces: built from a family's tree.
 
-What is alive when depends on which names refer to what, so each `forward` keeps its results under
-as many names, for as long, as the one it stands for. They have no values and are never trained.
+The lifetime of a tensor depends on the names that refer to it, so each `forward` keeps its results
+under as many names, for as long, as the one it stands for. They have no values and are never
+trained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`module:function`: a user's function that returns an nn.Module.
 
-The one kind of source whose code runs, because the user named it. It is built under
-`torch.device("meta")`: a model of any size takes no memory. What it prints goes to stderr: standard
-output is the answer's.
+This is the only kind of source whose code runs, since the user named it. It is built under
+`torch.device("meta")`: a model of any size takes no memory. Its output goes to stderr: standard
+output is for the answer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def is_named(source: str) -> bool:
 def build_named(source: str) -> nn.Module:
     """Import the module, and call the function without arguments, on the meta device.
 
-    Modules of the current folder are found as well. ConfigError, naming the reason, unless it
-    returns an nn.Module whose parameters are all on meta.
+    Modules of the current folder are found as well. Raises ConfigError, naming the reason, unless
+    it returns an nn.Module whose parameters are all on meta.
     """
     function = _imported(source)
     import torch

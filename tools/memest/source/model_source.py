@@ -85,9 +85,9 @@ class ModelSource:
         """Return the bytes and operations of one forward and, if it `trains`, backward pass, from
         the module's own graph; or of a forward alone without a cache.
 
-        `device` (cpu, cuda): whose kernels are meant, by default those of `config`, or of this
-        machine. Loads torch and takes seconds unless the answer is on disk. UnsupportedError where
-        no code is known, or where it fails for this input; UntraceableError where it cannot be
+        `device` (cpu, cuda): the device whose kernels run, by default that of `config`, or of this
+        machine. Loads torch and takes seconds unless the answer is on disk. Raises UnsupportedError
+        if no code is known, or if it fails for this input; UntraceableError if it cannot be
         followed.
         """
         if self.build is None:

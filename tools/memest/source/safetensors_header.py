@@ -53,7 +53,7 @@ def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
     """Return the tensors of the files beside `path` that a parsed `model.safetensors.index.json`
     names.
 
-    ConfigError for a file that is missing or lacks a tensor, by name.
+    Raises ConfigError, naming it, for a file that is missing or lacks a tensor.
     """
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

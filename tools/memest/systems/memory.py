@@ -1,9 +1,9 @@
 """The memory of one model under the usual training systems, by the formulas of their papers.
 
-Counted alike for all: a 16-bit parameter, its 16-bit gradient, and in fp32 a master, the states of
-the optimizer and the gradient that the master is stepped with, 2 + 2 + 4 + 8 + 4 = 20 bytes with
-Adam (ZeRO-Infinity, arXiv 2104.07857, section 3; in fp32 throughout no master and one gradient).
-Where each of them lives, and over how many GPUs it is cut up:
+All systems are counted alike: a 16-bit parameter, its 16-bit gradient, and in fp32 a master, the
+states of the optimizer and the gradient that the master is stepped with, 2 + 2 + 4 + 8 + 4 = 20
+bytes with Adam (ZeRO-Infinity, arXiv 2104.07857, section 3; in fp32 throughout no master and one
+gradient). Where each of them lives, and over how many GPUs it is cut up:
 
                       parameter     gradient      fp32 gradient, master, states
     DDP               each GPU      each GPU      each GPU
