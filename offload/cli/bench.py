@@ -133,8 +133,8 @@ def copy(
     threads: Threads = None,
     json: Json = None,
 ) -> None:
-    """Copies between host and device: offload's copy streams against a raw copy; memory alone
-    without a GPU."""
+    """Copies between host and device: offload's streams against a raw copy; RAM alone without a
+    GPU."""
     from offload.bench.copy import COLUMNS, CopyOptions
 
     nbytes = None if size is None else _size("--size", size)
@@ -200,8 +200,7 @@ def ranks(
 
 @contextmanager
 def _saying() -> Iterator[Say]:
-    """Yield a function that shows what the bench is doing: a status line on stderr, on a
-    terminal."""
+    """Yield a function that shows the bench's progress: a status line on stderr, on a terminal."""
     from rich.console import Console
 
     with Console(stderr=True).status("starting") as status:

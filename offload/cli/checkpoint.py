@@ -139,8 +139,8 @@ def export(
 
 
 def _check_folder(path: Path, out: Path) -> None:
-    """Raise ConfigError for codes without a transformers folder to write: no other format holds
-    them."""
+    """Raise ConfigError if codes would be written outside of a transformers folder, their only
+    format."""
     from offload.checkpoint.reader import CheckpointReader
     from offload.tiers.errors import ConfigError
 
@@ -177,7 +177,7 @@ def import_dcp(
     optimizer: Optimizer = None,
     tied: Tied = None,
 ) -> None:
-    """Convert a folder of torch.distributed.checkpoint to a checkpoint of offload. No code of PATH
+    """Convert a folder of torch.distributed.checkpoint to offload's format. No code of PATH
     runs."""
     from offload.integrations.dcp_import import import_dcp as run
 
@@ -209,8 +209,7 @@ def import_deepspeed(
     optimizer: Optimizer = None,
     tied: Tied = None,
 ) -> None:
-    """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to one of offload, to continue
-    training."""
+    """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to offload's format, to train on."""
     from offload.deepspeed.importing import import_checkpoint
     from offload.tiers.errors import ConfigError
 

@@ -102,8 +102,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 def _drop_output() -> None:
-    """Send output that cannot be written to /dev/null: the interpreter's flush at exit would
-    fail."""
+    """Send unwritable output to /dev/null: the interpreter's flush at exit would fail."""
     try:
         sys.stdout.flush()
     except OSError:

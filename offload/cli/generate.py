@@ -206,8 +206,7 @@ def _replace_unknown_letters() -> None:
 
 
 def _write(text: str) -> None:
-    """Write the model's text; on a terminal without control characters, so that it moves no
-    cursor."""
+    """Write the model's text; on a terminal, without control characters that move the cursor."""
     sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

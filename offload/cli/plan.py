@@ -77,8 +77,7 @@ def print_inference_plan(
 def _check_device(
     config: OffloadConfig, file: Path, overrides: Sequence[str], model: str | None, *options: str
 ) -> None:
-    """Raise ConfigError if the file is for a machine with another device, which memest plans
-    for."""
+    """Raise ConfigError if the file is for a machine with another device: memest plans for it."""
     from offload.tiers.accelerator import KINDS
 
     kind = KINDS.get(config.device)

@@ -81,8 +81,8 @@ class GeneratingModel:
 
 
 def generating(config: OffloadConfig, source: str, asked: Generation) -> GeneratingModel:
-    """Return the model at `source` as it generates under `config`. Raise ConfigError as `named`
-    does."""
+    """Return the model at `source` that generates under `config`. Raise ConfigError like
+    `named`."""
     reader: Any = importlib.import_module(_READER)
     if config.written_for is not None:
         found = reader.read_written_for(config, config.written_for, source)

@@ -79,8 +79,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Parse the file at `path`. Raise PathError if it is unreadable, ConfigError if it is not
-    YAML."""
+    """Parse the file at `path`. Raise PathError if unreadable, ConfigError if it is not YAML."""
     return parse_document(_read_text(path), str(path))
 
 
@@ -107,7 +106,7 @@ def parse_document(text: str, source: str) -> Document:
 
 
 def dump_yaml(value: Any, *, inline: bool = False) -> str:
-    """Return plain values as YAML text, keys in their order. `inline`: on one line, without a
+    """Return plain values as YAML, keys in their order. `inline`: on one line, without a
     newline."""
     text = yaml.dump(
         value, Dumper=CoreDumper, sort_keys=False, default_flow_style=inline,
@@ -225,8 +224,7 @@ def _scalar_of(node: yaml.Node, source: str) -> str | int | float | bool | None:
 
 
 def _path_hint(text: str, mark: yaml.Mark | None) -> str:
-    """Return a hint if a path with `{rank}` is in a list, where braces begin a mapping; otherwise
-    ""."""
+    """Return a hint for a path with `{rank}` in a list, where braces begin a mapping; else ""."""
     if mark is None:
         return ""
     lines = text.split("\n")[mark.line : mark.line + 1]  # none where the text ended

@@ -656,8 +656,7 @@ class OffloadConfig(Section):
         return self
 
     def _needs_all_gradients(self) -> tuple[str, tuple[str, ...]] | None:
-        """Return the setting that needs every gradient before the first update: its text and its
-        key."""
+        """Return text and key of the setting that needs every gradient before the first update."""
         if self.clip_grad_norm is not None:
             return f"clip_grad_norm: {self.clip_grad_norm:g}", ("clip_grad_norm",)
         if self.precision == "fp16":
@@ -717,8 +716,7 @@ class OffloadConfig(Section):
     def load(
         cls, source: StrPath | Mapping[str, Any] | OffloadConfig, overrides: Sequence[str] = ()
     ) -> OffloadConfig:
-        """Load a configuration from a YAML file, a mapping or an OffloadConfig; `overrides` are
-        `key=value`.
+        """Load a YAML file, a mapping or an OffloadConfig; `overrides` are `key=value`.
 
         Raises ConfigError (PathError for an unreadable file); its message names file, line and key.
         """
@@ -774,8 +772,7 @@ class OffloadConfig(Section):
         return self.micro_batches in (1, AUTO_MICRO_BATCHES) and not gathers
 
     def resolved(self) -> OffloadConfig:
-        """Return the same configuration with every `auto` resolved that needs neither machine nor
-        batch."""
+        """Return a copy with every `auto` resolved that depends on neither machine nor batch."""
         optimizer = self.optimizer.model_copy(
             update={
                 "master": self.master,

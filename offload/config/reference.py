@@ -178,8 +178,7 @@ def _type_text(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """Return the bounds in words, `from 0 to 3` or `above 0 and below 1`; empty if there are
-    none."""
+    """Return the bounds in words, `from 0 to 3` or `above 0 and below 1`; "" without any."""
     found = {
         name: f"{words} {_number(getattr(item, name))}"
         for item in field.metadata

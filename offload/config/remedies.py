@@ -74,8 +74,7 @@ def suggestion(found: str, allowed: Iterable[str]) -> str:
 
 
 def near(found: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the one of `names` that is meant: by another program's word for it, or a
-    misspelling."""
+    """Return the one of `names` that is meant: another program's name for it, or a misspelling."""
     known = tuple(names)
     word = found.strip("[]'\" ").lower().removeprefix("torch.")
     other = [name for name in _WORDS.get(word, ()) if name in known]
@@ -84,8 +83,7 @@ def near(found: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
 
 
 def unknown_key(path: KeyPath, found: Any, root: type[BaseModel], place: str) -> str:
-    """Return a hint for a key that its section does not have: what it is called, or where it
-    belongs."""
+    """Return a hint for a key that its section does not have: its name here, or its section."""
     name = str(path[-1])
     section = model_at(root, path[:-1])
     names = tuple(section.model_fields) if section else ()
@@ -170,8 +168,7 @@ def other_shape(kind: str, message: str, path: KeyPath, found: Any, root: Any, p
 
 
 def _in_a_section(path: KeyPath, found: Any, root: Any, place: str) -> str:
-    """Return `; write ...` for a value in the place of a section: it is taken for the main
-    key's."""
+    """Return `; write ...` for a value in the place of a section, as that of its main key."""
     section = model_at(root, path)
     if section is None or not issubclass(section, Section) or not section.main:
         return ""

@@ -158,8 +158,7 @@ class ModelConfig(Section):
         return self._numel(None if self.experts is None else self.experts_per_token)
 
     def _numel(self, experts: int | None) -> int:
-        """Return the number of parameters with `experts` experts per layer; None: with a dense
-        MLP."""
+        """Return the number of parameters with `experts` experts per layer; None: a dense MLP."""
         products = 2 + 2 * self.kv_head_count / self.heads
         gated = 3 if self.shape == "llama" else 2
         width = self.mlp_width if experts is None else experts * self.expert_width

@@ -13,8 +13,7 @@ TRAIN, MICRO, STEPS = (
 
 @dataclass(frozen=True)
 class Batches:
-    """The samples per step of all ranks, the samples per pass of one rank, and the passes per
-    step."""
+    """Samples per step of all ranks, samples per pass of one rank, and passes per step."""
 
     train: int
     micro: int

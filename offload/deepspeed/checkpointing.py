@@ -34,8 +34,7 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function(*args, **kwargs)`, and call it again in backward with the same random
-    numbers."""
+    """Call `function(*args, **kwargs)`, and again in backward with the same random numbers."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 

@@ -107,8 +107,7 @@ class EngineModule(nn.Module):
 
     def gradient_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of an output as the model takes it: unchanged if an engine's
-        `backward` has divided the loss, and in torch.autograd.grad, which gives no parameter a
-        gradient."""
+        `backward` has divided the loss, and in torch.autograd.grad, which sets no gradients."""
         if not self._reaches_parameters():
             return gradient
         self._passes_seen += 1
@@ -177,8 +176,7 @@ class EngineModule(nn.Module):
             self._in_no_sync = False
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Reduce the gradients of all passes inside once, in the step after it, as `no_sync`
-        does."""
+        """Reduce the gradients of all passes inside once, in the step after it, like `no_sync`."""
         return self.no_sync()
 
     # ---------------------------------------------------------------- steps
@@ -272,8 +270,8 @@ class EngineModule(nn.Module):
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the gradient norm of the last step that was taken, before clipping; None before
-        the first."""
+        """Return the gradient norm of the last step taken, before clipping; None before the
+        first."""
         return self._grad_norm
 
     # ---------------------------------------------------------------- numbers
@@ -294,8 +292,8 @@ class EngineModule(nn.Module):
         return self._batches.train, self._batches.micro, self._batches.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the passes per step. Raise ValueError unless the size is a multiple of the samples
-        per pass."""
+        """Change the passes per step. Raise ValueError unless the samples per pass divide the
+        size."""
         if train_batch_size < 1 or train_batch_size % (self._batches.micro * self.world_size):
             raise ValueError(
                 f"train_batch_size: {train_batch_size} is no multiple of {self._batches.micro} x "
@@ -372,8 +370,7 @@ class EngineModule(nn.Module):
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Return the modules whose gradients travel as sparse tensors: none, all are reduced
-        dense."""
+        """Return the modules with gradients sent as sparse tensors: none, all are reduced dense."""
         return set()
 
     def report(self) -> Report:

@@ -157,8 +157,7 @@ class _Importer:
 
     # ---------------------------------------------------------------- writing
     def write(self, folder: Path, name: str) -> None:
-        """Write every file, the manifest last. `name`: the name that the folder is going to
-        have."""
+        """Write every file, the manifest last. `name`: the final name of the folder."""
         made = Composer(folder, self._manifest, self._format)
         fields = {field: self._found.tensors(field) for field in self._format.states}
         for param, master in self._found.tensors("master"):

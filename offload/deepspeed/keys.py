@@ -40,8 +40,7 @@ def boolean(value: Any) -> bool:
 
 
 def number(value: Any) -> float:
-    """Return a number, also from a string, as YAML tools write 1e-4. Raise ValueError unless it is
-    finite."""
+    """Return a number, also from a string (YAML's 1e-4). Raise ValueError unless it is finite."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):

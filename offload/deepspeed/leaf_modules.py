@@ -110,8 +110,7 @@ def follow_section(model: nn.Module, section: Mapping[str, Any]) -> None:
 
 
 def classes_of_leaves(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Return the classes that must be blocks beside `blocks`, so that each leaf lies in one
-    group."""
+    """Return classes that must be blocks beside `blocks`, so that each leaf is in one group."""
     modules, found = dict(model.named_modules()), discover(model, blocks, experts=False)
     group_of = {
         id(param): index for index, group in enumerate(found.groups) for _, param in group.params

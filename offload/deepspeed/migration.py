@@ -78,8 +78,7 @@ class Migration:
 
     @property
     def unfilled(self) -> list[str]:
-        """The keys that are left to transformers' Trainer; if there are some, the file is
-        Trainer's."""
+        """The keys that are left to transformers' Trainer; if there are any, the file is its."""
         of_schedule = [] if self.schedule is None else self.schedule.unfilled
         return [*self.autos, *(f"scheduler.params.{name}" for name in of_schedule)]
 

@@ -8,8 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class LambdaLRAndBetas(LambdaLR):
-    """Sets learning rates by `functions` and first betas by `betas`, one of each per param
-    group."""
+    """Sets learning rates by `functions` and first betas by `betas`, one per param group."""
 
     def __init__(self, optimizer: Any, functions: list[Any], betas: list[Any]) -> None:
         self.betas = betas

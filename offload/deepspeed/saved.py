@@ -142,8 +142,8 @@ def folder_of(folder: Path, tag: str | int | None) -> Path:
 
 
 def last_tag(folder: Path) -> str | None:
-    """Return the tag in `latest`, None if there is none. Raise CheckpointError for a path outside
-    of the folder."""
+    """Return the tag in `latest`, or None. Raise CheckpointError for a path outside of the
+    folder."""
     latest = folder / LATEST
 
     def read() -> bytes | None:
@@ -224,8 +224,7 @@ def _refuse_theirs(path: Path) -> None:
 
 
 def _load_weights(engine: EngineModule, path: Path, *, strict: bool) -> None:
-    """Load parameters and buffers alone: masters become the weights, other states stay as they
-    are."""
+    """Load parameters and buffers alone: masters become the weights, other states stay."""
     own = dict(engine.module.named_parameters())
     buffers = dict(engine.module.named_buffers())
     with CheckpointReader(path) as reader, torch.no_grad():
@@ -274,8 +273,7 @@ def _read_tensor(
 
 @contextmanager
 def _agreed(engine: EngineModule, what: str) -> Iterator[None]:
-    """Raise an error from any rank on every rank; no rank continues before all have left the
-    block."""
+    """Raise any rank's error on every rank; no rank continues before all have left the block."""
     with on_all(engine.offload.runtime.ranks, what):
         try:
             yield

@@ -39,8 +39,7 @@ def warmup_decay(count, total, steps, kind):  # type: ignore[no-untyped-def]
 
 
 def warmup_cosine(count, total, steps, kind, least, final):  # type: ignore[no-untyped-def]
-    """Rise from `least` to 1, then follow a cosine to `final`. The first step is at 0, as in
-    DeepSpeed."""
+    """Rise from `least` to 1, then follow a cosine to `final`. The first step is at 0."""
     if count == 0:
         return 0.0
     done = count - 1
@@ -197,8 +196,7 @@ class Schedule:
         return bool(self.params.get("cycle_momentum")) and "betas" in optimizer.defaults
 
     def _of_group(self, index: int, count: int) -> dict[str, Any]:
-        """Return the parameters of one param group. Raise ConfigError for a list of another
-        length."""
+        """Return one param group's parameters. Raise ConfigError for a list of another length."""
         found = dict(self.params)
         for name in _LISTS & found.keys():
             value = found[name]

@@ -105,8 +105,7 @@ class Settings:
 
     @property
     def counts_passes(self) -> bool:
-        """Whether step() counts passes and steps after the last of a step; otherwise each call
-        steps."""
+        """Whether step() counts passes and steps after the last one; otherwise each call steps."""
         return bool(self.made.get("managed_gradient_accumulation", True))
 
     @property

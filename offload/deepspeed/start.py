@@ -113,8 +113,7 @@ def _parameters(given: Iterable[Any] | nn.Module | None) -> list[Any] | None:
 
 
 def _plain_list(given: Any) -> list[Any]:
-    """Return a list of the parameters, given as torch.optim takes them: one, several, or with
-    names."""
+    """Return a list of parameters, given as torch.optim takes them: one, several, or named."""
     if isinstance(given, torch.Tensor):
         return [given]
     return [each[1] if isinstance(each, tuple) else each for each in given]

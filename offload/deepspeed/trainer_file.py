@@ -85,8 +85,7 @@ def _batches(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[s
 
 
 def _own_loop(made: Migration) -> str:
-    """Return a sentence on the keys that a loop without TrainingArguments has to set in the YAML
-    file."""
+    """Return a sentence on the keys that a loop without TrainingArguments has to set itself."""
     sizes = (TRAIN, MICRO, STEPS)
     keys = dict.fromkeys(k.becomes for name, k in made.autos.items() if name not in sizes)
     if not made.has_optimizer:

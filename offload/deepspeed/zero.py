@@ -60,8 +60,7 @@ def outside_init() -> Iterator[None]:
 
 
 class GatheredParameters:
-    """Give access to full parameters inside the block. `modifier_rank`: the rank whose writes count
-    on all.
+    """Gather full parameters for the block. `modifier_rank`: the rank whose writes count on all.
 
     Before `initialize` parameters are full anyway; those on the meta device have no values yet, and
     writing to them is an UnsupportedError.

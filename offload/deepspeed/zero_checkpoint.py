@@ -27,8 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ZeroCheckpoint:
-    """A checkpoint folder. Raises CheckpointError if its files are no such checkpoint, or
-    inconsistent."""
+    """A checkpoint folder. Raises CheckpointError for files that are none, or inconsistent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,8 +62,7 @@ class ZeroCheckpoint:
 
     @cached_property
     def groups(self) -> list[Shapes]:
-        """The shapes of trained parameters by param group; at stage 3 the file has several parts of
-        each."""
+        """The shapes of trained parameters by param group; stage 3 has several parts of each."""
         parts = iter(self.about["param_shapes"])
         counts = [len(group["params"]) for group in self._state_dict(0)["param_groups"]]
         if sum(counts) != len(self.about["param_shapes"]):
@@ -88,8 +86,7 @@ class ZeroCheckpoint:
 
     @property
     def shared(self) -> dict[str, str]:
-        """The name that each further name of a tied parameter is saved under. Stage 3 records
-        none."""
+        """The saved name of a tied parameter by each of its other names. Stage 3 records none."""
         return dict(self.about.get("shared_params") or {})
 
     @cached_property
@@ -131,8 +128,7 @@ class ZeroCheckpoint:
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of fp16 when it was saved; the initial one if the file does not have
-        it."""
+        """The loss scale of fp16 when it was saved; if the file lacks it, the initial one."""
         scaler = self._parts[0].get("loss_scaler")
         state = scaler.state if isinstance(scaler, Opaque) else None
         return float(state["cur_scale"]) if isinstance(state, dict) else 65536.0
@@ -148,7 +144,7 @@ class ZeroCheckpoint:
         return found
 
     def tensors(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `master`, or one of `state_names`, of every trained parameter, in fp32, one at a
+        """Yield `master`, or one of `state_names`, of each trained parameter, fp32, one at a
         time."""
         read = self._whole if self.stage == 3 else self._cut
         for name, value in read(field):
@@ -222,8 +218,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _number(value: Any, folder: Path) -> int:
-    """Return the stage as a number: an enum of DeepSpeed is read as inert data, with its number as
-    an argument."""
+    """Return the stage: an enum of DeepSpeed is inert data here, with its number as an argument."""
     found = value.arguments[0] if isinstance(value, Opaque) and value.arguments else value
     if found not in (1, 2, 3):
         raise CheckpointError(f"{folder}: no checkpoint of ZeRO stage 1, 2 or 3")

@@ -116,8 +116,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
-        """Keep the models and optimizers of engines out of those that accelerate saves and
-        loads."""
+        """Hide the models and optimizers of engines from accelerate's saving and loading."""
         models, optimizers = self._models, self._optimizers
         ours = {id(engine.module) for engine in self.engines}
         self._models = [each for each in models if id(self.unwrap_model(each)) not in ours]
@@ -178,8 +177,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         self, input_dir: StrPath | None = None, load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Load as Accelerator does, including a folder that a plain Accelerator saved, whole in
-        RAM."""
+        """Load as Accelerator does; a folder that a plain Accelerator saved is whole in RAM."""
         folders: list[Path] = []
 
         def found(models: list[nn.Module], folder: str) -> None:

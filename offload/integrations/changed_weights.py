@@ -22,8 +22,7 @@ _log = logging.getLogger("offload")
 
 @dataclass(frozen=True)
 class Change:
-    """Selects the weights that become codes: those of linear layers and experts that `skip` does
-    not name."""
+    """Selects the weights to encode: those of linear layers and experts, except in `skip`."""
 
     target: Target
     skip: Sequence[str] | None = None  # None: HEAD, where there is one
@@ -51,8 +50,8 @@ class ChangedWeights:
     together are, too."""
 
     def __init__(self, saved: NamedTensors, model: nn.Module, change: Change) -> None:
-        """Raise ConfigError for a weight that cannot be written in these codes, or if there is none
-        to write so."""
+        """Raise ConfigError for a weight that cannot be encoded so, or if there is none to
+        encode."""
         self._saved = saved
         self._change = change
         linear, self._unchanged = _linear_layers(saved, model, change)
@@ -111,8 +110,7 @@ def _part(name: str, end: str) -> str:
 def _linear_layers(
     saved: NamedTensors, model: nn.Module, change: Change
 ) -> tuple[list[str], list[str]]:
-    """Return the model's names of the weights to encode, and of the linear layers that are not
-    encoded."""
+    """Return the model's names of the weights to encode, and of the other linear layers."""
     for pattern in change.skip or ():
         if not any(is_named(name, pattern) for name, _ in model.named_parameters()):
             raise ConfigError(

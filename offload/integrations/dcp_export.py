@@ -171,8 +171,7 @@ class _Content:
 
 
 def states_of(manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of the optimizer's states: without masters, and without the scales of 8-bit
-    states."""
+    """Return the names of the optimizer's states, without masters and scales of 8-bit states."""
     return tuple(
         name for name in manifest.optimizer.fields
         if name not in ("low", "master") and not name.endswith(SCALE_SUFFIX)
@@ -180,8 +179,7 @@ def states_of(manifest: Manifest) -> tuple[str, ...]:
 
 
 def state_format_of(manifest: Manifest) -> StateFormat:
-    """Return the format in which a checkpoint keeps its states. Raise KeyError for an unknown
-    one."""
+    """Return the format of a checkpoint's states. Raise KeyError for an unknown one."""
     return StateFormat[manifest.optimizer.states.upper()]
 
 

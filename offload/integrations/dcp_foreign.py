@@ -36,8 +36,7 @@ _MASTERS: dict[Master, MasterName] = {
 
 
 def foreign(folder: DcpFolder, layout: Layout, kind: str | None, tied: dict[str, str]) -> Plan:
-    """Return the plan for a folder that `export-dcp` did not write. Missing facts are refused, not
-    guessed."""
+    """Return the plan for any other folder. Missing facts are refused, not guessed."""
     if not layout.states:
         raise CheckpointError(
             f"{folder.path} has no states of an optimizer; OUT.safetensors takes its weights"

@@ -126,8 +126,7 @@ def _value(
     folder: DcpFolder, names: Mapping[str, str], name: str,
     record: ParameterRecord | BufferRecord, dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return a tensor that fits its record, states in `dtype`. Raise CheckpointError if it does
-    not."""
+    """Return a tensor, states in `dtype`. Raise CheckpointError unless it fits its record."""
     where = names.get(name)
     found = None if where is None else folder.tensors.get(where)
     fits = found is not None and list(found.shape) == record.shape

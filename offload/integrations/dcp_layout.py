@@ -61,8 +61,7 @@ class Layout:
 def _sort(
     rest: str, name: str, states: dict[str, dict[str, str]], groups: dict[str, dict[str, str]]
 ) -> None:
-    """Sort `state.NAME.exp_avg` and `param_groups.0.lr`, whether or not torch has flattened
-    them."""
+    """Sort `state.NAME.exp_avg` and `param_groups.0.lr`, flattened by torch or not."""
     kind, _, inner = rest.partition(".")
     owner, _, field = inner.rpartition(".")
     into = {"state": states, "param_groups": groups}.get(kind)

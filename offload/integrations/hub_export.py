@@ -95,8 +95,7 @@ class _Converted:
 
 
 def _on_meta(record: ModelRecord) -> Any:
-    """Return the model without values. Raise UnsupportedError if its class is not transformers'
-    own."""
+    """Return the model without values. Raise UnsupportedError for a class not of transformers."""
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedError("transformers is not installed")
     import transformers

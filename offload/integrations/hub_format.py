@@ -152,8 +152,7 @@ def owner_of(model: PreTrainedModel) -> TieredModel | None:
 
 
 class ModelInHubFormat:
-    """The tensors to save of a transformers model: `tensors` has them by name on the meta
-    device."""
+    """The tensors to save of a transformers model; `tensors`: by name, on the meta device."""
 
     def __init__(self, model: PreTrainedModel, *, hub_format: bool = True) -> None:
         """Describe the tensors of `model`; `owner` becomes the tiers that it is in, if any."""

@@ -9,14 +9,12 @@ _HUB_NAME = re.compile(r"[\w.-]*\w/?[\w.-]*\w", re.ASCII)
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it may be the name of a model on a hub, such as `meta-llama/Llama-3.1-8B` or
-    `gpt2`."""
+    """Whether it may name a model on a hub, such as `meta-llama/Llama-3.1-8B` or `gpt2`."""
     return _HUB_NAME.fullmatch(name) is not None
 
 
 def not_local(name: str) -> str:
-    """Return the error for `name`, which is not a folder here, with the command that downloads
-    it."""
+    """Return the error for `name`, which is no folder here, with a command to download it."""
     wanted, folder = ("ID", "FOLDER")
     if is_hub_name(name):
         wanted, folder = name, PurePath(name).name

@@ -30,8 +30,7 @@ from offload.zero.hooks import UnitHooks
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """The result of `perplexity`: `value` is exp of the mean loss per token (in nats) over `tokens`
-    tokens."""
+    """A perplexity: `value` is exp of the mean loss per token (in nats) over `tokens` tokens."""
 
     value: float
     loss: float
@@ -117,8 +116,7 @@ def _check(model: nn.Module, count: int, window: int, stride: int, batch: int) -
 
 
 def _batches(count: int, window: int, stride: int, batch: int) -> Iterator[list[_Window]]:
-    """Yield batches of windows of one size; the last window may be smaller, and is a batch by
-    itself then."""
+    """Yield batches of windows of one size; a smaller last window is a batch by itself."""
     held: list[_Window] = []
     seen = 1  # the first token is not scored: nothing is before it
     for start in range(0, count, stride):

@@ -293,8 +293,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _files(folder: Path, variant: str | None, named: str | None) -> list[Path]:
-    """Return the weight files that transformers reads: other safetensors files may be in the
-    folder."""
+    """Return the weight files that transformers reads; the folder may contain others."""
     names = [SINGLE, INDEX] if named is None else [str(named)]
     if variant is not None:
         names = [f".{variant}.".join(name.rsplit(".", 1)) for name in names]

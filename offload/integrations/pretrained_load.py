@@ -1,5 +1,4 @@
-"""Loads the weights of a folder that transformers wrote into an engine's model, one piece at a
-time."""
+"""Loads weights that transformers wrote into an engine's model, one piece at a time."""
 
 from __future__ import annotations
 

@@ -118,8 +118,7 @@ def _goes_its_own_way(model: PreTrainedModel, owner: Any, given: Mapping[str, An
 
 
 def _check_elsewhere(model: PreTrainedModel, folder: StrPath) -> None:
-    """Raise PathError if a model's weights would be written over the files that they are read
-    from."""
+    """Raise PathError if weights would be written over the files that they are read from."""
     own = model.name_or_path  # no folder where it was moved, or was relative to another one
     if os.path.isdir(folder) and os.path.isdir(own) and os.path.samefile(folder, own):
         raise PathError(

@@ -212,8 +212,7 @@ def load_state(path: Path, *, trust: bool) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the line of torch's message that gives the reason; others explain how to disable the
-    check."""
+    """Return the line of torch's message with the reason; others say how to disable the check."""
     lines = [
         line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "class" in line
     ]
@@ -221,8 +220,7 @@ def _first_line(error: Exception) -> str:
 
 
 def remove(path: Any) -> None:
-    """Remove a folder that `save` wrote. The remains of a removal that was killed are no
-    checkpoint."""
+    """Remove a folder that `save` wrote. The remains of a killed removal are no checkpoint."""
     folder = path_of(path, "path")
     (folder / STATE).unlink()
     for states in _all_states(folder):

@@ -1,5 +1,4 @@
-"""Text generation with a transformers model: its tokenizer, its `generate`, and the time of each
-token.
+"""Text generation by a transformers model: its tokenizer, its `generate`, each token's time.
 
 Everything comes from one local folder: nothing is fetched, and no code of the folder is run.
 """
@@ -83,8 +82,7 @@ class Tokenizer:
     """The tokenizer of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the tokenizer. Raise ConfigError if the folder has none that transformers reads by
-        itself."""
+        """Load the tokenizer. Raise ConfigError if the folder has none that transformers reads."""
         import transformers
 
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -206,15 +204,13 @@ class Times:
 
 
 class Stream:
-    """Receives each token from `generate`; the text of a single sequence is written once it is
-    complete."""
+    """Receives tokens from `generate`; a single sequence's text is written as it completes."""
 
     def __init__(
         self, tokenizer: Tokenizer, write: Callable[[str], None] | None,
         say: Callable[[str], None], new_tokens: int,
     ) -> None:  # fmt: skip
-        """`write` gets text; None: there are several sequences, and `say` gets a line from time to
-        time."""
+        """`write` gets text; None: for several sequences `say` gets a line from time to time."""
         self.times = Times()
         self._tokenizer = tokenizer
         self._write = write
@@ -262,8 +258,7 @@ def generate(
     model: Any, encoded: Encoded, stream: Stream, sampling: Sampling, new_tokens: int, *,
     padding: int | None, device: torch.device, stops: Callable[[], bool],
 ) -> torch.Tensor:  # fmt: skip
-    """Return the new tokens [batch, tokens]; generation ends early if `stops` returns true after a
-    token."""
+    """Return the new tokens [batch, tokens]; `stops` returns true after a token to end early."""
     import transformers
 
     def stopped(ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:

@@ -184,8 +184,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return engine_for(model, config.model_copy(update=update), parameters=groups)
 
     def _passes(self, config: OffloadConfig) -> int:
-        """Return the backward passes of a step: fewer than configured if there are too few data for
-        them."""
+        """Return the backward passes of a step: fewer than configured if data are too few."""
         rows = self.train_dataset
         if rows is None or not has_length(rows):
             return config.gradient_accumulation_steps

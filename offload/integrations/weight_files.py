@@ -49,8 +49,7 @@ class Tensors(Protocol):
 
 
 class OwnNames:
-    """The parameters and persistent buffers of an engine's model, each once, under its first
-    name."""
+    """Parameters and persistent buffers of an engine's model, each under its first name."""
 
     def __init__(self, engine: Engine) -> None:
         """Raise UnsupportedError for an entry that is not a tensor."""
@@ -117,8 +116,7 @@ def write_shards(
 
 
 def remove_other_shards(folder: Path, kept: Container[str]) -> None:
-    """Remove the shards of an earlier save, or its single file, which would be loaded in place of
-    shards."""
+    """Remove shards of an earlier save, and its single file, which would be loaded instead."""
     for path in folder.iterdir():
         is_ours = path.name == SINGLE or _SHARD.fullmatch(path.name)
         if is_ours and path.name not in kept:
@@ -131,8 +129,7 @@ def named(name: str, variant: str | None) -> str:
 
 
 class _Files:
-    """Safetensors files that are filled in parallel; a context manager. They get their names in
-    `finish`."""
+    """A context manager: safetensors files filled in parallel. `finish` gives them their names."""
 
     def __init__(
         self, folder: Path, names: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
@@ -183,8 +180,7 @@ class _Files:
 
 
 def _sections(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, list[TensorInfo]]:
-    """Return one section per tensor, in any order of arrival. Wide dtypes come first, so that each
-    is aligned."""
+    """Return one section per tensor. Wide dtypes come first, so that each is aligned."""
     ordered = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
     return {
         f"={name}": [TensorInfo(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape))]

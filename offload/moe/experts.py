@@ -36,8 +36,7 @@ class Experts(nn.ModuleList):
         return self.total // len(self)
 
     def __getitem__(self, number: Any) -> Any:
-        """Return the expert with this number among all experts; a slice selects from this rank's
-        experts."""
+        """Return the expert with this number among all; a slice is of this rank's experts."""
         return nn.ModuleList([*self][number]) if isinstance(number, slice) else self._of(number)
 
     def __setitem__(self, number: int, expert: nn.Module) -> None:

@@ -145,8 +145,7 @@ class Gate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reset the weight as `nn.Linear` does, draw a new seed unless one was given, and clear the
-        counts."""
+        """Reset the weight like `nn.Linear`, the seed unless one was given, and the counts."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self._first_seed is None:
             self.seed.random_()
@@ -166,8 +165,7 @@ class Gate(nn.Module):
 
     @property
     def own_load(self) -> Tensor:
-        """The tokens in `load` that this rank has counted since `share_load`, for a gate that
-        balances."""
+        """The tokens that this rank has counted since `share_load`, for a gate that balances."""
         return self.load - self.shared_load
 
     def share_load(self, total: Tensor) -> None:
@@ -254,8 +252,7 @@ class Gate(nn.Module):
         return self.choice_bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
-        """Move and convert the gate as any module, except for the bias, which would not change in
-        16 bits."""
+        """Move and convert the gate like a module, but for the bias, which 16 bits would freeze."""
         bias = self._buffers.get("choice_bias")
         super()._apply(fn, recurse)
         if bias is not None and self.choice_bias.dtype != bias.dtype:

@@ -58,7 +58,7 @@ def top_2(
     logits: Tensor, capacity_factor: float, min_capacity: int, *, drop: bool = True,
     gumbel: Tensor | None = None, used: Tensor | None = None,
 ) -> Routing:  # fmt: skip
-    """Choose the two best experts, weights normalised over those kept. Capacity is for twice the
+    """Choose the two best experts, weights normalised over those kept. Capacity for twice the
     tokens.
 
     First choices have places before second ones, then tokens by position. `gumbel` (TE) is added to
@@ -92,7 +92,7 @@ def top_k(
     drop_policy: str = "probs", normalise: bool = True, used: Tensor | None = None,
     sigmoid: bool = False, bias: Tensor | None = None, groups: tuple[int, int] | None = None,
 ) -> Routing:  # fmt: skip
-    """Choose the k best experts, weights normalised over those kept. Capacity is for k times the
+    """Choose the k best experts, weights normalised over those kept. Capacity for k times the
     tokens.
 
     An expert with too many tokens keeps those with the largest score (`drop_policy` "probs") or the

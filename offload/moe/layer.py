@@ -148,8 +148,7 @@ class MoE(nn.Module):
         return output, routing
 
     def _compute(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Compute NH, sorted by expert, by the experts on this rank or on others; return it in the
-        same order."""
+        """Return the experts' outputs for NH, sorted by expert; experts may be on other ranks."""
         if self.ep_size == 1:
             return self.experts.compute(x, counts)
         self._refuse_ddp()

@@ -22,8 +22,7 @@ _ODD = -0x61C8864680B583EB  # 2^64 / golden ratio, as an int64: Fibonacci hashin
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """Return an int64 scalar computed from the bits of a 2D tensor. It does not depend on the order
-    of rows."""
+    """Return an int64 scalar from the bits of a 2D tensor, independent of the order of rows."""
     bits = values.detach().contiguous().view(_INTEGERS[values.element_size()])
     columns = bits.sum(dim=0, dtype=torch.int64)
     factors = _ODD * torch.arange(1, 2 * len(columns), 2, device=bits.device)
@@ -32,7 +31,7 @@ def fingerprint(values: Tensor) -> Tensor:
 
 
 def _mixed(number: int) -> int:
-    """Return 64 bits, each of which depends on all bits of the number (SplitMix64, Steele et al.,
+    """Return 64 bits, each depending on all bits of the number (SplitMix64, Steele et al.,
     2014)."""
     bits = number & _64_BITS
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS

@@ -67,8 +67,7 @@ class Dispatch:
         return repeated.reshape(-1, x.shape[1]).index_select(0, self._order)
 
     def combine(self, y: Tensor) -> Tensor:
-        """Combine NH to TH in fp32 or wider: each token's sum over its experts, zeros if it has
-        none."""
+        """Sum NH to TH in fp32 or wider: each token over its experts, zeros if it has none."""
         T, K = self._routing.experts.shape
         padded = y if len(y) == T * K else torch.cat([y, y.new_zeros(1, y.shape[1])])
         routed = padded.index_select(0, self._places).view(T, K, y.shape[1])

@@ -153,8 +153,7 @@ def _blocks(module: str, kind: str, parts: Parts) -> _Blocks:
 
 
 class _State:
-    """The contents of the JSON beside a weight. Raises CheckpointError if no weight can have
-    them."""
+    """The JSON beside a weight. Raises CheckpointError for contents that no weight has."""
 
     def __init__(self, stored: Stored, kind: str) -> None:
         self._stored = stored

@@ -77,8 +77,7 @@ class _Packed(Matrix):
         return (codes.to(torch.int16) - (1 << (self.bits - 1))).t().to(torch.int8)
 
     def _of_columns(self, numbers: Tensor, start: int, stop: int) -> Tensor:
-        """Expand the numbers of groups to each element of some rows, or to a shape that
-        broadcasts."""
+        """Expand numbers of groups to the elements of some rows, or to a broadcasting shape."""
         if numbers.ndim < 2 or numbers.numel() == 1:
             return numbers.reshape(1, 1)
         here = numbers[start:stop]

@@ -9,8 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Grouped:
-    """Codes and scales of a weight: a value is (code - zero point) x scale, rounded to the format
-    of `scale`."""
+    """A weight: a value is (code - zero point) x scale, rounded to the format of `scale`."""
 
     bits: int  # 4 or 8
     words: Tensor  # int32 [rows, columns x bits / 32]: the lowest bits first

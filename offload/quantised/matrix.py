@@ -46,8 +46,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Return int32 words [..., W] of codes [..., W * 32 / bits], uint8; the inverse of
-    `unpacked`."""
+    """Return int32 words [..., W] of codes [..., W * 32 / bits], uint8; `unpacked` reversed."""
     if bits == 4:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
     return codes.contiguous().view(-1).view(torch.int32).reshape(*codes.shape[:-1], -1)

@@ -108,8 +108,7 @@ def described(
 def encoded(
     name: str, tensor: Tensor, target: Target, *, expert: bool = False
 ) -> dict[str, Tensor]:
-    """Return the same parts with values. Raise CheckpointError for values that the format cannot
-    hold."""
+    """Return the same with values. Raise CheckpointError for values that the format cannot hold."""
     if not bool(tensor.isfinite().all()):
         raise CheckpointError(f"{name} has values that are not finite, and is not quantised")
     weights, dtype = target.weights, tensor.dtype

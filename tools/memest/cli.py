@@ -98,8 +98,7 @@ def _params_of(param: inspect.Parameter, hint: Any) -> Iterator[inspect.Paramete
 
 
 def _value(name: str, hint: Any, given: dict[str, Any], *, checked: bool = True) -> Any:
-    """Return the value of a parameter: the given one, or a dataclass of the values given for its
-    fields."""
+    """Return a parameter's value: the given one, or a dataclass of those given for its fields."""
     if not is_dataclass(hint):
         return given[name]
     make: Any = hint

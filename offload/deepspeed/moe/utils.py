@@ -16,8 +16,7 @@ def is_moe_param(param: nn.Parameter) -> bool:
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """Return whether there are layers of experts, and the number of experts of the last one (0:
-    none)."""
+    """Return whether there are layers of experts, and the experts of the last one (0: none)."""
     numbers = [each.num_experts for each in module.modules() if isinstance(each, moe.MoE)]
     return bool(numbers), numbers[-1] if numbers else 0
 

@@ -66,8 +66,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of the master, fp32, on the engine's device; None for a frozen parameter or one
-    of no engine."""
+    """Return a copy of the master, fp32, on the engine's device; None if frozen or in no engine."""
     engine = engine_of(param)
     if engine is None or not param.requires_grad:
         return None

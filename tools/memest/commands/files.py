@@ -27,8 +27,7 @@ def check_target(path: Path, option: str, *, replace: bool) -> None:
 
 
 def write_file(path: Path, content: bytes, option: str) -> None:
-    """Replace `path` as a whole: it is never half written. Raise PathError if the system
-    refuses."""
+    """Replace `path` as a whole, never half of it. Raise PathError if the system refuses."""
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(content)  # /dev/stdout, a pipe: nothing that could be replaced

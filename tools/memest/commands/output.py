@@ -56,8 +56,7 @@ def _text(table: RenderableType) -> str:
 
 
 def _deliver(answer: str, out: Path | None) -> None:
-    """Write text to the file of --out, or to standard output; a character that UTF-8 cannot encode
-    becomes `?`."""
+    """Write to the file of --out, or to standard output; characters outside UTF-8 become `?`."""
     content = answer.encode(errors="replace")
     if out is not None:
         write_file(out, content, "--out")

@@ -19,8 +19,7 @@ from offload.tools.memest.show.view import counted, duration
 
 
 def measure_again(paths: Sequence[Path]) -> None:
-    """Measure and print. Raise PathError, before anything is measured, if a folder cannot be
-    used."""
+    """Measure and print. Raise PathError, before measuring, if a folder cannot be used."""
     for path in paths:
         _check_folder(path.expanduser())
     print("measuring this machine; close what else is busy ...", file=sys.stderr)

@@ -39,8 +39,7 @@ _USUAL_SEQUENCE = 2048
 
 
 def read_question(asked: EstimateOptions) -> Question:
-    """Read everything that an answer depends on. Raise ConfigError or PathError naming what is
-    wrong."""
+    """Read all inputs of an answer. Raise ConfigError or PathError naming what is wrong."""
     named = _named_config(asked.work)
     source = source_of(asked.model, named)
     config, assumed = _config_of(asked, source, named)
@@ -147,8 +146,7 @@ def _config_of(
 
 
 def _usual_precision(asked: EstimateOptions) -> str:
-    """Return bf16 if it is fast: on a GPU, and on a CPU with instructions for it; otherwise
-    fp32."""
+    """Return bf16 if it is fast: on a GPU, and on a CPU with instructions for it; else fp32."""
     gpu = asked.machine.gpu or asked.machine.profile
     fast = {"avx512f", "amx_bf16", "bf16", "asimddp"}
     return "bf16" if gpu not in (None, "none") or fast & machine.cpu_features() else "fp32"
@@ -177,8 +175,7 @@ def _workload_of(
 
 
 def _generation_of(work: WorkOptions, source: ModelSource) -> tuple[Generation, list[str]]:
-    """Return the generation to plan for, and notes on it: assumptions, and limits of the
-    estimate."""
+    """Return the generation to plan for, and notes on assumptions and omissions."""
     found, assumed = Generation.asked(work.batch, work.prompt, work.new_tokens)
     notes = list(assumed)
     if source.context is not None and found.context >= source.context:
@@ -238,8 +235,7 @@ def profile_of(asked: MachineOptions, config: OffloadConfig) -> HardwareProfile:
 def speeds_of(
     profile: HardwareProfile, config: OffloadConfig, *, measure: bool
 ) -> Speeds | None:  # fmt: skip
-    """Return one rank's speeds; those of this machine are measured if they never were and `measure`
-    is set."""
+    """Return one rank's speeds; with `measure`, this machine's are measured if they never were."""
     if not profile.here:
         return profile.speeds()
     paths = config.nvme.paths

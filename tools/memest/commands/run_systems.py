@@ -52,8 +52,7 @@ _BOUNDS = {Tier.DEVICE: "GPU", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
 # ---------------------------------------------------------------- compare
 def run_compare(asked: EstimateOptions) -> int:
-    """Compare one model under every system, offload last. Return 0 if offload's plan fits, 1 if
-    not."""
+    """Compare one model under every system, offload last. Return 0 if offload fits, 1 if not."""
     output = asked.output
     if output.write is not None or output.advise:
         raise ConfigError("compare: writes no configuration; leave --write and --advise out")

@@ -26,8 +26,7 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
     """Return minimal sets that fit, those of fewer changes first, then by time per step."""
 
     def fits(options: tuple[Option, ...]) -> bool:
-        """Whether the case fits with all of these changes; False if the configuration refuses
-        them."""
+        """Whether the case fits with all changes; False if the configuration refuses them."""
         tried = _changed(case, options)
         try:
             return (

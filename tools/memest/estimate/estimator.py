@@ -32,8 +32,7 @@ class Estimator:
     _passes: dict[object, GenerationFactsOf] = field(default_factory=dict)
 
     def __call__(self, case: Case) -> Estimate:
-        """Return the estimate of the best plan that the configuration allows, whether or not it
-        fits."""
+        """Return the estimate of the best plan that the configuration allows, fitting or not."""
         planned = self._planned(case)
         best = planned.best
         step = self._of_all_ranks(case, best.step if case.timed else None)

@@ -92,8 +92,8 @@ def _recompute(case: Case) -> Knob:
 
 
 def _micro_batches(case: Case, peak_at: str) -> Knob:
-    """Return splits of the batch; they help if the peak is in a repeated block: outside, the batch
-    stays whole."""
+    """Return splits of the batch, if the peak is in a repeated block: the batch is whole
+    outside."""
     names = {unit.name for unit in case.source.shape.units if unit.repeated}
     place = peak_at.rpartition(" ")[2]
     if not any(place == name or place.startswith(f"{name}.") for name in names):
@@ -112,8 +112,7 @@ def _micro_batches(case: Case, peak_at: str) -> Knob:
 
 
 def _batch(case: Case) -> Knob:
-    """Return options with fewer sequences per pass and more passes: the same step, for a user's own
-    loop."""
+    """Return options with smaller and more passes: the same step, for a user's own loop."""
     options = []
     work = case.workload
     for parts in divisors(work.batch)[1:]:

@@ -64,8 +64,7 @@ def _search(
 def _sets_of(
     size: int, knobs: Sequence[Sequence[R]], alone: set[int], used: set[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield sets of knobs, none of which is enough by itself, and no part of which is known to
-    be."""
+    """Yield sets of knobs, none of which is enough alone, and no part of which is known to be."""
     usable = [i for i, knob in enumerate(knobs) if knob and i not in alone]
     for indices in combinations(usable, size):
         if size < 3 or not used.issuperset(indices):

@@ -20,8 +20,8 @@ class LocalGpu:
 
 
 def local_gpus(program: str = "nvidia-smi") -> list[LocalGpu]:
-    """Return the GPUs, in the driver's order; empty without a driver. `CUDA_VISIBLE_DEVICES`
-    counts."""
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` selects, in the driver's order; none without
+    one."""
     try:
         listed = subprocess.run(
             [program, *_QUERY], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S

@@ -121,8 +121,7 @@ def _gpu(
     name: str, mib: int, tflops: tuple[float, float], gb_per_s: float, link: LinkPart,
     host: HostPart, source: str, *, bf16: bool = True,
 ) -> GpuPart:  # fmt: skip
-    """Create a GPU; `tflops` are those of fp32 (without TF32, PyTorch's default) and of 16-bit
-    inputs."""
+    """Create a GPU; `tflops`: of fp32 (without TF32, PyTorch's default) and of 16-bit inputs."""
     fp32, half = (each * TERA for each in tflops)
     # a GPU without bf16 units computes it in fp32
     flops = {"fp32": fp32, "bf16": half if bf16 else fp32, "fp16": half}

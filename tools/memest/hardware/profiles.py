@@ -78,8 +78,7 @@ class HardwareProfile:
 
     @property
     def usable_ram_nbytes(self) -> int:
-        """The RAM of a node that a run may ever hold: if it is described, without the system's
-        share."""
+        """The RAM of a node that a run may ever hold; described RAM is without the system's."""
         return self.ram_nbytes if self.own_ram else self.ram_free_nbytes
 
     @property
@@ -116,7 +115,7 @@ class HardwareProfile:
         )
 
     def speeds(self, measured: Speeds | None = None) -> Speeds | None:
-        """Return one rank's sustained rates; None if those of a GPU, the RAM or the link are
+        """Return one rank's sustained rates; None if the GPU's, the RAM's or the link's are
         unknown.
 
         `measured`: those of this machine, which hold where it computes; drives may be others.
@@ -192,8 +191,7 @@ def with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
 
 
 def with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
-    """Return the profile with `gpus` of the same kind in a node. Raise ConfigError if it has
-    none."""
+    """Return the profile with `gpus` such GPUs in a node. Raise ConfigError if it has none."""
     if not profile.gpu_nbytes:
         if gpus:
             raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")

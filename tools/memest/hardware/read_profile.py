@@ -58,8 +58,7 @@ def read_profile(
 
 
 def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
-    """Return the hardware of this machine that this process may use; `nvme_paths`: folders for swap
-    files."""
+    """Return this machine's hardware for this process; `nvme_paths`: folders for swap files."""
     gpus = local_gpus()
     first = min(gpus, key=lambda each: each.free_nbytes, default=None)
     part = _known_gpu(first)
@@ -84,8 +83,7 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
 
 
 def _free_disk(paths: Sequence[Path]) -> int:
-    """Return the free bytes under all folders (a temporary one by default), once per file
-    system."""
+    """Return the free bytes under folders (by default a temporary one), each file system once."""
     free: dict[int, int] = {}
     for path in paths or [machine.swap_folder()]:
         there = next((each for each in [path, *path.resolve().parents] if each.exists()), None)
@@ -155,8 +153,7 @@ def _of_machine(part: MachinePart) -> HardwareProfile:
 
 
 def _of_size(text: str, option: str) -> tuple[GpuPart, str]:
-    """Return a GPU of which only the memory is known, with the rates of the named one nearest in
-    size."""
+    """Return a GPU of this much memory, with the rates of the named one nearest in size."""
     if not text.strip()[:1].isdigit():
         raise ConfigError(f"{option} {text}: {unknown_part(text, [*GPUS, *MACHINES])}")
     nbytes = read_size(text, option, _LEAST_MEMORY, _MOST_MEMORY)

@@ -45,8 +45,8 @@ class Held:
 def capacity_bars(
     title: str, held: Sequence[Held], about: str = _OF_CAPACITY, *, value: ValueText = used_text
 ) -> Bars:
-    """Draw the bytes that places hold by class, each against its capacity. `value`: the text beside
-    a bar."""
+    """Draw the bytes in places by class, each against its capacity. `value`: the text beside a
+    bar."""
     there = [filled(each.place) for each in held if each.place.capacity_nbytes]
     length = min(_MOST_CAPACITIES, max([1.0, *there])) if there else 1.0
     bars = tuple(_of_capacity(each, length, value(each.place)) for each in held)
@@ -96,8 +96,7 @@ def lanes(step: StepEstimate) -> Bars:
 
 
 def span_meaning(link: str, label: str) -> str:
-    """Return the meaning of a span's colour: each link has one, and the work of the model has
-    two."""
+    """Return the meaning of a span's colour: each link has one, the model's work two."""
     if link == COMPUTE:
         return "backward" if label == "backward" else "compute"
     return "update" if link == OPTIMIZER else link

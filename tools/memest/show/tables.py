@@ -15,8 +15,7 @@ from offload.display.console import PlainConsole, Prose
 
 
 def ruled(*columns: str, title: str = "", left: Collection[str] = ()) -> Table:
-    """Return a table with numbers to the right; the first column and those in `left` are to the
-    left."""
+    """Return a table, right-aligned except for the first column and those in `left`."""
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left",
         title=Text(title, style="bold") if title else None, title_style="",

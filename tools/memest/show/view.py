@@ -40,8 +40,7 @@ def per_second(rate: float) -> str:
 
 
 def share(fraction: float) -> str:
-    """Return `37 %`; more than nothing is never shown as 0 %, and less than everything never as 100
-    %."""
+    """Return `37 %`; only nothing is shown as 0 %, and only everything as 100 %."""
     percent = fraction * 100
     if percent <= 0:
         return "0 %"

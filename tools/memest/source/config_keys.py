@@ -29,8 +29,7 @@ class Keys:
         self.where = where
 
     def raw(self, key: str) -> Any:
-        """Return the value as it is in the file, unchecked; None if neither file nor family has
-        one."""
+        """Return the value in the file, unchecked; None if neither file nor family has one."""
         return self._values.get(key)
 
     def size(self, key: str, *, most: int = MOST_SIZE) -> int:

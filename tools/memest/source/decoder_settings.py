@@ -58,8 +58,7 @@ def own_settings(configuration: ModelConfiguration, sequence: int) -> DecoderSet
 
 
 def own_model(configuration: ModelConfiguration, sequence: int) -> nn.Module | None:
-    """Return the model on the meta device, built of memest's modules; None if it is not described
-    here."""
+    """Return the model on the meta device, of memest's modules; None if not described here."""
     settings = own_settings(configuration, sequence)
     tree = family_tree(configuration)
     if settings is None or tree is None:
@@ -130,8 +129,7 @@ def _plain_ropes(family: Family, keys: Keys) -> bool:
 
 
 def _shares(family: Family, keys: Keys, *names: str) -> list[float] | None:
-    """Return numbers from 0 to below 1, 0 for those that the family does not read; None for other
-    values."""
+    """Return numbers in [0, 1), 0 for those that the family does not read; None for others."""
     values: list[Any] = [keys.raw(name) if family.reads(name) else 0.0 for name in names]
     numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in values]
     return values if all(numbers) and all(0 <= value < 1 for value in values) else None

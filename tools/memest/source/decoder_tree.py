@@ -28,8 +28,8 @@ def head_dim(keys: Keys) -> int:
 
 
 def decoder_tree(family: Family, keys: Keys) -> ModuleTree:
-    """Return the modules of the family's class, in the sizes of `keys`. Raise ConfigError for a
-    wrong one."""
+    """Return the modules of the family's class, sized by `keys`. Raise ConfigError for a wrong
+    one."""
     return _gpt2(keys) if family.is_gpt2 else _Decoder(family, keys).tree()
 
 

@@ -63,8 +63,7 @@ def read_start(path: Path, nbytes: int) -> bytes:
 
 
 def refuse_code(path: Path) -> bytes:
-    """Return the first 16 bytes of a file. Raise ConfigError for those of a format that is not
-    read."""
+    """Return a file's first 16 bytes. Raise ConfigError for those of a format that is not read."""
     file_nbytes(path)  # a pipe would be waited for
     start = read_start(path, 16)
     for magic, what in _MAGIC.items():

@@ -37,8 +37,7 @@ class SourceKind(enum.StrEnum):
 
 
 class UntraceableError(UnsupportedError):
-    """Raised for a model whose code cannot be followed without values: only its states are
-    known."""
+    """A model whose code cannot be followed without values: only its states are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +148,13 @@ def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """Return a key for everything that an answer depends on: `parts`, and the code that computes
-    it."""
+    """Return a key for all inputs of an answer: `parts`, and the code that computes it."""
     return disk_cache.key_of({"code": _code(), **parts})
 
 
 @cache
 def _code() -> str:
-    """Return a digest of the sources that compute shapes and facts: other versions, other
-    answers."""
+    """Return a digest of the sources that compute shapes and facts, which answers depend on."""
     root = Path(__file__).parents[3]  # the package: its folders, and links to them
     digest = hashlib.sha256()
     folders = ("config", "planning", "zero", "tools/memest/source")

@@ -36,8 +36,7 @@ class HeaderTensor:
 
 
 def read_header(path: Path) -> dict[str, HeaderTensor]:
-    """Return the tensors of a file by name. Raise PathError if it cannot be read, ConfigError if
-    damaged."""
+    """Return a file's tensors by name. Raise PathError if unreadable, ConfigError if damaged."""
     refuse_code(path)
     from safetensors import SafetensorError, safe_open
 
@@ -78,8 +77,7 @@ def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
 
 
 def read_files(paths: Sequence[Path]) -> dict[str, HeaderTensor]:
-    """Return the tensors of several files without an index. Raise ConfigError for a name in two
-    files."""
+    """Return the tensors of files without an index. Raise ConfigError for a name in two files."""
     tensors: dict[str, HeaderTensor] = {}
     for path in paths:
         for name, tensor in read_header(path).items():

@@ -138,8 +138,7 @@ def _heads_for(hidden: int, kv_heads: int | None) -> int:
 
 
 def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
-    """Return the vocabulary of Llama 2, or what two fifths of a small model's parameters suffice
-    for."""
+    """Return Llama 2's vocabulary, or one that takes two fifths of a small model's parameters."""
     if sizes.params is None:
         return _VOCAB
     return max(_LEAST["vocab"], min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))

@@ -82,8 +82,7 @@ def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
 
 
 def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
-    """Build the model without memory. Raise ConfigError if transformers does not know or accept
-    it."""
+    """Build the model without memory. Raise ConfigError if transformers does not accept it."""
     _require_known(configuration)
     with _quiet_and_offline():
         import torch
@@ -107,8 +106,7 @@ def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
 
 
 def _build(configuration: ModelConfiguration, config: Any) -> Any:
-    """Build the named class, if it is one of transformers' models, else the causal language
-    model."""
+    """Build the named class, if it is a model of transformers, else the causal language model."""
     import transformers
 
     name = configuration.architecture
@@ -135,8 +133,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _require_known(configuration: ModelConfiguration) -> None:
-    """Raise ConfigError, before anything heavy is imported, for a type that the library does not
-    name."""
+    """Raise ConfigError, before any heavy import, for a type that the library does not name."""
     for name in ("torch", "transformers"):
         if machine.version_of(name) is None:
             raise ConfigError(

@@ -188,8 +188,7 @@ def _gathered(held: Held, sizes: Sizes, numbers: Numbers) -> None:
 
 
 def _gathered_from_nvme(held: Held, sizes: Sizes, numbers: Numbers) -> None:
-    """Count the pinned buffers that stream everything: parameters, and one group of elements of the
-    update."""
+    """Count pinned buffers that stream parameters, and one group of elements of the update."""
     _gathered(held, sizes, numbers)
     largest_shard = -(-sizes.subject.operator_numel // sizes.ranks.count)
     swap = min(sizes.shard, max(SWAP_BUFFER_NUMEL, largest_shard))

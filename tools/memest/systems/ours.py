@@ -43,8 +43,7 @@ _CLASS = {
 
 @dataclass(frozen=True)
 class OurPlan:
-    """A plan of one rank and the bytes of GPU, node and disks; and the reasons why it cannot
-    work."""
+    """A plan of one rank, the bytes of GPU, node and disks, and reasons why it cannot work."""
 
     config: OffloadConfig  # settled
     plan: Plan
