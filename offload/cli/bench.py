@@ -191,7 +191,7 @@ def ranks(
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Training steps of several ranks, sharded."""
+    """Sharded training steps of several ranks."""
     from offload.bench.ranks import COLUMNS, RanksOptions
 
     options = RanksOptions(config, tuple(option or []), path, _names(systems), rounds, count)

@@ -1,4 +1,4 @@
-"""`offload checkpoint`: look into, check and export the folders that a run has saved."""
+"""`offload checkpoint`: inspect, verify, convert and export the folders that a run has saved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Dtype(enum.StrEnum):
 
 @checkpoint_app.command()
 def inspect(path: Folder) -> None:
-    """Print what is in PATH: groups, parameters, bytes, steps. Reads the manifest alone."""
+    """Print the content of PATH: groups, parameters, bytes, steps. Only the manifest is read."""
     from offload.checkpoint.reader import CheckpointReader
     from offload.display.console import PlainConsole
 
@@ -59,8 +59,8 @@ def inspect(path: Folder) -> None:
 
 @checkpoint_app.command()
 def verify(path: Folder) -> None:
-    """Compare every byte of PATH with its hash. Exit code 1, naming what, if any is damaged or PATH
-    was saved as another step."""
+    """Compare every byte of PATH with its hash. The exit code is 1, and the damage is named, if a
+    byte differs or PATH was saved as another step."""
     from offload.checkpoint.reader import CheckpointReader
     from offload.checkpoint.steps import other_step
     from offload.tiers.units import format_bytes

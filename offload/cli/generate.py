@@ -1,4 +1,4 @@
-"""`offload generate`: text from a folder's model, streamed, and what that took."""
+"""`offload generate`: stream text from a folder's model, and report the time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File and line of a key that does not work on this machine."""
+"""Adds the file and line of a key that does not work on this machine to its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload plan`: the resolved placement, why it is so, its bytes and its time."""
+"""`offload plan`: the resolved placement, the reasons for it, its bytes and its time."""
 
 from __future__ import annotations
 

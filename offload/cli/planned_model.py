@@ -1,4 +1,4 @@
-"""The model that `offload plan` is asked about: the built-in one, or one that memest can read."""
+"""The model that `offload plan` plans: the built-in one, or one that memest can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning what is wrong with a configuration into one screen of text.
+"""Turns the mistakes in a configuration into one screen of text.
 
 One line per mistake: `FILE:LINE: KEY: what is wrong; what is allowed`.
 """

@@ -1,4 +1,4 @@
-"""Field types of the configuration that a plain annotation cannot say.
+"""Field types of the configuration that a plain annotation cannot express.
 
 Each is one `Annotated` alias: parsed by one function whose ValueError is written for the user, and
 described for the JSON Schema and, by a `Kind`, for `offload config explain`.
@@ -89,7 +89,7 @@ def about(
 
 @dataclass(frozen=True)
 class Percent:
-    """A share (0..1) of what the machine has; written `80%`."""
+    """A share (0..1) of the machine's capacity; written `80%`."""
 
     fraction: float
 

@@ -71,7 +71,7 @@ class EngineModule(nn.Module):
 
     # ---------------------------------------------------------------- forward and backward
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's outputs."""
+        """Return the model's outputs."""
         if self._settings.casts_inputs:
             inputs, kwargs = pytree.tree_map(_half, (inputs, kwargs))
         with self._autocast():
@@ -276,15 +276,15 @@ class EngineModule(nn.Module):
 
     # ---------------------------------------------------------------- numbers
     def train_batch_size(self) -> int:
-        """Samples per step of all ranks."""
+        """Return the samples per step of all ranks."""
         return self._batches.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per pass of one rank."""
+        """Return the samples per pass of one rank."""
         return self._batches.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Passes per step."""
+        """Return the passes per step."""
         return self._batches.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -308,16 +308,16 @@ class EngineModule(nn.Module):
         self._batches = Batches(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
 
     def get_lr(self) -> list[Any]:
-        """Each param group's learning rate."""
+        """Return each param group's learning rate."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Each param group's betas, or momentum."""
+        """Return each param group's betas, or momentum."""
         has_momentum = self.offload.config.optimizer.type == "sgd"
         return self._of_groups("momentum" if has_momentum else "betas")
 
     def get_type(self) -> list[Any]:
-        """Each param group's entry `type`."""
+        """Return each param group's entry `type`."""
         return self._of_groups("type")
 
     def _of_groups(self, key: str) -> list[Any]:
@@ -325,7 +325,7 @@ class EngineModule(nn.Module):
         return [group.get(key, 0.0) for group in groups]
 
     def loss_scale(self) -> float:
-        """fp16's scale as it is now; 1 in other precisions."""
+        """The current scale of fp16; 1 in other precisions."""
         scale = self.offload.runtime.loss_scale
         return 1.0 if scale is None else scale.scale
 

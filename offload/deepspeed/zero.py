@@ -17,10 +17,10 @@ from offload.tiers.errors import UnsupportedError
 
 class Init:
     """Modules made inside are on the meta device; `initialize` gives them their values, group by
-    group, by the initialisers that their constructors call. Values written otherwise (a
-    `load_state_dict` inside) are an UnsupportedError of `initialize` that names them.
+    group, by the initialisers that their constructors call. `initialize` raises UnsupportedError,
+    naming them, for values written otherwise (a `load_state_dict` inside).
 
-    Of DeepSpeed's arguments `enabled` counts; the others say how it cuts parameters.
+    The argument `enabled` has an effect; DeepSpeed's others say how parameters are cut.
     """
 
     entered = 0  # of this process

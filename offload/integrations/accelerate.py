@@ -1,4 +1,4 @@
-"""accelerate's loops through an engine: `prepare` copies no states, and saving holds none in RAM.
+"""Runs accelerate's loops through an engine: `prepare` copies no states, saving holds none in RAM.
 
 engine = offload.initialize(model, "offload.yaml")
 accelerator = OffloadAccelerator(gradient_accumulation_steps=4)

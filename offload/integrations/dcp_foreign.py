@@ -1,4 +1,4 @@
-"""The manifest of a folder of torch.distributed.checkpoint that says nothing of offload."""
+"""The manifest for a folder of torch.distributed.checkpoint that offload did not write."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A reader for `torch.distributed.checkpoint.load` that runs nothing of the folder it reads.
+"""A reader for `torch.distributed.checkpoint.load` that runs no code of the folder it reads.
 
     dcp.load({"app": EngineState(engine)}, storage_reader=SafeReader("checkpoint"))
 
 Torch's `FileSystemReader`, which `dcp.load(..., checkpoint_id=)` takes, unpickles `.metadata`; its
-planner unpickles what is no tensor. Either runs what the folder's author wrote there.
+planner unpickles objects that are not tensors. Either runs code of the folder's author.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The model of a checkpoint in the format of the hub, without an engine: its class is built on the
-meta device, for transformers to say what its tensors are called in files."""
+"""Writes the model of a checkpoint in the hub's format without an engine: its class is built on the
+meta device, so that transformers can name its tensors in files."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def estimate(asked: EstimateOptions) -> int:
 
 @_command("compare")
 def compare(asked: EstimateOptions) -> int:
-    """MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload, side by side."""
+    """Compare MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload."""
     from offload.tools.memest.commands.run_systems import run_compare
 
     return run_compare(asked)
@@ -143,8 +143,9 @@ def largest(
     prompt: Annotated[int | None, Prompt] = None,
     new_tokens: Annotated[int | None, NewTokens] = None,
 ) -> None:
-    """The largest model of FAMILY that trains on the hardware, under every system, and its step;
-    with --inference the largest that generates, with weights as they are and in fewer bits."""
+    """Find the largest model of FAMILY that trains on the hardware, under every system, and its
+    step; with --inference the largest that generates, with weights as they are and in fewer
+    bits."""
     from offload.tools.memest.commands.options import check_work
     from offload.tools.memest.commands.run_systems import run_max, run_max_inference
 
@@ -173,7 +174,7 @@ def check(
     ],
     as_json: Json = False,
 ) -> None:
-    """Predicted against measured for a run, per tier and for time."""
+    """Compare the predicted and measured bytes per tier, and time, of a run."""
     from offload.tools.memest.commands.run_check import print_check
 
     print_check(run, as_json=as_json)
@@ -186,7 +187,7 @@ def calibrate(
         typer.Argument(metavar="PATH", help="Folders for swap files. Default: a temporary."),
     ] = None,
 ) -> None:
-    """Measure this machine's speeds again, and keep them."""
+    """Measure this machine's speeds again, and store them."""
     from offload.tools.memest.commands.run_calibrate import measure_again
 
     measure_again(paths or [])

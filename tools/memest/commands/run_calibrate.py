@@ -1,4 +1,4 @@
-"""`memest calibrate`: this machine's speeds, measured again and kept."""
+"""`memest calibrate`: measure this machine's speeds again, and store them."""
 
 from __future__ import annotations
 

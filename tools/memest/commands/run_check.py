@@ -1,4 +1,4 @@
-"""`memest check RUN/`: predicted against measured, per tier and for time."""
+"""`memest check RUN/`: compare predicted and measured bytes per tier, and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memest compare` and `max`: other systems, as tables or JSON."""
+"""`memest compare` and `memest max`: other systems, as tables or JSON."""
 
 from __future__ import annotations
 

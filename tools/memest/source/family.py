@@ -1,5 +1,5 @@
-"""Families of decoders whose first answer needs no transformers: how their modules, and the
-way they run, differ from Llama's. Counted without torch, traced on our modules.
+"""Families of decoders whose first answer needs no transformers: how their modules, and the way
+they run, differ from Llama's. They are counted without torch, and traced on memest's modules.
 
 All others are built by the library (`transformers_models`).
 """

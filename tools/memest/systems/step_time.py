@@ -32,7 +32,7 @@ def rough_step_s(
     system: System, subject: Subject, facts: ActivationFacts, workload: Workload, precision: str,
     numbers: Numbers, speeds: Speeds,
 ) -> float | None:  # fmt: skip
-    """Seconds; None for a system of which nothing is known here."""
+    """Return the seconds of a step; None for a system whose time is not known here."""
     forward_s = pass_s(facts.forward, precision, speeds)
     backward_s = pass_s(facts.backward, precision, speeds)
     passes_s = workload.passes * (forward_s + backward_s)
