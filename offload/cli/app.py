@@ -109,7 +109,7 @@ def plan(
         int | None, typer.Option(metavar="N", help=inference_options.NEW_TOKENS)
     ] = None,
 ) -> None:
-    """Print where everything would live and how many bytes that takes; train nothing."""
+    """Print the placement of all states, and the bytes it takes, without training."""
     from offload.cli.plan import print_inference_plan, print_plan
 
     generation = {"--batch": batch, "--prompt": prompt, "--new-tokens": new_tokens}
@@ -156,7 +156,7 @@ def generate(
         bool, typer.Option("--chat", help="Each prompt is a user's turn, by the chat template.")
     ] = False,
 ) -> None:
-    """Generate text with a model that lies in the tiers; it goes to standard output."""
+    """Generate text to standard output, with a model whose weights are in the tiers."""
     from offload.cli.generate import Asked, run_generation
     from offload.integrations.text_generation import Sampling
 
@@ -179,7 +179,7 @@ def doctor(
         bool, typer.Option("--clean", help="Remove what dead runs left in PATHs first.")
     ] = False,
 ) -> None:
-    """Say what this machine offers, what is missing, and what to do about it. Exit code 1 where
+    """Report what this machine offers, what is missing, and how to fix it. The exit code is 1 if
     nothing can be trained."""
     from offload.cli.doctor import clean_up, print_checks
 
@@ -194,7 +194,7 @@ def doctor(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
 ) -> None:
-    """Make run.html of a run anew, also of one that was killed or is under way."""
+    """Write run.html of a run again, even if the run was killed or is in progress."""
     from offload.runs.page import write_page
 
     echo(str(write_page(folder)))
@@ -217,7 +217,7 @@ def migrate(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
 ) -> None:
-    """Write a configuration of DeepSpeed as one of offload, with a comment for every key."""
+    """Convert a configuration of DeepSpeed to one of offload, with a comment for every key."""
     from offload.cli.migrate import migrate_file
 
     migrate_file(file, out, ranks, replace=force)
@@ -236,8 +236,8 @@ def explain(
         str, typer.Argument(metavar="KEY", help="For example optimizer.states, or a section.")
     ] = "",
 ) -> None:
-    """Say what KEY means: its type, default, an example, and what it interacts with; of a section,
-    or of all of the configuration, what there is."""
+    """Explain KEY: its meaning, type, default, an example, and the keys it interacts with. A
+    section, or the whole configuration, is listed."""
     from offload.cli.explain import print_explanation
 
     print_explanation(key)

@@ -1,4 +1,4 @@
-"""`offload bench`: what the hardware can do and what we do, in one run.
+"""`offload bench`: the rates of the hardware beside the rates that offload reaches, in one run.
 
 `benchmarks/peers.py` has the same commands, with others in that run.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BenchGroup(GuardedGroup):
-    """The commands, and where the functions are that they run."""
+    """The group of bench commands, and where the functions that they run are defined."""
 
     functions = "offload.bench.{0}:run_{0}"
 
@@ -82,7 +82,7 @@ def adam(
     threads: Threads = None,
     json: Json = None,
 ) -> None:
-    """The optimizer's step against a loop with the same bytes."""
+    """The optimizer's step against a loop that moves the same bytes."""
     from offload.bench.adam import COLUMNS, AdamOptions
 
     _run(context, AdamOptions(numel, rounds, threads), COLUMNS, json)
@@ -108,7 +108,7 @@ def io(
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Swap files: our block store against the best raw O_DIRECT loop found."""
+    """Swap files: offload's block store against the fastest raw O_DIRECT loop found."""
     from offload.bench.io import COLUMNS, IoOptions
     from offload.swap.backends import resolve_backend
 
@@ -133,7 +133,8 @@ def copy(
     threads: Threads = None,
     json: Json = None,
 ) -> None:
-    """Host and device memory: our copy streams against a raw copy; without a GPU, memory alone."""
+    """Copies between host and device: offload's streams against a raw copy; RAM alone without a
+    GPU."""
     from offload.bench.copy import COLUMNS, CopyOptions
 
     nbytes = None if size is None else _size("--size", size)
@@ -162,7 +163,7 @@ def step(
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Training steps: plain PyTorch, ours on host and on nvme; and the roofline."""
+    """Training steps: plain PyTorch, offload on host and on nvme; and the roofline."""
     from offload.bench.step import COLUMNS, StepOptions
 
     overrides = [*(option or []), *([f"precision={precision}"] if precision else [])]
@@ -190,7 +191,7 @@ def ranks(
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Training steps of several ranks, sharded."""
+    """Sharded training steps of several ranks."""
     from offload.bench.ranks import COLUMNS, RanksOptions
 
     options = RanksOptions(config, tuple(option or []), path, _names(systems), rounds, count)
@@ -199,7 +200,7 @@ def ranks(
 
 @contextmanager
 def _saying() -> Iterator[Say]:
-    """Where a bench says what it is doing: a line on stderr that changes, on a terminal."""
+    """Yield a function that shows the bench's progress: a status line on stderr, on a terminal."""
     from rich.console import Console
 
     with Console(stderr=True).status("starting") as status:
@@ -209,7 +210,7 @@ def _saying() -> Iterator[Say]:
 def _run(
     context: typer.Context, options: object, columns: Sequence[Column], json: Path | None
 ) -> None:
-    """Measure, print, and write where that was asked for."""
+    """Measure, print the result, and write it to a file if one was given."""
     from offload.bench.record import check_json
     from offload.bench.table import print_record
     from offload.child import named

@@ -1,4 +1,4 @@
-"""`offload checkpoint`: look into, check and export the folders that a run has saved."""
+"""`offload checkpoint`: inspect, verify, convert and export the folders that a run has saved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Dtype(enum.StrEnum):
 
 @checkpoint_app.command()
 def inspect(path: Folder) -> None:
-    """Print what is in PATH: groups, parameters, bytes, steps. Reads the manifest alone."""
+    """Print the content of PATH: groups, parameters, bytes, steps. Only the manifest is read."""
     from offload.checkpoint.reader import CheckpointReader
     from offload.display.console import PlainConsole
 
@@ -59,8 +59,8 @@ def inspect(path: Folder) -> None:
 
 @checkpoint_app.command()
 def verify(path: Folder) -> None:
-    """Compare every byte of PATH with its hash. Exit code 1, naming what, if any is damaged or PATH
-    was saved as another step."""
+    """Compare every byte of PATH with its hash. The exit code is 1, and the damage is named, if a
+    byte differs or PATH was saved as another step."""
     from offload.checkpoint.reader import CheckpointReader
     from offload.checkpoint.steps import other_step
     from offload.tiers.units import format_bytes
@@ -139,7 +139,8 @@ def export(
 
 
 def _check_folder(path: Path, out: Path) -> None:
-    """ConfigError where no folder of transformers would be written: codes have no other place."""
+    """Raise ConfigError if codes would be written outside of a transformers folder, their only
+    format."""
     from offload.checkpoint.reader import CheckpointReader
     from offload.tiers.errors import ConfigError
 
@@ -176,7 +177,8 @@ def import_dcp(
     optimizer: Optimizer = None,
     tied: Tied = None,
 ) -> None:
-    """Write a folder of torch.distributed.checkpoint as one of ours. Runs nothing of PATH."""
+    """Convert a folder of torch.distributed.checkpoint to offload's format. No code of PATH
+    runs."""
     from offload.integrations.dcp_import import import_dcp as run
 
     echo(f"wrote {run(path, out, kind=optimizer, tied=_pairs(tied))}")
@@ -207,7 +209,7 @@ def import_deepspeed(
     optimizer: Optimizer = None,
     tied: Tied = None,
 ) -> None:
-    """Write a ZeRO checkpoint of DeepSpeed (stages 1 to 3) as one of ours, to go on training."""
+    """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to offload's format, to train on."""
     from offload.deepspeed.importing import import_checkpoint
     from offload.tiers.errors import ConfigError
 
@@ -221,7 +223,7 @@ def import_deepspeed(
 
 
 def _summary(manifest: Manifest) -> list[str]:
-    """A few lines about the whole."""
+    """Return a few lines that summarise the checkpoint."""
     from offload.display.plain_text import plain
     from offload.tiers.units import format_bytes
 

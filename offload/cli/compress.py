@@ -1,4 +1,4 @@
-"""`offload compress`: a folder of transformers made smaller."""
+"""`offload compress`: reduce a transformers folder to quantised weights."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "off": "dim", "fail": "red"}
 
 
 def clean_up(paths: Sequence[Path]) -> None:
-    """Remove what dead runs left in `paths`, a line for each."""
+    """Remove what dead runs left in `paths`, and print a line for each removal."""
     for path in paths:
         try:
             removed = clean(path)
@@ -37,9 +37,8 @@ def clean_up(paths: Sequence[Path]) -> None:
 
 
 def print_checks(paths: Sequence[Path], as_json: bool) -> None:
-    """Look at the machine (and at `paths`) and print what was found, and what it comes to.
-    Exit code 1 where nothing can be trained, 2 where a path is no
-    folder."""
+    """Check the machine (and `paths`), and print the findings and the verdict. The exit code is 1
+    if nothing can be trained, 2 if a path is no folder."""
     checks = run_checks(paths)
     found = verdict(checks)
     if as_json:

@@ -28,12 +28,12 @@ class TidyGroup(typer.core.TyperGroup):
     of its source."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """As `typer` has it, tidied."""
+        """Return the command that `typer` finds, with its help tidied."""
         command = super().get_command(ctx, cmd_name)
         return None if command is None else _tidied(command, ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """That of this group."""
+        """Write the group's own help."""
         _tidied(self, ctx)
         super().format_help(ctx, formatter)
 
@@ -56,8 +56,8 @@ class GuardedGroup(TidyGroup):
 
 
 def guarded(run: Callable[[], Any], *, debug: bool, failed: int = EXIT_FAILED) -> Any:
-    """`run()`, with every expected error printed and turned into an exit code; `failed`: of those
-    that are not the input's fault."""
+    """Return `run()`; an expected error is printed and ends the process with an exit code, which is
+    `failed` unless the input is at fault."""
     try:
         with raising():
             return run()
@@ -78,10 +78,10 @@ def guarded(run: Callable[[], Any], *, debug: bool, failed: int = EXIT_FAILED) -
 
 @contextmanager
 def failing_io(*, debug: bool, failed: int = EXIT_FAILED) -> Iterator[None]:
-    """An OSError that no code expects ends in one line: the machine's fault, not the program's.
+    """End an OSError that no code expects with one line: the machine is at fault, not the program.
 
-    Mostly that of standard output (a full disk, /dev/full). Around all of the program, since help
-    and version are output, too.
+    Most often standard output fails (a full disk, /dev/full). This wraps the whole program, since
+    help and version are output as well.
     """
     if logging.lastResort is not None:  # prints warnings, of whatever names
         logging.lastResort.setFormatter(_PlainFormatter())
@@ -102,7 +102,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 def _drop_output() -> None:
-    """Output that cannot be written goes nowhere: the interpreter's flush at exit would fail."""
+    """Send unwritable output to /dev/null: the interpreter's flush at exit would fail."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -112,7 +112,7 @@ def _drop_output() -> None:
 
 
 def print_error(message: str) -> None:
-    """`error: message` on stderr, red on a terminal."""
+    """Print `error: message` to stderr, in red on a terminal."""
     # written without rich: its wrapping would cut paths that users copy
     red, normal = ("\x1b[31m", "\x1b[0m") if _colours(sys.stderr.isatty()) else ("", "")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "rank" not in message.partition(":")[0]:
@@ -122,7 +122,7 @@ def print_error(message: str) -> None:
 
 
 def _rank() -> str:
-    """This process's, of those that `torchrun` has started."""
+    """Return the rank of this process among those that `torchrun` has started."""
     return os.environ.get("RANK", "0")
 
 

@@ -12,7 +12,7 @@ from offload.display.console import PlainConsole
 
 
 def print_explanation(name: str) -> None:
-    """ConfigError for a key that there is not."""
+    """Print the explanation of a key. Raise ConfigError if there is no such key."""
     key = explained(name)
     console = PlainConsole()
     if key.name:
@@ -37,7 +37,7 @@ def _facts(key: Key) -> Table:
 
 
 def facts(key: Key) -> Iterator[tuple[str, str]]:
-    """What there is to say of a value beside its meaning."""
+    """Yield what is known about a value beside its meaning, as pairs of a label and a text."""
     yield "type", key.type
     if key.unit:
         yield "unit", key.unit

@@ -1,4 +1,4 @@
-"""`offload generate`: text from a folder's model, streamed, and what that took."""
+"""`offload generate`: stream text from a folder's model, and report the time and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STOPPING = "Ctrl-C: finishing this token; press Ctrl-C again to quit at once"
 
 @dataclass(frozen=True)
 class Asked:
-    """The command line."""
+    """The options of the command line."""
 
     folder: Path
     prompts: Sequence[str]  # or @FILE
@@ -41,8 +41,8 @@ class Asked:
 
 
 def run_generation(asked: Asked) -> None:
-    """Text goes to standard output, all else to standard error. KeyboardInterrupt after a Ctrl-C,
-    behind the closing table."""
+    """Generate; text goes to standard output, everything else to standard error. Raise
+    KeyboardInterrupt after a Ctrl-C, behind the closing table."""
     if asked.new_tokens is not None and asked.new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {asked.new_tokens}: at least 1")
     asked.sampling.check()
@@ -54,7 +54,8 @@ def run_generation(asked: Asked) -> None:
 
 
 def _text_of(prompt: str) -> str:
-    """The prompt, or that of a file. ConfigError for an empty one, PathError for no such file."""
+    """Return the prompt, or the text of its file. Raise ConfigError if it is empty, PathError if
+    there is no such file."""
     text = prompt
     if prompt.startswith("@"):
         path = Path(prompt[1:])
@@ -114,7 +115,7 @@ class _Generation:
         self, model: Any, encoded: Encoded, stream: Stream, dispatched: Dispatched,
         interrupts: Interrupts, tokenizer: Any,
     ) -> Any:  # fmt: skip
-        """New ones, as many as came before a Ctrl-C."""
+        """Return the new tokens: as many as were generated before a Ctrl-C."""
         from offload.integrations.text_generation import generate
 
         with interrupts.put_off(_STOPPING):
@@ -129,8 +130,8 @@ class _Generation:
 
     # ---------------------------------------------------------------- before
     def _planned(self, encoded: Encoded, new_tokens: int) -> tuple[OffloadConfig, Forecast | None]:
-        """What is left open chosen for this work, and the prediction; without one where the
-        model's passes cannot be followed."""
+        """Return the configuration, with its open settings chosen for this generation, and the
+        forecast; None in place of the forecast if the model's passes cannot be traced."""
         from offload.cli.planned_model import generating
         from offload.planning.plan.workload import Generation
         from offload.runs.forecast import forecast_generation
@@ -179,7 +180,7 @@ class _Generation:
 
 
 def _rates(stream: Stream, encoded: Encoded) -> list[str]:
-    """Tokens per second of both kinds of pass."""
+    """Return the tokens per second of both kinds of pass."""
     from offload.planning.choice.durations import duration, three_digits
 
     times, lines = stream.times, []
@@ -199,13 +200,13 @@ def _rates(stream: Stream, encoded: Encoded) -> list[str]:
 
 
 def _replace_unknown_letters() -> None:
-    """Standard output may have no letters for what a model says."""
+    """Replace characters that the encoding of standard output does not have."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def _write(text: str) -> None:
-    """What the model says; on a terminal it moves no cursor."""
+    """Write the model's text; on a terminal, without control characters that move the cursor."""
     sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Texts of the options that say what is to be generated: of `offload plan` and of memest."""
+"""Help texts of the options that describe a generation, for `offload plan` and memest."""
 
 INFERENCE = "Generating text, not training."
 BATCH = "Sequences per pass."

@@ -1,4 +1,4 @@
-"""File and line of a key that does not work on this machine."""
+"""Adds the file and line of a key that does not work on this machine to its error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
 
 @contextmanager
 def located(file: Path, overrides: Sequence[str]) -> Iterator[None]:
-    """Errors about budgets, paths and devices that begin with a key say its file and line, too.
+    """Add the file and line to errors about budgets, paths and devices that begin with a key.
 
-    They are found long after `file` was read, by code that does not know of it.
+    These errors are raised long after `file` was read, by code that does not know it.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`offload migrate`: a configuration of DeepSpeed as one of ours."""
+"""`offload migrate`: convert a configuration of DeepSpeed to one of offload."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from offload.tiers.errors import ConfigError, PathError
 
 
 def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bool) -> None:
-    """Write it to `out`, or to standard output; warnings go to stderr, a scheduler's code to
-    standard output. ConfigError names every key that is unknown or refused, and nothing is
-    written."""
+    """Write the migrated configuration to `out`, or to standard output; warnings go to stderr, a
+    scheduler's code to standard output. Raise ConfigError naming every key that is unknown or
+    refused; nothing is written then."""
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: write 1 or more")
     if out is not None and out.exists() and not replace:

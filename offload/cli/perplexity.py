@@ -1,4 +1,4 @@
-"""`offload perplexity`: how well a folder's model expects a text."""
+"""`offload perplexity`: the perplexity of a folder's model on a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload plan`: the resolved placement, why it is so, its bytes and its time."""
+"""`offload plan`: the resolved placement, the reasons for it, its bytes and its time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def print_plan(
     file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1, model: str | None = None,
     ep_size: int = 1, generation: Mapping[str, int | None] | None = None,
 ) -> None:  # fmt: skip
-    """Describe the run of `file` without starting it: that of one of `ranks` on each of `nodes`,
-    of `model`, by default of the one that the file was written for, or the built-in one; `ep_size`
-    ranks share the experts of a layer."""
+    """Describe the run of `file` without starting it: one rank of `ranks` on each of `nodes`, for
+    `model` (by default the one that the file was written for, or the built-in one); `ep_size` ranks
+    share the experts of a layer."""
     for option, given in (generation or {}).items():
         if given is not None:
             raise ConfigError(f"{option} {given}: is of inference alone; add --inference")
@@ -77,7 +77,7 @@ def print_inference_plan(
 def _check_device(
     config: OffloadConfig, file: Path, overrides: Sequence[str], model: str | None, *options: str
 ) -> None:
-    """ConfigError for a file of a machine with another device, which memest plans for."""
+    """Raise ConfigError if the file is for a machine with another device: memest plans for it."""
     from offload.tiers.accelerator import KINDS
 
     kind = KINDS.get(config.device)
@@ -95,7 +95,7 @@ def _check_device(
 def _plan_generation(
     model: GeneratingModel, generation: Generation, notes: tuple[str, ...]
 ) -> Planned:
-    """As `offload generate` plans. Raises what it would raise before anything is allocated."""
+    """Plan as `offload generate` does. Raise what it would raise before anything is allocated."""
     from offload.homes import compute_device, nvme_paths, this_machine
     from offload.planning.choice.plan_text import Planned
     from offload.planning.choice.planner import check_plan
@@ -129,7 +129,7 @@ def _plan_generation(
 
 
 def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:
-    """As the loop plans. Raises what it would raise before anything is allocated."""
+    """Plan as the training loop does. Raise what it would raise before anything is allocated."""
     from offload.homes import compute_device, nvme_paths, this_machine
     from offload.planning.choice.plan_text import Planned
     from offload.planning.choice.planner import check_plan

@@ -1,4 +1,4 @@
-"""The model that `offload plan` is asked about: the built-in one, or one that memest can read."""
+"""The model that `offload plan` plans: the built-in one, or one that memest can read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlannedModel:
 
 
 def built_in(config: OffloadConfig) -> PlannedModel:
-    """The model of `offload train`, in a loop that takes every step it begins."""
+    """Return the model of `offload train`, in a loop that takes every step it begins."""
     config = config.owning_the_loop()
     model = build_meta_model(config)
     workload = workload_of(config)
@@ -48,9 +48,9 @@ def built_in(config: OffloadConfig) -> PlannedModel:
 
 
 def named(config: OffloadConfig, source: str | None) -> PlannedModel:
-    """The model at `source`, else the one that the configuration was written for.
+    """Return the model at `source`, else the one that the configuration was written for.
 
-    ConfigError where it was written for another one, or that one is not there any more.
+    Raise ConfigError if the configuration was written for another model, or its model is gone.
     """
     reader: Any = importlib.import_module(_READER)
     written_for = config.written_for
@@ -81,7 +81,8 @@ class GeneratingModel:
 
 
 def generating(config: OffloadConfig, source: str, asked: Generation) -> GeneratingModel:
-    """The model at `source`, as it generates under `config`. ConfigError as `named`."""
+    """Return the model at `source` that generates under `config`. Raise ConfigError like
+    `named`."""
     reader: Any = importlib.import_module(_READER)
     if config.written_for is not None:
         found = reader.read_written_for(config, config.written_for, source)

@@ -16,7 +16,7 @@ from offload.tiers.errors import ConfigError
 
 
 def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> None:
-    """Train as `file` says. ConfigError before anything heavy is imported."""
+    """Train as `file` says. Raise ConfigError before anything heavy is imported."""
     config = OffloadConfig.load(file, overrides)
     if config.written_for is not None:
         with located(file, overrides):
@@ -43,7 +43,7 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
 
 
 def resuming_command(file: Path, overrides: Sequence[str], run_dir: Path) -> str:
-    """For a shell in the same folder: what goes on with the run."""
+    """Return the shell command that resumes the run, for the current folder."""
     options = [word for override in overrides for word in ("-o", override)]
     words = ["train", str(file), *options, "--run-dir", str(run_dir), "--resume"]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -57,7 +57,8 @@ def resuming_command(file: Path, overrides: Sequence[str], run_dir: Path) -> str
 
 
 def _torchrun() -> str:
-    """As it was called; with several machines it has options that its workers do not know."""
+    """Return the `torchrun` command of this run; with several machines it has options that the
+    workers do not know."""
     here = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     options = " [options as before, on every machine]" if several else ""

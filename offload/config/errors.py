@@ -1,4 +1,4 @@
-"""Turning what is wrong with a configuration into one screen of text.
+"""Turns the mistakes in a configuration into one screen of text.
 
 One line per mistake: `FILE:LINE: KEY: what is wrong; what is allowed`.
 """
@@ -43,7 +43,7 @@ _COMPARISONS = {
 
 
 def render(error: ValidationError, model: type[BaseModel], source: ConfigSource) -> ConfigError:
-    """One ConfigError for all of `error`, at most `MAX_SHOWN` mistakes shown."""
+    """Return one ConfigError for all of `error`, with at most `MAX_SHOWN` mistakes shown."""
     found = sorted(error.errors(), key=lambda detail: source.document.line_of(detail["loc"]) or 0)
     lines = list(dict.fromkeys(_line(detail, model, source) for detail in found))
     shown = lines[:MAX_SHOWN]
@@ -65,7 +65,7 @@ def _line(detail: ErrorDetails, model: type[BaseModel], source: ConfigSource) ->
 
 
 def _place(source: ConfigSource, section: KeyPath, cause: KeyedError) -> str:
-    """The override among the contradicting keys, else the first of them that was given."""
+    """Return the override among the contradicting keys, else the first of them that was given."""
     paths = [(*section, *path) for path in (cause.path, cause.other) if path is not None]
     given = [source.place_of(path) for path in paths if _given(source.value, path)]
     overriding = [place for place in given if place.startswith("-o ")]
@@ -113,7 +113,7 @@ def _literals(expected: str) -> tuple[str, ...]:
 
 
 def _number(value: Any) -> str:
-    """A bound: 0 for 0.0."""
+    """Return a bound as text: 0 for 0.0."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

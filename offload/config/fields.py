@@ -1,4 +1,4 @@
-"""Field types of the configuration that a plain annotation cannot say.
+"""Field types of the configuration that a plain annotation cannot express.
 
 Each is one `Annotated` alias: parsed by one function whose ValueError is written for the user, and
 described for the JSON Schema and, by a `Kind`, for `offload config explain`.
@@ -55,7 +55,7 @@ class Section(BaseModel):
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field that is a section, also of one that may be absent."""
+    """Return the model of a field that is a section, including an optional one."""
     options: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         options = typing.get_args(annotation)
@@ -67,7 +67,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the values of a type are, in words, for the reference."""
+    """The allowed values of a type, described in words for the reference."""
 
     text: str
     unit: str = ""
@@ -78,10 +78,10 @@ def about(
     *, unit: str = "", absent: str = "", needs: Mapping[str, Any] | None = None,
     see: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """What the reference says of a key beside its description, as `json_schema_extra`.
+    """Return what the reference says about a key beside its description, as `json_schema_extra`.
 
-    `absent`: what a default of None means. `needs`: keys, by their full names, and values with
-    which this key is of use. `see`: keys that it interacts with.
+    `absent`: the meaning of a default of None. `needs`: full names of keys, and the values with
+    which this key has an effect. `see`: keys that it interacts with.
     """
     said = {"x-unit": unit, "x-absent": absent, "x-needs": dict(needs or {}), "x-see": list(see)}
     return {name: value for name, value in said.items() if value}
@@ -89,7 +89,7 @@ def about(
 
 @dataclass(frozen=True)
 class Percent:
-    """A share (0..1) of what the machine has; written `80%`."""
+    """A share (0..1) of the machine's capacity; written `80%`."""
 
     fraction: float
 
@@ -125,7 +125,7 @@ class StateFormats:
 
 
 class UnknownNameError(ValueError):
-    """A name that is none of `allowed`; carries both for a suggestion."""
+    """A name that is not one of `allowed`; the error carries both for a suggestion."""
 
     def __init__(self, found: str, allowed: tuple[str, ...], what: str) -> None:
         self.found = found
@@ -145,7 +145,7 @@ class KeyedError(ValueError):
 
 
 def _percent(fraction: float) -> str:
-    """The shortest text that `parse_percent` reads back to this very fraction."""
+    """Return the shortest text that `parse_percent` reads back to exactly this fraction."""
     return f"{Decimal(repr(fraction)).scaleb(2):f}%"
 
 
@@ -193,7 +193,7 @@ def parse_split(value: Any) -> Placement | None:
 
 
 def is_split(value: Any) -> bool:
-    """Whether a mapping is meant as shares of tiers."""
+    """Whether a mapping stands for shares of tiers."""
     return any(
         tier in _TIERS or (isinstance(share, str) and "%" in share) for tier, share in value.items()
     )
@@ -297,7 +297,7 @@ def _parse_chunk(value: Any) -> Any:
 
 
 def _check_path(value: str) -> str:
-    """A name that a file can have, of a user that there is."""
+    """Check that the path can be a file name, and that the user in it exists."""
     shown = repr(value) if len(value) <= 60 else f"{value[:57]!r}..."
     if "\0" in value:
         raise ValueError(f"{shown} has a NUL character, which no path can have")

@@ -79,7 +79,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Parse the file at `path`. PathError when unreadable, ConfigError when it is no YAML."""
+    """Parse the file at `path`. Raise PathError if unreadable, ConfigError if it is not YAML."""
     return parse_document(_read_text(path), str(path))
 
 
@@ -106,7 +106,8 @@ def parse_document(text: str, source: str) -> Document:
 
 
 def dump_yaml(value: Any, *, inline: bool = False) -> str:
-    """YAML text of plain values, keys in their order. `inline`: on one line, without its end."""
+    """Return plain values as YAML, keys in their order. `inline`: on one line, without a
+    newline."""
     text = yaml.dump(
         value, Dumper=CoreDumper, sort_keys=False, default_flow_style=inline,
         width=math.inf if inline else None,
@@ -141,7 +142,7 @@ def _read_text(path: Path) -> str:
 
 
 def _named(path: Path) -> str:
-    """Shortened to a readable length."""
+    """Return the text, shortened to a readable length."""
     text = str(path)
     return text if len(text) <= 300 else f"{text[:297]}..."
 
@@ -223,7 +224,7 @@ def _scalar_of(node: yaml.Node, source: str) -> str | int | float | bool | None:
 
 
 def _path_hint(text: str, mark: yaml.Mark | None) -> str:
-    """Where a path with `{rank}` stands in a list: braces begin a mapping there."""
+    """Return a hint for a path with `{rank}` in a list, where braces begin a mapping; else ""."""
     if mark is None:
         return ""
     lines = text.split("\n")[mark.line : mark.line + 1]  # none where the text ended

@@ -1,7 +1,7 @@
 """The configuration: frozen models, one per section, composed into `OffloadConfig`.
 
-What can be judged without looking at the machine is judged here; whether a path exists or a budget
-fits is judged when the run starts.
+The models check what is independent of the machine; whether a path exists or a budget fits is
+checked when the run starts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MASTERS_ALLOWED = {
 
 
 class BudgetConfig(Section):
-    """Most bytes each tier may hold."""
+    """The maximum bytes that each tier may hold."""
 
     main = "host"
 
@@ -89,7 +89,7 @@ class BudgetConfig(Section):
 
 
 class NvmeConfig(Section):
-    """Where and how the nvme tier is read and written."""
+    """The folders of the nvme tier, and how they are read and written."""
 
     main = "paths"
 
@@ -146,7 +146,7 @@ class NvmeConfig(Section):
 
 
 class ActivationConfig(Section):
-    """Where saved activations live, and whether they are kept or recomputed."""
+    """The tier of saved activations, and whether they are kept or recomputed."""
 
     main = "tier"
 
@@ -167,7 +167,7 @@ class ActivationConfig(Section):
 
 
 class _OrSplit:
-    """`ExpertPlacement._of_all_classes`, in JSON Schema."""
+    """The JSON Schema of `ExpertPlacement._of_all_classes`."""
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -178,7 +178,7 @@ class _OrSplit:
 
 
 class ExpertPlacement(Section):
-    """Home of the states of experts; an absent class is placed automatically."""
+    """The home of the states of experts; an absent class is placed automatically."""
 
     parameters: Split = Field(
         None,
@@ -199,7 +199,7 @@ class ExpertPlacement(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_all_classes(cls, value: Any) -> Any:
-        """A tier, shares or auto is meant of every class."""
+        """Apply a tier, shares or auto to every class."""
         by_class = isinstance(value, Mapping) and (
             not is_split(value) or not value.keys().isdisjoint(cls.model_fields)
         )
@@ -209,7 +209,7 @@ class ExpertPlacement(Section):
 
 
 class PlacementConfig(Section):
-    """Home of each class of state; an absent class is placed automatically."""
+    """The home of each class of state; an absent class is placed automatically."""
 
     main = "parameters"
 
@@ -253,8 +253,8 @@ class PlacementConfig(Section):
     )
 
     def homes(self) -> dict[str, Placement | None]:
-        """Of each class of states by its key (`optimizer`, and where experts have homes of their
-        own `experts.optimizer`); None is left open."""
+        """The home of each class of states by its key (`optimizer`, and `experts.optimizer` if
+        experts have homes of their own); None: chosen automatically."""
         apart = () if self.experts is None else ExpertPlacement.model_fields
         return {
             **{name: getattr(self, name) for name in ExpertPlacement.model_fields},
@@ -262,7 +262,7 @@ class PlacementConfig(Section):
         }
 
     def with_homes(self, homes: Mapping[str, Placement]) -> PlacementConfig:
-        """With the homes of classes, by their keys as `homes` has them."""
+        """Return a copy with these homes of classes, under the keys that `homes` uses."""
         rest = {name: home for name, home in homes.items() if "." not in name}
         apart = {name.partition(".")[2]: home for name, home in homes.items() if name not in rest}
         experts = self.experts
@@ -272,7 +272,7 @@ class PlacementConfig(Section):
 
 
 class StorageConfig(Section):
-    """Frozen weights in fewer bits."""
+    """Frozen weights stored in fewer bits."""
 
     main = "weights"
 
@@ -498,7 +498,7 @@ class ZeroConfig(Section):
 
 
 def _or_auto(schema: dict[str, Any]) -> None:
-    """`_expand_auto_placement`, in JSON Schema."""
+    """The JSON Schema of `_expand_auto_placement`."""
     schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"const": "auto"}]
 
 
@@ -656,7 +656,7 @@ class OffloadConfig(Section):
         return self
 
     def _needs_all_gradients(self) -> tuple[str, tuple[str, ...]] | None:
-        """The setting that needs every gradient before the first update: its text and key."""
+        """Return text and key of the setting that needs every gradient before the first update."""
         if self.clip_grad_norm is not None:
             return f"clip_grad_norm: {self.clip_grad_norm:g}", ("clip_grad_norm",)
         if self.precision == "fp16":
@@ -705,7 +705,8 @@ class OffloadConfig(Section):
             )
 
     def owning_the_loop(self) -> OffloadConfig:
-        """For a training loop of ours, which takes every step it begins: `in_backward` resolved."""
+        """Return the configuration for offload's own training loop, which takes every step it
+        begins: `in_backward` is resolved."""
         if self.optimizer.in_backward != "auto":
             return self
         update = {"in_backward": self._needs_all_gradients() is None}
@@ -715,9 +716,9 @@ class OffloadConfig(Section):
     def load(
         cls, source: StrPath | Mapping[str, Any] | OffloadConfig, overrides: Sequence[str] = ()
     ) -> OffloadConfig:
-        """The configuration of a YAML file, a mapping, or as it is; `overrides` are `key=value`.
+        """Load a YAML file, a mapping or an OffloadConfig; `overrides` are `key=value`.
 
-        Raises ConfigError (PathError for an unreadable file); its message names file, line, key.
+        Raises ConfigError (PathError for an unreadable file); its message names file, line and key.
         """
         if isinstance(source, OffloadConfig):
             if not overrides:
@@ -751,12 +752,12 @@ class OffloadConfig(Section):
 
     @property
     def scaling(self) -> LossScaleConfig | None:
-        """Loss scaling: the settings under fp16 (defaults filled in), None otherwise."""
+        """The settings of loss scaling under fp16 (defaults filled in), None otherwise."""
         return (self.loss_scale or LossScaleConfig()) if self.precision == "fp16" else None
 
     @property
     def stored(self) -> Storage | None:
-        """Which frozen weights are stored in fewer bits, and how; None: none are."""
+        """Which frozen weights are stored in fewer bits, and how; None if there are none."""
         chosen = self.storage
         if chosen is None:
             return None
@@ -764,14 +765,14 @@ class OffloadConfig(Section):
         return Storage(format_, chosen.skip)
 
     def splits_experts(self, ranks: int) -> bool:
-        """Whether experts move one by one. With `micro_batches` a block computes all pieces with
-        all of its parameters there; at stage 3 ranks gather the same parameters, whichever experts
-        each of them chose."""
+        """Whether experts move one by one. With `micro_batches` a block computes all pieces while
+        all of its parameters are present; at stage 3 ranks gather the same parameters, regardless
+        of the experts that each rank chose."""
         gathers = ranks > 1 and self.zero.stage >= 3
         return self.micro_batches in (1, AUTO_MICRO_BATCHES) and not gathers
 
     def resolved(self) -> OffloadConfig:
-        """The same configuration with every `auto` that needs no machine and no batch filled in."""
+        """Return a copy with every `auto` resolved that depends on neither machine nor batch."""
         optimizer = self.optimizer.model_copy(
             update={
                 "master": self.master,
@@ -787,14 +788,14 @@ class OffloadConfig(Section):
         return self.model_copy(update=update)
 
     def in_precision_of(self, weights: str | None) -> OffloadConfig:
-        """With the format that weights have, where none is named and that is known."""
+        """Return a copy in the precision of the weights, if it is known and no precision is set."""
         if weights is None or "precision" in self.model_fields_set:
             return self
         return self.model_copy(update={"precision": weights})
 
     def for_inference(self) -> OffloadConfig:
-        """Without what only training uses, and settled: nothing is at home but parameters, and
-        ranks share none."""
+        """Return a copy without the settings that only training uses, and settled: only parameters
+        have a home, and ranks share nothing."""
         host = Placement.on(Tier.HOST)
         experts = self.placement.experts
         if experts is not None:
@@ -816,8 +817,9 @@ class OffloadConfig(Section):
         return self.model_copy(update=update).settled()
 
     def settled(self) -> OffloadConfig:
-        """Without `auto` for what depends on the batch: nothing recomputed, one piece. For callers
-        that do not know the batch; those that do ask `offload.planning.choice.solver` first."""
+        """Return a copy without `auto` for what depends on the batch: nothing recomputed, one
+        piece. It is for callers that do not know the batch; the others call
+        `offload.planning.choice.solver` first."""
         activations = self.placement.activations
         config = self
         if activations.checkpoint == "auto":
@@ -829,11 +831,11 @@ class OffloadConfig(Section):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that `load` reads back to an equal configuration."""
+        """Return plain values that `load` reads back to an equal configuration."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def to_yaml(self) -> str:
-        """YAML that `load` reads back to an equal configuration."""
+        """Return YAML that `load` reads back to an equal configuration."""
         return dump_yaml(self.to_dict())
 
 

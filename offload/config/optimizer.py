@@ -120,8 +120,8 @@ class OptimizerConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _fill_defaults(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Defaults for the chosen optimizer's numbers that were not set; `model_fields_set` names
-        only those that were."""
+        """Fill in the chosen optimizer's defaults for the numbers that were not set;
+        `model_fields_set` names only those that were."""
         if not isinstance(value, Mapping):
             return validate(value)
         if value.get("type") == "muon":
@@ -170,10 +170,10 @@ class OptimizerConfig(Section):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The keys that the chosen optimizer's param groups have, and their values."""
+        """The keys of the chosen optimizer's param groups, and their values."""
         return {key: getattr(self, key) for key in KINDS[self.type].defaults}
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The states kept per parameter."""
+        """The names of the states kept per parameter."""
         return KINDS[self.type].scalars.kept_for(self.numbers)

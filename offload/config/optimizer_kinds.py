@@ -1,4 +1,4 @@
-"""The optimizers there are, by `optimizer.type`: what `kernels.rules` says of each."""
+"""The available optimizers by `optimizer.type`, as `kernels.rules` describes them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _OF_A_STEP = ("step", "grad_scale")  # not of a param group
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One `optimizer.type`."""
+    """An optimizer that `optimizer.type` can name."""
 
     scalars: type[Scalars]
     fixed: Mapping[str, bool]  # numbers that the type decides
     defaults: Mapping[str, Any]  # keys of a param group, named as torch names them, with its values
 
     def numbers(self, group: Mapping[str, Any]) -> dict[str, Number]:
-        """Of a param group, for `scalars`."""
+        """Return the numbers of a param group that `scalars` takes."""
         found = {key: group[key] for key in self.defaults if key != "betas"}
         if "betas" in self.defaults:
             found["beta1"], found["beta2"] = group["betas"]

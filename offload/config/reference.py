@@ -1,4 +1,4 @@
-"""What every key of the configuration means: its models, in words.
+"""The meaning of every key of the configuration: its models, described in words.
 
 `offload config explain` and the site's reference show it.
 """
@@ -47,11 +47,11 @@ class Key:
 
     @property
     def name(self) -> str:
-        """`optimizer.states`."""
+        """The full name, such as `optimizer.states`."""
         return ".".join(self.path)
 
     def all(self) -> Iterator[Key]:
-        """This one and those below it, in the order in which a file has them."""
+        """Yield this key and those below it, in the order of a configuration file."""
         yield self
         for key in self.keys:
             yield from key.all()
@@ -59,14 +59,14 @@ class Key:
 
 @cache
 def reference() -> Key:
-    """The whole configuration."""
+    """Return the whole configuration as a key."""
     return _section((), OffloadConfig, "", "", {}, (), _interactions())
 
 
 def explained(name: str) -> Key:
-    """The key `name`, as `optimizer.states`; "" is the whole.
+    """Return the key `name`, such as `optimizer.states`; "" is the whole configuration.
 
-    ConfigError with the nearest ones if there is none.
+    Raises ConfigError naming the nearest keys if there is no such key.
     """
     known = {key.name: key for key in reference().all()}
     if name not in known:
@@ -128,7 +128,8 @@ def _said(field: FieldInfo) -> dict[str, Any]:
 
 
 def _needs(path: tuple[str, ...], field: FieldInfo) -> dict[str, Any]:
-    """Other keys and their values. A number that few optimizers have needs one of those."""
+    """Return the other keys that a key needs, and their values. A number that only some optimizers
+    have needs one of those."""
     needs = dict(_said(field).get("x-needs", {}))
     if path[0] == "optimizer":
         having = [name for name, kind in KINDS.items() if path[-1] in kind.defaults]
@@ -138,7 +139,7 @@ def _needs(path: tuple[str, ...], field: FieldInfo) -> dict[str, Any]:
 
 
 def _interactions() -> dict[str, list[str]]:
-    """Of each key those that name it: who interacts with a key is declared on one side alone."""
+    """Return, for each key, the keys that name it: an interaction is declared on one side alone."""
     found: dict[str, list[str]] = {}
 
     def look(path: tuple[str, ...], model: type[BaseModel]) -> None:
@@ -162,7 +163,7 @@ def _kind_of(field: FieldInfo) -> Kind:
 
 
 def _type_text(annotation: Any) -> str:
-    """In words: `bool | None` is `true or false`."""
+    """Return a type in words: `bool | None` is `true or false`."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return _listed([str(value) for value in inner])
@@ -177,7 +178,7 @@ def _type_text(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """`from 0 to 3`, `above 0 and below 1`; empty without any."""
+    """Return the bounds in words, `from 0 to 3` or `above 0 and below 1`; "" without any."""
     found = {
         name: f"{words} {_number(getattr(item, name))}"
         for item in field.metadata
@@ -211,7 +212,7 @@ def _default(path: tuple[str, ...], model: type[BaseModel], field: FieldInfo, ki
 
 
 def _by_type(name: str) -> str:
-    """The default that a number of the optimizer has; each type has its own."""
+    """Return the default of one of the optimizer's numbers, which depends on the type."""
     types: dict[str, list[str]] = {}
     for type_, kind in KINDS.items():
         if name in kind.defaults:
@@ -222,8 +223,8 @@ def _by_type(name: str) -> str:
 
 
 def _example(path: tuple[str, ...], needs: Mapping[str, Any], model: type[BaseModel]) -> str:
-    """The key set, and what it needs, its section's required keys included: a line for each key
-    at the top."""
+    """Return an example with the key set, and what it needs, including its section's required keys:
+    one line for each key at the top level."""
     section, last = path[:-1], path[-1]
     required = [name for name, field in model.model_fields.items() if field.is_required()]
     given = {(*section, name): model.model_fields[name] for name in [*required, last]}
@@ -242,7 +243,7 @@ def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def _example_value(field: FieldInfo) -> Any:
-    """The one that is given, or the first of a few words that is not the default."""
+    """Return the given example, or the first of a few words that is not the default."""
     if field.examples:
         return field.examples[0]
     if typing.get_origin(field.annotation) is Literal:
@@ -256,5 +257,5 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """As a file has it."""
+    """Return a value as it is written in a file."""
     return dump_yaml(value, inline=True)

@@ -1,4 +1,4 @@
-"""What to write instead: other people's names for keys and values, and values of another shape."""
+"""Suggestions for wrong keys and values: other programs' names, and values of another type."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _TYPES = {  # of a ValueError's text, where a field reads its values itself
 
 
 def suggestion(found: str, allowed: Iterable[str]) -> str:
-    """`; did you mean `lr`? allowed: a, b, c`."""
+    """Return a suggestion such as `; did you mean `lr`? allowed: a, b, c`."""
     names = tuple(allowed)
     close = near(found, names)
     hint = f"; did you mean `{close}`?" if close else ";"
@@ -74,7 +74,7 @@ def suggestion(found: str, allowed: Iterable[str]) -> str:
 
 
 def near(found: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The one of `names` that is meant: by another program's word for it, or a slip of the pen."""
+    """Return the one of `names` that is meant: another program's name for it, or a misspelling."""
     known = tuple(names)
     word = found.strip("[]'\" ").lower().removeprefix("torch.")
     other = [name for name in _WORDS.get(word, ()) if name in known]
@@ -83,7 +83,7 @@ def near(found: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
 
 
 def unknown_key(path: KeyPath, found: Any, root: type[BaseModel], place: str) -> str:
-    """Of a key that its section does not have: what it is called, or where it belongs."""
+    """Return a hint for a key that its section does not have: its name here, or its section."""
     name = str(path[-1])
     section = model_at(root, path[:-1])
     names = tuple(section.model_fields) if section else ()
@@ -100,7 +100,7 @@ def unknown_key(path: KeyPath, found: Any, root: type[BaseModel], place: str) ->
 
 
 def _only_home(name: str, root: type[BaseModel]) -> str | None:
-    """The least nested key of that name, in another section."""
+    """Return the least nested key of that name in another section."""
     homes = sorted(_paths_to(name, root), key=len)
     alone = len(homes) == 1 or (len(homes) > 1 and len(homes[0]) < len(homes[1]))
     return ".".join(homes[0]) if alone else None
@@ -116,7 +116,7 @@ def _paths_to(name: str, model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 
 def _moved(target: str, found: Any, root: type[BaseModel], place: str) -> str:
-    """` write ...`, where the value can stay as it is."""
+    """Return ` write ...` if the value can stay as it is."""
     path = tuple(target.split("."))
     nested: Any = found
     for part in reversed(path):
@@ -129,7 +129,7 @@ def _moved(target: str, found: Any, root: type[BaseModel], place: str) -> str:
 
 
 def written(path: KeyPath, value: Any, place: str) -> str:
-    """A key and its value as they are written there: in a file, or as an option."""
+    """Return a key and its value as they are written in that place: in a file, or as an option."""
     keys = [str(part) for part in path]
     if place.startswith("-o "):
         return "-o " + shlex.quote(f"{'.'.join(keys)}={_text(value)}")
@@ -145,7 +145,7 @@ def _text(value: Any) -> str:
 
 
 def other_shape(kind: str, message: str, path: KeyPath, found: Any, root: Any, place: str) -> str:
-    """`; write ...` for a value of another type that can only mean one thing, else nothing."""
+    """Return `; write ...` for a value of another type with only one possible meaning, else ""."""
     kind = next((name for text, name in _TYPES.items() if message.startswith(text)), kind)
     match kind:
         case "model_type":
@@ -168,7 +168,7 @@ def other_shape(kind: str, message: str, path: KeyPath, found: Any, root: Any, p
 
 
 def _in_a_section(path: KeyPath, found: Any, root: Any, place: str) -> str:
-    """A value in the place of a section is that of its main key."""
+    """Return `; write ...` for a value in the place of a section, as that of its main key."""
     section = model_at(root, path)
     if section is None or not issubclass(section, Section) or not section.main:
         return ""
@@ -187,7 +187,7 @@ def _in_a_section(path: KeyPath, found: Any, root: Any, place: str) -> str:
 
 
 def _readings(found: Any) -> Iterator[Any]:
-    """The value as it is, by our word for it, or as a list."""
+    """Yield the value as it is, under offload's word for it, and as a list."""
     yield found
     for allowed in (("device", "host", "nvme"), ("adamw", "adam"), ("int8", "int4")):
         word = near(str(found), allowed, 0.8)
@@ -201,7 +201,7 @@ def _items(found: Any) -> list[Any]:
 
 
 def _number(found: Any, kind: type) -> Any:
-    """The number that a text or a list of one is; None if it is none."""
+    """Return the number that a text or a list of one stands for; None if there is none."""
     if isinstance(found, list) and len(found) == 1:
         found = found[0]
     if isinstance(found, bool) or not isinstance(found, str | int | float):
@@ -218,7 +218,7 @@ def _number(found: Any, kind: type) -> Any:
 
 
 def left_out(path: KeyPath, found: Any, root: type[BaseModel]) -> str:
-    """`; leave it out: no clipping`, for a word or number that stands for none."""
+    """Return `; leave it out: no clipping` for a word or a number that means none."""
     section = model_at(root, path[:-1])
     field = section.model_fields.get(str(path[-1])) if section else None
     extra = field.json_schema_extra if field is not None else None
@@ -228,7 +228,7 @@ def left_out(path: KeyPath, found: Any, root: type[BaseModel]) -> str:
 
 
 def model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    """The section of a path."""
+    """Return the section at a path."""
     current: type[BaseModel] | None = model
     for part in path:
         field = current.model_fields.get(str(part)) if current else None

@@ -1,4 +1,4 @@
-"""Where configuration values come from: a file or mapping, then overrides on top."""
+"""Sources of configuration values: a file or a mapping, then overrides on top."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from offload.tiers.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Merged values, and the place to name when one of them is wrong."""
+    """Merged values, and the place that an error about one of them names."""
 
     document: Document
     value: dict[str, Any]
     overrides: dict[KeyPath, str] = field(default_factory=dict)  # path -> the text as given
 
     def place_of(self, path: KeyPath) -> str:
-        """`offload.yaml:7`, or the override's text, for an error about `path`."""
+        """Return `offload.yaml:7`, or the override's text, for an error about `path`."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
                 return f"-o {self.overrides[path[:length]]}"
@@ -92,7 +92,7 @@ def _copied(values: Any) -> Any:
 
 
 def _plain(value: Any, path: KeyPath) -> Any:
-    """A mapping given by a program, in the types a YAML file would give."""
+    """Convert a mapping given by a program to the types that a YAML file would give."""
     if len(path) > MAX_DEPTH:
         raise ConfigError(f"config: nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, Mapping):

@@ -149,16 +149,16 @@ class ModelConfig(Section):
 
     @property
     def numel(self) -> int:
-        """Parameters, those of norms left out."""
+        """The number of parameters, without those of norms."""
         return self._numel(self.experts)
 
     @property
     def active_numel(self) -> int:
-        """Those that compute one token."""
+        """The number of parameters that compute one token."""
         return self._numel(None if self.experts is None else self.experts_per_token)
 
     def _numel(self, experts: int | None) -> int:
-        """With so many of the experts."""
+        """Return the number of parameters with `experts` experts per layer; None: a dense MLP."""
         products = 2 + 2 * self.kv_head_count / self.heads
         gated = 3 if self.shape == "llama" else 2
         width = self.mlp_width if experts is None else experts * self.expert_width
@@ -233,7 +233,7 @@ class ModelConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Learning rate over the steps, as a factor on optimizer.lr."""
+    """The learning rate over the steps, as a factor on optimizer.lr."""
 
     main = "type"
 

@@ -1,4 +1,4 @@
-"""The model that a configuration was written for, so that it is not used for another one."""
+"""The model that a configuration was written for; the configuration is refused for another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload.tiers.errors import ConfigError
 
 
 class WrittenFor(Section):
-    """Written by `memest --write`; `offload plan` plans this model."""
+    """The model that `memest --write` wrote a configuration for, and that `offload plan` plans."""
 
     model: str = Field(description="Its name.", examples=["Llama-3-8B"])
     parameters: int = Field(
@@ -39,7 +39,7 @@ class WrittenFor(Section):
         return f"{self.model} ({self.parameters:,} parameters)"
 
     def check(self, name: str, parameters: int) -> None:
-        """ConfigError unless the model `name` has as many parameters as this one."""
+        """Raise ConfigError unless the model `name` has as many parameters as this one."""
         if parameters != self.parameters:
             raise ConfigError(
                 f"written_for: this file was written for {self}, and {name} has {parameters:,}; "
@@ -48,7 +48,7 @@ class WrittenFor(Section):
             )
 
     def refuse_training(self) -> None:
-        """ConfigError: `offload train` cannot build this model."""
+        """Raise ConfigError: `offload train` cannot build this model."""
         raise ConfigError(
             f"written_for: this file was written for {self}, and `offload train` trains only its "
             "built-in model; train in a loop of your own with offload.initialize(model, FILE), or, "

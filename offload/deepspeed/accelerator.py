@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator.get_accelerator()`: what loops ask the device for."""
+"""`deepspeed.accelerator.get_accelerator()`: what training loops ask the device for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Accelerator:
     """The device that an engine with `device: auto` computes on."""
 
     def device_name(self, device_index: int | None = None) -> str:
-        """`cuda`, `cuda:1`, or `cpu`, which has no numbers."""
+        """Return `cuda`, `cuda:1`, or `cpu`, which has no numbers."""
         kind = accelerator.default_type()
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
@@ -24,7 +24,7 @@ class _Accelerator:
         return str(accelerator.default_device())
 
     def device_count(self) -> int:
-        """At least 1: the CPU."""
+        """Return the number of devices; at least 1, the CPU."""
         return max(1, accelerator.device_count())
 
     def is_available(self) -> bool:
@@ -46,7 +46,8 @@ class _Accelerator:
         torch.manual_seed(seed)
 
     def set_device(self, device_index: int) -> None:
-        """An engine takes the device of LOCAL_RANK by itself. UnsupportedError for another one."""
+        """Do nothing: an engine takes the device of LOCAL_RANK by itself. Raise UnsupportedError
+        for another device."""
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if self.device_name() != "cpu" and device_index != local:
             raise UnsupportedError(
@@ -55,12 +56,12 @@ class _Accelerator:
             )
 
     def empty_cache(self) -> None:
-        """Nothing has to be done."""
+        """Do nothing: there is no cache that has to be emptied."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(missing_name("offload.deepspeed's accelerator", name))
 
 
 def get_accelerator() -> _Accelerator:
-    """The only one."""
+    """Return the accelerator; there is one per process."""
     return _Accelerator()

@@ -6,7 +6,7 @@ import argparse
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """`--deepspeed` and `--deepspeed_config FILE`, for `initialize(args=...)`."""
+    """Add `--deepspeed` and `--deepspeed_config FILE` to a parser, for `initialize(args=...)`."""
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="Has no effect.")
     group.add_argument("--deepspeed_config", help="The configuration of DeepSpeed, JSON.")

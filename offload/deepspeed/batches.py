@@ -13,7 +13,7 @@ TRAIN, MICRO, STEPS = (
 
 @dataclass(frozen=True)
 class Batches:
-    """Samples per step of all ranks, per pass of one rank, and passes per step."""
+    """Samples per step of all ranks, samples per pass of one rank, and passes per step."""
 
     train: int
     micro: int
@@ -21,7 +21,8 @@ class Batches:
 
     @classmethod
     def of(cls, train: int | None, micro: int | None, steps: int | None, ranks: int) -> Batches:
-        """The absent ones follow. ConfigError where they contradict each other, or none is."""
+        """Derive the missing sizes from the given ones. Raise ConfigError if they contradict each
+        other, or none is given."""
         if train is None and micro is None:
             raise ConfigError(f"{TRAIN}: missing; set it or {MICRO}")
         if micro is None:

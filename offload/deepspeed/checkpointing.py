@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activations that are computed again in backward, by torch's own."""
+"""`deepspeed.checkpointing`: activation checkpointing, by torch's own implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def configure(
     checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:  # fmt: skip
-    """Nothing has to be set: where saved activations live is the engine's configuration
+    """Do nothing: the engine's configuration says where saved activations live
     (activation_checkpointing.cpu_checkpointing), and the rest has no effect on the result."""
     global _configured
     _configured = True
@@ -30,11 +30,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept between steps."""
+    """Do nothing: no state is kept between steps."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, computed again in backward, with the random numbers it had."""
+    """Call `function(*args, **kwargs)`, and again in backward with the same random numbers."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed, and a process group also for a process alone."""
+"""`deepspeed.comm`: torch.distributed, with a process group even for a single process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def init_distributed(
     init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None,
     rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
-    """torch's process group as `torchrun` asks for it, or one of this process alone; of no effect
-    where there is one, or with `dist_init_required=False`."""
+    """Initialise torch's process group as `torchrun` asks for it, or one of this process alone. Do
+    nothing if there is a process group, or with `dist_init_required=False`."""
     if dist_init_required is False or torch.distributed.is_initialized():
         return
     kind = accelerator.default_type()
@@ -38,7 +38,7 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """This process's number on its machine."""
+    """Return the number of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -32,7 +32,7 @@ _log = logging.getLogger("offload")
 
 
 class EngineModule(nn.Module):
-    """A model that trains as DeepSpeed's engine trains it.
+    """A model that trains as under DeepSpeed's engine.
 
     `backward` divides the loss by the passes of a step, `step` steps after so many passes, clears
     the gradients and steps the scheduler; a step that is skipped for an overflow does not.
@@ -71,7 +71,7 @@ class EngineModule(nn.Module):
 
     # ---------------------------------------------------------------- forward and backward
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's outputs."""
+        """Return the model's outputs."""
         if self._settings.casts_inputs:
             inputs, kwargs = pytree.tree_map(_half, (inputs, kwargs))
         with self._autocast():
@@ -85,16 +85,16 @@ class EngineModule(nn.Module):
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _watched(self, output: torch.Tensor) -> Any:
-        """As it is; what comes back for it in a backward of the user's own is divided as `backward`
-        divides the loss."""
+        """Return `output` with the same values; its gradient in a backward that the user starts is
+        divided as `backward` divides the loss."""
         if not output.requires_grad:
             return output
         watched = _Watched.apply(plain(output), self)
         return watched.as_subclass(type(output)) if type(output) is ScalingLoss else watched
 
     def _averaged(self, value: torch.Tensor) -> torch.Tensor:
-        """A loss, or its gradient, divided by the passes of a step; of a sum over ranks, which
-        average, multiplied with their number."""
+        """Return a loss, or its gradient, divided by the passes of a step; if the configuration
+        asks for a sum over ranks, multiplied by their number, since the engine averages."""
         divided = value / self._batches.steps if self._batches.steps > 1 else value
         return self._summed(divided)
 
@@ -106,8 +106,8 @@ class EngineModule(nn.Module):
         return self._settings.sums_over_ranks and self.world_size > 1
 
     def gradient_of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What a gradient of an output is for the model: as it is where an engine's `backward` has
-        divided the loss, and in torch.autograd.grad, which gives no parameter a gradient."""
+        """Return the gradient of an output as the model takes it: unchanged if an engine's
+        `backward` has divided the loss, and in torch.autograd.grad, which sets no gradients."""
         if not self._reaches_parameters():
             return gradient
         self._passes_seen += 1
@@ -116,7 +116,7 @@ class EngineModule(nn.Module):
         return self._averaged(gradient)
 
     def _reaches_parameters(self) -> bool:
-        """Whether the backward that runs accumulates gradients of this model."""
+        """Whether the running backward accumulates gradients of this model."""
         will = torch._C._will_engine_execute_node
         trained = (param for param in self.module.parameters() if param.requires_grad)
         with torch._C.DisableTorchFunctionSubclass():
@@ -130,8 +130,9 @@ class EngineModule(nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backward of `loss`, divided by the passes of a step (and scaled under fp16). Returns the
-        divided loss. StateError without an optimizer, UnsupportedError for what is no scalar."""
+        """Run backward of `loss`, divided by the passes of a step (and scaled under fp16). Return
+        the divided loss. Raise StateError without an optimizer, UnsupportedError if `loss` is not a
+        scalar."""
         self._need_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UnsupportedError(
@@ -152,7 +153,7 @@ class EngineModule(nn.Module):
         return divided
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` as fp16 scales it, for `engine.scale(loss).backward()`."""
+        """Return `loss` scaled for fp16, for `engine.scale(loss).backward()`."""
         self._need_optimizer("scale")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UnsupportedError(
@@ -163,8 +164,8 @@ class EngineModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of passes inside stay on this rank until the first pass outside. StateError
-        inside another one, and for a step inside."""
+        """Keep the gradients of passes inside on this rank until the first pass outside. Raise
+        StateError inside another `no_sync`, and for a step inside."""
         if self._in_no_sync:
             raise StateError("no_sync inside no_sync; leave the first one before")
         self._in_no_sync = True
@@ -175,7 +176,7 @@ class EngineModule(nn.Module):
             self._in_no_sync = False
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """As `no_sync`: gradients of all passes inside are reduced once, by the step after it."""
+        """Reduce the gradients of all passes inside once, in the step after it, like `no_sync`."""
         return self.no_sync()
 
     # ---------------------------------------------------------------- steps
@@ -192,7 +193,7 @@ class EngineModule(nn.Module):
         return (self.micro_steps + 1) % self._batches.steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Let the loop say whether the next `step` steps, from here on."""
+        """Say whether the next `step` steps; from then on the loop decides."""
         if not self._settings.counts_passes:
             raise StateError(
                 "set_gradient_accumulation_boundary contradicts managed_gradient_accumulation: "
@@ -201,7 +202,7 @@ class EngineModule(nn.Module):
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """After each pass: step the optimizer and the scheduler where it is due."""
+        """Step the optimizer and the scheduler if a step is due. Call it after each pass."""
         self._need_optimizer("step")
         if self._in_no_sync:
             raise StateError("engine.step() inside no_sync; leave the block before")
@@ -212,7 +213,7 @@ class EngineModule(nn.Module):
         self.micro_steps += 1
 
     def _check_divided(self) -> None:
-        """StateError for a backward of something else than outputs of this engine."""
+        """Raise StateError after a backward of a tensor that is not an output of this engine."""
         passes = self.offload.runtime.stepper.passes_since_step
         seen, self._passes_seen = self._passes_seen, 0
         came, self._passes_counted = passes > self._passes_counted, passes
@@ -260,7 +261,7 @@ class EngineModule(nn.Module):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
+        """Clear all gradients."""
         self.offload.optimizer.zero_grad(set_to_none)
         self._passes_counted = 0
 
@@ -269,28 +270,30 @@ class EngineModule(nn.Module):
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step that was taken, before clipping; None before the first."""
+        """Return the gradient norm of the last step taken, before clipping; None before the
+        first."""
         return self._grad_norm
 
     # ---------------------------------------------------------------- numbers
     def train_batch_size(self) -> int:
-        """Samples per step of all ranks."""
+        """Return the samples per step of all ranks."""
         return self._batches.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per pass of one rank."""
+        """Return the samples per pass of one rank."""
         return self._batches.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Passes per step."""
+        """Return the passes per step."""
         return self._batches.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The three numbers above."""
+        """Return the three numbers above."""
         return self._batches.train, self._batches.micro, self._batches.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the passes per step. ValueError unless it is a multiple of what a pass takes."""
+        """Change the passes per step. Raise ValueError unless the samples per pass divide the
+        size."""
         if train_batch_size < 1 or train_batch_size % (self._batches.micro * self.world_size):
             raise ValueError(
                 f"train_batch_size: {train_batch_size} is no multiple of {self._batches.micro} x "
@@ -305,16 +308,16 @@ class EngineModule(nn.Module):
         self._batches = Batches(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
 
     def get_lr(self) -> list[Any]:
-        """Each param group's learning rate."""
+        """Return each param group's learning rate."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Each param group's betas, or momentum."""
+        """Return each param group's betas, or momentum."""
         has_momentum = self.offload.config.optimizer.type == "sgd"
         return self._of_groups("momentum" if has_momentum else "betas")
 
     def get_type(self) -> list[Any]:
-        """Each param group's entry `type`."""
+        """Return each param group's entry `type`."""
         return self._of_groups("type")
 
     def _of_groups(self, key: str) -> list[Any]:
@@ -322,17 +325,17 @@ class EngineModule(nn.Module):
         return [group.get(key, 0.0) for group in groups]
 
     def loss_scale(self) -> float:
-        """fp16's scale as it is now; 1 in other precisions."""
+        """The current scale of fp16; 1 in other precisions."""
         scale = self.offload.runtime.loss_scale
         return 1.0 if scale is None else scale.scale
 
     @property
     def scales_losses(self) -> bool:
-        """Whether it is open and trains in fp16."""
+        """Whether the engine is open and trains in fp16."""
         return not self.offload.is_closed and self.optimizer is not None and self.fp16_enabled()
 
     def gradient_clipping(self) -> float:
-        """The largest norm; 0: no clipping."""
+        """Return the maximum gradient norm; 0: no clipping."""
         return self.offload.config.clip_grad_norm or 0.0
 
     def zero_optimization_stage(self) -> int:
@@ -354,11 +357,11 @@ class EngineModule(nn.Module):
         return self.offload.config.precision == "bf16"
 
     def optimizer_name(self) -> str | None:
-        """The rule's; None without an optimizer."""
+        """Return the name of the update rule; None without an optimizer."""
         return None if self.optimizer is None else self.offload.config.optimizer.type
 
     def scheduler_name(self) -> str | None:
-        """As the configuration has it."""
+        """Return the type of the schedule in the configuration; None if there is none."""
         schedule = self._settings.made.schedule
         return None if schedule is None else schedule.type
 
@@ -367,11 +370,11 @@ class EngineModule(nn.Module):
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Modules whose gradients travel as sparse tensors: none, all are reduced dense."""
+        """Return the modules with gradients sent as sparse tensors: none, all are reduced dense."""
         return set()
 
     def report(self) -> Report:
-        """Bytes per tier, bytes moved, steps."""
+        """Return bytes per tier, bytes moved, and steps."""
         return self.offload.report()
 
     # ---------------------------------------------------------------- states
@@ -385,7 +388,7 @@ class EngineModule(nn.Module):
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:  # fmt: skip
-        """UnsupportedError: states are where `placement` and `budget` put them."""
+        """Raise UnsupportedError: states are where `placement` and `budget` put them."""
         raise UnsupportedError(
             "offload_states: states are not moved by hand here. Those that are at home in host "
             "memory or on nvme leave the device by themselves after each use; put more of them "
@@ -393,19 +396,19 @@ class EngineModule(nn.Module):
         )
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing has to be done: states are fetched where they are used."""
+        """Do nothing: states are fetched where they are used."""
 
     def empty_partition_cache(self) -> None:
-        """Nothing has to be done: copies leave when their memory is needed."""
+        """Do nothing: copies are dropped when their memory is needed."""
 
     def save_checkpoint(
         self, save_dir: StrPath, tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Write the folder SAVE_DIR/TAG (a checkpoint of ours, with the loop's state), and the file
-        `latest`. All ranks together. UnsupportedError for a client state that would have
-        to be pickled, ValueError without a folder."""
+        """Write the folder SAVE_DIR/TAG (a checkpoint of offload, with the loop's state), and the
+        file `latest`. All ranks call it together. Raise UnsupportedError for a client state that
+        would have to be pickled, ValueError without a folder."""
         if not save_dir:
             raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
         folder, tag = path_of(save_dir, "save_dir"), _tag(tag, self.global_steps)
@@ -417,8 +420,8 @@ class EngineModule(nn.Module):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
         load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Take over what `save_checkpoint` wrote; the folder, and the client state. (None, None),
-        with a warning, where no tag is given and there is no `latest`."""
+        """Load what `save_checkpoint` wrote. Return the folder and the client state; (None, None),
+        with a warning, if no tag is given and there is no `latest`."""
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint(custom_load_fn=...): write the weights into the model inside "
@@ -436,7 +439,7 @@ class EngineModule(nn.Module):
         self, save_dir: StrPath, save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Write the weights as the model computes with them to a safetensors file."""
+        """Write the weights, in the format that the model computes with, to a safetensors file."""
         save_weights(self, path_of(save_dir, "save_dir"), save_filename)
         return True
 
@@ -445,17 +448,17 @@ class EngineModule(nn.Module):
     def compile(
         self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any
     ) -> None:  # fmt: skip
-        """`module.compile(backend=...)`."""
+        """Compile the model by `module.compile(backend=...)`."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     def destroy(self) -> None:
-        """Close the engine: threads end, files and memory are given back."""
+        """Close the engine: its threads end, its files and memory are released."""
         self.offload.close()
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What the model has, as DeepSpeed's engine."""
+            """Return an attribute of the model, as DeepSpeed's engine does."""
             if name in self.__dict__.get("_modules", {}):
                 return super().__getattr__(name)
             module = self.__dict__.get("_modules", {}).get("module")
@@ -465,7 +468,7 @@ class EngineModule(nn.Module):
 
 
 class _Watched(torch.autograd.Function):
-    """The identity, over the same memory; see `EngineModule._watched`."""
+    """The identity over the same memory; see `EngineModule._watched`."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, engine: EngineModule) -> torch.Tensor:
@@ -478,7 +481,7 @@ class _Watched(torch.autograd.Function):
 
 
 def _with_scaling_losses(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
-    """A forward hook of an fp16 model: losses that it returns scale themselves."""
+    """A forward hook of an fp16 model: the losses that it returns scale themselves."""
 
     def scaling(output: torch.Tensor) -> torch.Tensor:
         is_loss = output.requires_grad and output.numel() == 1 and output.is_floating_point()

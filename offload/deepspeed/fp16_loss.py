@@ -1,7 +1,7 @@
 """Losses of fp16 models whose own `backward` scales them, as `engine.backward(loss)` does.
 
 A hook inside the graph would come too late: terms that are added to the loss, as a penalty on the
-weights, would stay unscaled. So a loss is a tensor of a class of its own, and so are sums of it.
+weights, would stay unscaled. A loss therefore has its own tensor class, and sums of it have, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offload.tiers.errors import StateError, UnsupportedError
 
 
 class ScalingLoss(torch.Tensor):
-    """Unscaled, with a graph. `backward` multiplies it with the loss scale."""
+    """An unscaled loss with a graph. Its `backward` multiplies it by the loss scale."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,7 +30,7 @@ class ScalingLoss(torch.Tensor):
 
 
 def plain(loss: Any) -> Any:
-    """The same tensor, whose `backward` does not scale."""
+    """Return the same tensor, whose `backward` does not scale."""
     return loss.as_subclass(torch.Tensor) if isinstance(loss, ScalingLoss) else loss
 
 
@@ -61,7 +61,7 @@ def _backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[Any]:
-    """The tensors that backward gives a gradient to."""
+    """Return the tensors that backward gives a gradient to."""
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:

@@ -1,4 +1,4 @@
-"""What DeepSpeed has and is not here, and what to use for it."""
+"""The parts of DeepSpeed that are missing here, and what to use in their place."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _NAMES = {
 
 
 def missing_method(name: str) -> str:
-    """For the AttributeError of an engine."""
+    """Return the message of the AttributeError for a missing method of an engine."""
     hint = f"; use {_METHODS[name]}" if name in _METHODS else ""
     return f"neither offload.deepspeed's engine nor its model has {name!r}{hint}"
 
 
 def missing_name(module: str, name: str) -> str:
-    """For the AttributeError of a module."""
+    """Return the message of the AttributeError for a missing name of a module."""
     hint = f"; use {_NAMES[name]}" if name in _NAMES else ""
     return f"{module} has no {name!r}{hint} (docs/deepspeed.md lists what is there)"

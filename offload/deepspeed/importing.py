@@ -1,4 +1,4 @@
-"""`offload checkpoint import-deepspeed`: a ZeRO checkpoint of DeepSpeed as one of ours.
+"""`offload checkpoint import-deepspeed`: convert a ZeRO checkpoint of DeepSpeed to one of offload.
 
 Masters, states, step counts, param groups, buffers and counters are taken over, one tensor at a
 time. The result is what `engine.save_checkpoint` of `offload.deepspeed` writes.
@@ -63,11 +63,11 @@ def import_checkpoint(
     source: Path, out: Path, *, kind: str | None = None, tied: Mapping[str, str] | None = None
 ) -> Path:
     """Write the checkpoint in `source` (a tag's folder, or one with `latest`) to OUT/TAG, and
-    OUT/latest; the folder written.
+    OUT/latest; return the folder written.
 
-    `kind`: the optimizer, where DeepSpeed's configuration has none. `tied`: other names of
-    parameters, by them, where the checkpoint does not say so. CheckpointError or ConfigError, with
-    nothing written, for what is no such checkpoint.
+    `kind`: the optimizer, if DeepSpeed's configuration has none. `tied`: the parameter of each
+    further name, if the checkpoint does not say so. Raise CheckpointError or ConfigError, with
+    nothing written, if it is no such checkpoint.
     """
     folder = _tag_of(source)
     with _as_deepspeed_writes(folder):
@@ -83,7 +83,7 @@ def import_checkpoint(
 
 @contextmanager
 def _as_deepspeed_writes(folder: Path) -> Iterator[None]:
-    """What goes wrong with values that are not those of DeepSpeed, as a CheckpointError."""
+    """Raise errors about values that DeepSpeed would not have written as a CheckpointError."""
     try:
         yield
     except OffloadError as error:
@@ -106,7 +106,7 @@ def _tag_of(source: Path) -> Path:
 
 
 class _Importer:
-    """Everything that can be refused is refused when it is made."""
+    """Converts one checkpoint. Everything that can be refused is refused when it is made."""
 
     def __init__(self, found: ZeroCheckpoint, kind: str | None, tied: dict[str, str]) -> None:
         self._found = found
@@ -157,7 +157,7 @@ class _Importer:
 
     # ---------------------------------------------------------------- writing
     def write(self, folder: Path, name: str) -> None:
-        """Every file, the manifest last. `name`: that the folder is going to have."""
+        """Write every file, the manifest last. `name`: the final name of the folder."""
         made = Composer(folder, self._manifest, self._format)
         fields = {field: self._found.tensors(field) for field in self._format.states}
         for param, master in self._found.tensors("master"):
@@ -210,7 +210,8 @@ class _Importer:
 
 
 def _kind_of(found: ZeroCheckpoint) -> str:
-    """As the configuration that was saved with it says."""
+    """Return the optimizer's type from the configuration that was saved with the checkpoint. Raise
+    ConfigError if it has none."""
     config = found.about.get("ds_config")
     section = config.get("optimizer") if isinstance(config, dict) else None
     if section:
@@ -223,7 +224,7 @@ def _kind_of(found: ZeroCheckpoint) -> str:
 
 
 def _loop_state(found: ZeroCheckpoint) -> dict[str, Any]:
-    """What `offload.deepspeed` keeps beside a checkpoint."""
+    """Return the loop's state that `offload.deepspeed` keeps beside a checkpoint."""
     about = found.about
     scheduler = about.get("lr_scheduler")
     state: dict[str, Any] = {}
@@ -244,7 +245,7 @@ def _loop_state(found: ZeroCheckpoint) -> dict[str, Any]:
 
 
 def _client(about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the program put in, where nothing has to be pickled for it."""
+    """Yield the entries of the client state that need no pickling; the others are logged."""
     for key, value in about.items():
         if key in _THEIRS:
             continue

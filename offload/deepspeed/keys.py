@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration, and what becomes of it here.
+"""Every key of a DeepSpeed configuration, and its counterpart in offload.
 
 `migration` reads a file by this table, docs/deepspeed.md shows it. Key names, meanings and defaults
 are those of DeepSpeed 0.19.8; names that older versions had are there as well.
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Fate(StrEnum):
-    """What becomes of a key."""
+    """The way in which a key is migrated."""
 
     MAPPED = "becomes"  # a key of ours, or a scheduler that is printed
     UNNEEDED = "needs no key"  # the result is the same without it
@@ -26,12 +26,12 @@ Read = Callable[[Any], Any]
 
 
 def anything(value: Any) -> Any:
-    """As it is."""
+    """Return the value unchanged."""
     return value
 
 
 def boolean(value: Any) -> bool:
-    """ValueError unless it is one."""
+    """Return a boolean, given as one or as a string. Raise ValueError for other values."""
     if isinstance(value, bool) or value in (0, 1):
         return bool(value)
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -40,7 +40,7 @@ def boolean(value: Any) -> bool:
 
 
 def number(value: Any) -> float:
-    """Also one written as a string, as YAML tools do with 1e-4. ValueError unless it is finite."""
+    """Return a number, also from a string (YAML's 1e-4). Raise ValueError unless it is finite."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -51,7 +51,7 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """5e8 is a whole number, too. ValueError for others and below zero."""
+    """Return a whole number; 5e8 is one, too. Raise ValueError for other values and below zero."""
     found = number(value)
     if found < 0 or found != int(found):
         raise ValueError("expected a whole number of at least 0")
@@ -59,14 +59,14 @@ def whole(value: Any) -> int:
 
 
 def text(value: Any) -> str:
-    """ValueError unless it is a string."""
+    """Return a string. Raise ValueError for other values."""
     if not isinstance(value, str):
         raise ValueError("expected text")
     return value
 
 
 def pair(value: Any) -> list[float]:
-    """ValueError unless it is a list of two numbers."""
+    """Return a list of two numbers. Raise ValueError for other values."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("expected two numbers")
     return [number(each) for each in value]
@@ -74,7 +74,7 @@ def pair(value: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `harmless`: values of a warned or refused key that ask for nothing."""
+    """A key of DeepSpeed. `harmless`: values of a warned or refused key that have no effect."""
 
     name: str
     fate: Fate

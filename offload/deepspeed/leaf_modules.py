@@ -24,27 +24,27 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The leaves in `model`."""
+    """Return the leaves in `model`."""
     return [module for module in model.modules() if module in _LEAVES]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Make this module a leaf, or none; of effect in `initialize`."""
+    """Mark this module as a leaf, or as none; this takes effect in `initialize`."""
     (_LEAVES.add if flag else _LEAVES.discard)(model)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Make the modules of these classes (or class names, also with their modules') leaves. Returns
-    them; ValueError where there is none."""
+    """Mark the modules of these classes (or class names, also with their modules') as leaves.
+    Return them; raise ValueError if there is none."""
     return _set_classes(model, leaf_module_classes, raise_if_not_found, flag=True)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The reverse of `set_z3_leaf_modules`."""
+    """Undo `set_z3_leaf_modules`."""
     return _set_classes(model, leaf_module_classes, raise_if_not_found, flag=False)
 
 
@@ -52,8 +52,8 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
-    """Make the modules of these names leaves, or none. Returns them and the names that the model
-    has not; ValueError where there are such names."""
+    """Mark the modules of these names as leaves, or as none. Return them and the names that the
+    model does not have; raise ValueError if there are such names."""
     return _set_names(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
@@ -61,7 +61,7 @@ def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
-    """As `set_z3_leaf_modules_by_name`, for names that end so."""
+    """Mark the modules whose names end so as leaves, as `set_z3_leaf_modules_by_name` does."""
     return _set_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
@@ -99,7 +99,7 @@ def _set_names(
 
 
 def follow_section(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Make what `zero_optimization.leaf_module` of a configuration names leaves."""
+    """Mark the modules that `zero_optimization.leaf_module` of a configuration names as leaves."""
     classes, names, suffixes = (
         [given] if isinstance(given := section.get(key, []), str) else given
         for key in ("classes", "names", "name_suffixes")
@@ -110,7 +110,7 @@ def follow_section(model: nn.Module, section: Mapping[str, Any]) -> None:
 
 
 def classes_of_leaves(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Classes that have to be blocks beside `blocks`, so that each leaf lies in one group."""
+    """Return classes that must be blocks beside `blocks`, so that each leaf is in one group."""
     modules, found = dict(model.named_modules()), discover(model, blocks, experts=False)
     group_of = {
         id(param): index for index, group in enumerate(found.groups) for _, param in group.params

@@ -1,4 +1,5 @@
-"""A DeepSpeed configuration as ours: `offload migrate`, and what `offload.deepspeed` begins with.
+"""Converts a DeepSpeed configuration: for `offload migrate`, and as the start of
+`offload.deepspeed`.
 
 file or dict -> every key looked up in `keys` -> a configuration of ours, with a comment per key,
                                                  warnings, a schedule, the sizes of batches
@@ -38,7 +39,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Migration:
-    """What became of a file."""
+    """The result of migrating a file."""
 
     values: dict[str, Any] = field(default_factory=dict)  # our configuration
     warnings: list[str] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Migration:
     rest: list[str] = field(default_factory=list)  # comments of keys that became none of ours
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What the file says, if it says more than auto."""
+        """Return the value in the file; `default` if it is absent or auto."""
         value = self.said.get(key)
         return default if value is None or value == AUTO else value
 
@@ -63,7 +64,7 @@ class Migration:
         return bool(on[section]) and not (on[section] == AUTO and True in on.values())
 
     def set(self, path: str, value: Any, comment: str | None = None) -> None:
-        """Give one key of ours, `section.key`, a value."""
+        """Set one key of offload, `section.key`, to a value."""
         *sections, name = path.split(".")
         inner = self.values
         for section in sections:
@@ -77,13 +78,13 @@ class Migration:
 
     @property
     def unfilled(self) -> list[str]:
-        """Keys that are left to transformers' Trainer; where there are some, it is its file."""
+        """The keys that are left to transformers' Trainer; if there are any, the file is its."""
         of_schedule = [] if self.schedule is None else self.schedule.unfilled
         return [*self.autos, *(f"scheduler.params.{name}" for name in of_schedule)]
 
     @property
     def printed_schedule(self) -> Schedule | None:
-        """The scheduler that a loop makes by code: Trainer has some of its own."""
+        """The scheduler that a loop creates in code; Trainer has some of its own."""
         known = self.schedule is not None and self.schedule.type in TRAINERS
         return None if known and self.unfilled else self.schedule
 
@@ -92,7 +93,7 @@ class Migration:
         return OffloadConfig.load(self.values)
 
     def to_yaml(self, source: str) -> str:
-        """The configuration with a comment for each key of the file."""
+        """Return the configuration as YAML, with a comment for each key of the file."""
         lines = [f"# From {source}, by `offload migrate`."]
         if self.unfilled:
             lines.append("# For OffloadTrainer: what is not here comes from TrainingArguments.")
@@ -134,7 +135,7 @@ def _is_split(value: Mapping[str, Any]) -> bool:
 
 # ---------------------------------------------------------------- reading
 def read_ds_config(source: StrPath | Mapping[str, Any]) -> dict[str, Any]:
-    """A file of JSON, or a dict. PathError, ConfigError."""
+    """Read a JSON file, or a dict. Raise PathError or ConfigError."""
     if isinstance(source, Mapping):
         return {str(key): value for key, value in source.items()}
     path = path_of(source, "config")
@@ -170,9 +171,9 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
-    """What becomes of a DeepSpeed configuration on so many `ranks` (unknown: None).
+    """Migrate a DeepSpeed configuration to one of offload, for `ranks` ranks (None: unknown).
 
-    ConfigError that names every key that is unknown, refused or of a wrong type.
+    Raise ConfigError naming every key that is unknown, refused or of a wrong type.
     """
     made = Migration()
     problems: list[str] = []
@@ -240,7 +241,7 @@ def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems:
 
 
 def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str | None:
-    """One key; returns what is wrong with it."""
+    """Migrate one key; return an error message, if any."""
     off = [name for name in ("fp16", "bf16") if not made.is_on(name)]
     is_off = section in off and key.name != "enabled"
     canonical = f"{section}.{key.name}".lstrip(".")
@@ -277,7 +278,7 @@ def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str
 
 
 def _note(key: Key, value: Any) -> str:
-    """What the table says of the key, where the value asks for anything."""
+    """Return the note of the table on the key; empty if the value has no effect."""
     asks_for_nothing = key.fate in (Fate.WARNED, Fate.REFUSED) and _is_harmless(key, value)
     if asks_for_nothing or not key.note or (value is False and key.note.startswith("true:")):
         return ""
@@ -285,7 +286,7 @@ def _note(key: Key, value: Any) -> str:
 
 
 def _enabled(made: Migration, section: str) -> Any:
-    """What fp16 or bf16 says of `enabled`."""
+    """Return the value of `enabled` in the section, if it is fp16 or bf16."""
     return made.said[section].get("enabled", False) if section in ("fp16", "bf16") else None
 
 
@@ -335,7 +336,7 @@ def _precision(made: Migration) -> None:
 
 
 def _precision_of_arguments(made: Migration) -> None:
-    """What holds where TrainingArguments name the precision."""
+    """Apply the defaults that hold if TrainingArguments set the precision."""
     if made.said.get("bf16.enabled") == AUTO and made.get("bf16.check_grad_overflow", True):
         made.set("skip_nonfinite", True, "DeepSpeed's default of bf16.check_grad_overflow")
     if made.said.get("fp16.enabled") == AUTO:
@@ -593,8 +594,8 @@ def _batches(made: Migration, ranks: int | None) -> None:
 
 
 def _follow(made: Migration, train: int | None, micro: int | None, steps: int | None) -> bool:
-    """Whether the sizes of batches follow from those that the file has: train_batch_size is the
-    batch per rank x accumulation x ranks. What Trainer's file leaves open, its arguments say."""
+    """Whether the sizes of batches follow from those in the file: train_batch_size is the batch per
+    rank x accumulation x ranks. The arguments set the sizes that Trainer's file leaves open."""
     if made.unfilled:
         return sum(each is not None for each in (train, micro, steps)) > 1
     return train is not None or micro is not None

@@ -1,4 +1,4 @@
-"""The scheduler that DeepSpeed's OneCycle becomes; its source is printed by `offload migrate`."""
+"""The scheduler that replaces DeepSpeed's OneCycle; `offload migrate` prints its source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class LambdaLRAndBetas(LambdaLR):
-    """Learning rates of `functions` and first betas of `betas`, one of each per param group."""
+    """Sets learning rates by `functions` and first betas by `betas`, one per param group."""
 
     def __init__(self, optimizer: Any, functions: list[Any], betas: list[Any]) -> None:
         self.betas = betas

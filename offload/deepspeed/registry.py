@@ -1,4 +1,4 @@
-"""The engines of this process: DeepSpeed's functions take a parameter alone."""
+"""The engines of this process, by parameter: DeepSpeed's functions take a parameter alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES: weakref.WeakSet[EngineModule] = weakref.WeakSet()
 
 
 def engine_of(param: nn.Parameter) -> EngineModule | None:
-    """The open engine that a parameter trains through."""
+    """Return the open engine that a parameter trains through; None if there is none."""
     for engine in list(ENGINES):
         if engine.manages(param):
             return engine
@@ -24,7 +24,7 @@ def engine_of(param: nn.Parameter) -> EngineModule | None:
 
 
 def needed(param: nn.Parameter, what: str) -> EngineModule:
-    """StateError where there is none."""
+    """Return the open engine of a parameter. Raise StateError if there is none."""
     found = engine_of(param)
     if found is None:
         raise StateError(

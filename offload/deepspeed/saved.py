@@ -3,7 +3,7 @@
 SAVE_DIR/TAG          a checkpoint of ours; with the loop's state: counters, scheduler, client
 SAVE_DIR/latest       the last tag
 
-What older versions saved has the loop's state in SAVE_DIR/TAG.json.
+Checkpoints of older versions have the loop's state in SAVE_DIR/TAG.json.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_TAG = 4096
 def save_all(
     engine: EngineModule, folder: Path, tag: str, client: dict[str, Any], *, save_latest: bool
 ) -> None:
-    """See `EngineModule.save_checkpoint`."""
+    """Write a checkpoint with the loop's state; see `EngineModule.save_checkpoint`."""
     path = folder / tag
     state: dict[str, Any] = {}
     with _agreed(engine, f"{path} was not saved"):
@@ -62,17 +62,17 @@ def save_all(
 
 
 def write_latest(folder: Path, tag: str) -> None:
-    """Of a checkpoint that is there."""
+    """Write the tag of an existing checkpoint to the file `latest`."""
     write_whole(folder / LATEST, tag)
 
 
 def imported_run(state: dict[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
-    """For a checkpoint that is composed: its record, and the tensors of that."""
+    """Return the `run` record of a checkpoint that is being composed, and its tensors."""
     return run_of({_KEY: {"format": _FORMAT, **state}})
 
 
 def _loop_state(engine: EngineModule, client: dict[str, Any]) -> dict[str, Any]:
-    """UnsupportedError for what would have to be pickled."""
+    """Return the loop's state. Raise UnsupportedError for values that would have to be pickled."""
     scheduler: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
     check_plain(scheduler, "lr_scheduler.state_dict()")
     check_plain(client, "client_state")
@@ -84,7 +84,7 @@ def load_saved(
     engine: EngineModule, folder: Path, tag: str | None, *, strict: bool, optimizer: bool,
     scheduler: bool, counters: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-    """See `EngineModule.load_checkpoint`."""
+    """Load a checkpoint with the loop's state; see `EngineModule.load_checkpoint`."""
     tag = last_tag(folder) if tag is None else tag
     if tag is None:
         _log.warning("%s is not there: nothing was loaded; name a tag", folder / LATEST)
@@ -112,7 +112,8 @@ def load_saved(
 
 
 def save_weights(engine: EngineModule, folder: Path, name: str) -> None:
-    """Of a checkpoint beside it, which is removed again: bytes are streamed."""
+    """Write the weights to a safetensors file, streamed from a temporary checkpoint beside it,
+    which is removed again."""
     out = folder / f"{Path(name).stem}.safetensors"
     if out.name != name:
         _log.warning(
@@ -131,8 +132,8 @@ def save_weights(engine: EngineModule, folder: Path, name: str) -> None:
 
 
 def folder_of(folder: Path, tag: str | int | None) -> Path:
-    """The checkpoint that `tag` names, or the last one. CheckpointError where there is none, or it
-    is DeepSpeed's."""
+    """Return the folder of the checkpoint that `tag` names, or of the last one. Raise
+    CheckpointError if there is none, or if DeepSpeed wrote it."""
     found = last_tag(folder) if tag is None else str(tag)
     if found is None:
         raise CheckpointError(f"{folder / LATEST} is not there; name a tag")
@@ -141,7 +142,8 @@ def folder_of(folder: Path, tag: str | int | None) -> Path:
 
 
 def last_tag(folder: Path) -> str | None:
-    """What `latest` names, if there is one. CheckpointError for what lies outside of the folder."""
+    """Return the tag in `latest`, or None. Raise CheckpointError for a path outside of the
+    folder."""
     latest = folder / LATEST
 
     def read() -> bytes | None:
@@ -163,7 +165,7 @@ def last_tag(folder: Path) -> str | None:
 
 
 def _saved_state(path: Path) -> dict[str, Any]:
-    """Counters, and the states of scheduler and client."""
+    """Return the counters, and the states of scheduler and client."""
     adopt(path)
     with storage_errors("looking at", path):
         is_saved = is_there(path)
@@ -184,7 +186,7 @@ def _saved_state(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What an older version kept beside a checkpoint."""
+    """Read the loop's state that an older version kept beside a checkpoint."""
     try:
         state = patiently("read", path, bounded_json.read, path)
         state |= {name: unpacked(state[name]) for name in _STATES}
@@ -199,7 +201,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _checked(state: Any, where: Path) -> dict[str, Any]:
-    """CheckpointError unless a loop's state is there."""
+    """Return a loop's state. Raise CheckpointError unless it is complete."""
     try:
         if state["format"] != _FORMAT:
             raise CheckpointError(f"{where}: format {state['format']!r:.40} is not {_FORMAT}")
@@ -222,7 +224,7 @@ def _refuse_theirs(path: Path) -> None:
 
 
 def _load_weights(engine: EngineModule, path: Path, *, strict: bool) -> None:
-    """Parameters and buffers alone: masters become the weights, other states stay as they are."""
+    """Load parameters and buffers alone: masters become the weights, other states stay."""
     own = dict(engine.module.named_parameters())
     buffers = dict(engine.module.named_buffers())
     with CheckpointReader(path) as reader, torch.no_grad():
@@ -263,7 +265,7 @@ def _all_names(engine: EngineModule) -> set[str]:
 def _read_tensor(
     reader: CheckpointReader, stored: Any, value: torch.Tensor, number: int = 0
 ) -> None:
-    """The tensor, or a row of it."""
+    """Read the tensor, or one row of it."""
     if value.numel():
         view = value.reshape(-1).view(torch.uint8).numpy().data
         reader.read_into(stored, number * value.nbytes, view)
@@ -271,7 +273,7 @@ def _read_tensor(
 
 @contextmanager
 def _agreed(engine: EngineModule, what: str) -> Iterator[None]:
-    """An error inside on any rank is raised on every rank; no rank goes on before all have left."""
+    """Raise any rank's error on every rank; no rank continues before all have left the block."""
     with on_all(engine.offload.runtime.ranks, what):
         try:
             yield

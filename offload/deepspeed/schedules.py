@@ -1,7 +1,7 @@
-"""DeepSpeed's learning-rate schedules as torch's `LambdaLR`: made here, or printed as code.
+"""DeepSpeed's learning-rate schedules as torch's `LambdaLR`: created here, or printed as code.
 
-The functions below are of a count: how often `scheduler.step()` was called. What is printed is
-their own source.
+The functions below take a count: how often `scheduler.step()` was called. Their own source is
+printed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN = "auto"  # a number that transformers' Trainer fills in
 
 # ---------------------------------------------------------------- functions that are printed
 def warmup(count, steps, kind):  # type: ignore[no-untyped-def]
-    """From 0 to 1. The first two steps are at 0, as DeepSpeed's."""
+    """Rise from 0 to 1. The first two steps are at 0, as in DeepSpeed."""
     done = max(count - 1, 0)
     if done >= steps:
         return 1.0
@@ -31,7 +31,7 @@ def warmup(count, steps, kind):  # type: ignore[no-untyped-def]
 
 
 def warmup_decay(count, total, steps, kind):  # type: ignore[no-untyped-def]
-    """From 0 to 1, and in a straight line back to 0 at `total`."""
+    """Rise from 0 to 1, then fall linearly to 0 at `total`."""
     done = max(count - 1, 0)
     if done < steps:
         return warmup(count, steps, kind)
@@ -39,7 +39,7 @@ def warmup_decay(count, total, steps, kind):  # type: ignore[no-untyped-def]
 
 
 def warmup_cosine(count, total, steps, kind, least, final):  # type: ignore[no-untyped-def]
-    """From `least` to 1, and as a cosine to `final`. The first step is at 0, as DeepSpeed's."""
+    """Rise from `least` to 1, then follow a cosine to `final`. The first step is at 0."""
     if count == 0:
         return 0.0
     done = count - 1
@@ -50,13 +50,13 @@ def warmup_cosine(count, total, steps, kind, least, final):  # type: ignore[no-u
 
 
 def range_test(count, steps, rate, staircase):  # type: ignore[no-untyped-def]
-    """1, growing by `rate` every `steps`."""
+    """Start at 1, and grow by `rate` every `steps`."""
     intervals = float(count) / steps
     return 1 + rate * (math.floor(intervals) if staircase else intervals)
 
 
 def cycle(count, first, second, first_stairs, second_stairs):  # type: ignore[no-untyped-def]
-    """From 0 to 1 in `first` steps and back in `second`."""
+    """Rise from 0 to 1 in `first` steps, and fall back in `second`."""
     total, ratio = first + second, first / (first + second)
     x = 1.0 + count / total - math.floor(1 + count / total)
     share, stairs = (x / ratio, first_stairs) if x <= ratio else (
@@ -69,7 +69,7 @@ def cycle(count, first, second, first_stairs, second_stairs):  # type: ignore[no
 
 
 def one_cycle(count, low, high, shape, decay_steps, decay_rate):  # type: ignore[no-untyped-def]
-    """Learning rate: one cycle between `low` and `high`, then below `low`."""
+    """Return the learning rate: one cycle between `low` and `high`, then below `low`."""
     total = shape[0] + shape[1]
     if count - 1 < total:
         return low + (high - low) * cycle(count, *shape)
@@ -79,7 +79,7 @@ def one_cycle(count, low, high, shape, decay_steps, decay_rate):  # type: ignore
 
 
 def one_cycle_beta(count, low, high, shape, decay_steps, decay_rate):  # type: ignore[no-untyped-def]
-    """The first beta: high where the learning rate is low."""
+    """Return the first beta: high where the learning rate is low."""
     total = shape[0] + shape[1]
     if count == 0:
         return low
@@ -137,7 +137,8 @@ class Schedule:
 
     @classmethod
     def of(cls, kind: str, params: Mapping[str, Any]) -> Schedule:
-        """With defaults filled in. ConfigError for another type, or parameters that it lacks."""
+        """Create a schedule with its defaults filled in. Raise ConfigError for an unknown type, or
+        for parameters that the type does not have."""
         known = PARAMETERS.get(kind)
         if known is None:
             _check_torch(kind)
@@ -162,11 +163,11 @@ class Schedule:
 
     @property
     def unfilled(self) -> list[str]:
-        """Parameters that are `auto`."""
+        """The parameters that are `auto`."""
         return [name for name, value in self.params.items() if value == UNKNOWN]
 
     def on(self, optimizer: Any) -> Any:
-        """The scheduler of a torch.optim.Optimizer."""
+        """Return the scheduler of a torch.optim.Optimizer."""
         from torch.optim import lr_scheduler
 
         if self.is_torchs:
@@ -195,7 +196,7 @@ class Schedule:
         return bool(self.params.get("cycle_momentum")) and "betas" in optimizer.defaults
 
     def _of_group(self, index: int, count: int) -> dict[str, Any]:
-        """The parameters of one param group. ConfigError where a list has another length."""
+        """Return one param group's parameters. Raise ConfigError for a list of another length."""
         found = dict(self.params)
         for name in _LISTS & found.keys():
             value = found[name]
@@ -208,7 +209,7 @@ class Schedule:
         return found
 
     def _function(self, p: Mapping[str, Any], own: float) -> Callable[[int], float]:
-        """Of the count; a learning rate, or a factor (see `is_factor`)."""
+        """Return a function of the count: a learning rate, or a factor (see `is_factor`)."""
         call, args = self._call(p)
         if self.type in ("WarmupLR", "WarmupDecayLR"):
             if self.is_factor:
@@ -247,7 +248,7 @@ class Schedule:
 
     # ---------------------------------------------------------------- as code
     def code(self) -> str:
-        """Python that makes this scheduler of `optimizer`."""
+        """Return Python code that creates this scheduler of `optimizer`."""
         if self.is_torchs:
             args = "".join(f", {name}={_shown(value)}" for name, value in self.params.items())
             return (

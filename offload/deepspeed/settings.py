@@ -1,4 +1,4 @@
-"""What `initialize` makes of a DeepSpeed configuration."""
+"""The settings of an engine, from a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_STATES = ("master", "states", "chunk", "in_backward")
 
 @dataclass(frozen=True)
 class Settings:
-    """One engine's."""
+    """The settings of one engine."""
 
     given: dict[str, Any]  # the configuration as it came
     made: Migration
@@ -38,8 +38,8 @@ class Settings:
         cls, source: StrPath | Mapping[str, Any], ranks: int,
         optimizer: torch.optim.Optimizer | None,
     ) -> Settings:  # fmt: skip
-        """ConfigError for what is unknown, refused or left to the Trainer; what is dropped is
-        logged."""
+        """Read a configuration. Raise ConfigError for keys that are unknown, refused or left to the
+        Trainer; log those that are dropped."""
         given = read_ds_config(source)
         made = migrate(given, ranks)
         unfilled = [*made.autos, *([] if made.schedule is None else made.schedule.unfilled)]
@@ -74,7 +74,7 @@ class Settings:
         return cls(given, made, made.batches, client, config)
 
     def with_blocks(self, classes: Sequence[str]) -> Settings:
-        """With these classes as blocks beside those that are named."""
+        """Return the settings with these classes as blocks, in addition to those that are named."""
         if not classes:
             return self
         groups = self.config.groups
@@ -91,7 +91,7 @@ class Settings:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """Of torch.autocast around the forward; None: there is none."""
+        """The dtype of torch.autocast around the forward; None without autocast."""
         if not self.made.get("torch_autocast.enabled"):
             return None
         name = str(self.made.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
@@ -105,7 +105,7 @@ class Settings:
 
     @property
     def counts_passes(self) -> bool:
-        """Whether step() steps after so many passes only."""
+        """Whether step() counts passes and steps after the last one; otherwise each call steps."""
         return bool(self.made.get("managed_gradient_accumulation", True))
 
     @property

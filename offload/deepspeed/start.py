@@ -40,11 +40,11 @@ def initialize(
     collate_fn: Callable[[Any], Any] | None = None, config: Config | None = None,
     mesh_param: Any = None, config_params: Config | None = None,
 ) -> tuple[EngineModule, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:  # fmt: skip
-    """An engine with DeepSpeed's methods, its optimizer, a loader of `training_data` and a
+    """Return an engine with DeepSpeed's methods, its optimizer, a loader of `training_data` and a
     scheduler; None for what was not asked for.
 
     `config`: a dict or file of DeepSpeed's, with one section more: {"offload": {...}} has keys of
-    ours, as budgets, which are laid over what the other keys become. `optimizer`: one of torch's
+    offload, such as budgets, which override the converted other keys. `optimizer`: one of torch's
     classes with a rule here, a function of the parameters that makes one, or none: that of the
     configuration. `model_parameters`: parameters or param groups; trainable parameters that are in
     none are frozen, since no step changes them.
@@ -101,7 +101,7 @@ def _config(args: Any, config: Config | None, config_params: Config | None) -> C
 
 
 def _parameters(given: Iterable[Any] | nn.Module | None) -> list[Any] | None:
-    """Read once: they may come from a generator."""
+    """Read the parameters once: they may come from a generator."""
     if given is None:
         return None
     listed = list(given.parameters() if isinstance(given, nn.Module) else given)
@@ -113,7 +113,7 @@ def _parameters(given: Iterable[Any] | nn.Module | None) -> list[Any] | None:
 
 
 def _plain_list(given: Any) -> list[Any]:
-    """As torch.optim takes parameters: one, several, or with names."""
+    """Return a list of parameters, given as torch.optim takes them: one, several, or named."""
     if isinstance(given, torch.Tensor):
         return [given]
     return [each[1] if isinstance(each, tuple) else each for each in given]
@@ -162,7 +162,7 @@ def _left_out(model: nn.Module, groups: list[Any] | None) -> list[nn.Parameter]:
 
 
 def _scheduler(settings: Settings, optimizer: torch.optim.Optimizer, given: Any) -> Any:
-    """The client's, else that of the configuration."""
+    """Return the client's scheduler, else that of the configuration, if it has one."""
     if given is not None:
         made_already = isinstance(given, LRScheduler) or not callable(given)
         return given if made_already else given(optimizer)
@@ -174,7 +174,7 @@ def _loader(
     engine: EngineModule, settings: Settings, data: Dataset[Any],
     collate_fn: Callable[[Any], Any] | None,
 ) -> DataLoader[Any]:  # fmt: skip
-    """Batches of one rank, drawn as torch's DistributedSampler draws them."""
+    """Return the batches of one rank, drawn as torch's DistributedSampler draws them."""
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):
         sampler = DistributedSampler(data, engine.world_size, engine.global_rank)

@@ -1,4 +1,4 @@
-"""A file that leaves numbers to transformers' Trainer (`auto`): what to do with it here.
+"""Advice for a file that leaves numbers to transformers' Trainer (`auto`).
 
 `OffloadTrainer` takes what its YAML file does not name from TrainingArguments, as Trainer fills in
 `auto`. Numbers that only Trainer's own loop can follow (batch sizes, the schedule) have to be said
@@ -20,7 +20,7 @@ _WIDTH = 100
 
 
 def advice(made: Migration, source: str, out: str | None, ranks: int | None) -> str:
-    """A paragraph, and the lines to write; `out`: the file that was written."""
+    """Return a paragraph of advice, and the lines to write; `out`: the file that was written."""
     said, notes = arguments(made, ranks)
     given = "".join(f", {name}={json.dumps(value)}" for name, value in said.items())
     written = (
@@ -51,7 +51,7 @@ def _wrapped(text: str) -> str:
 
 
 def arguments(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[str]]:
-    """What TrainingArguments have to say, since the file has numbers for it; and what to know."""
+    """Return the TrainingArguments that match the file's numbers, and notes about them."""
     batches, notes = _batches(made, ranks)
     schedule = made.schedule
     if schedule is None or schedule.type not in TRAINERS:
@@ -85,7 +85,7 @@ def _batches(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[s
 
 
 def _own_loop(made: Migration) -> str:
-    """What a loop without TrainingArguments has to say itself."""
+    """Return a sentence on the keys that a loop without TrainingArguments has to set itself."""
     sizes = (TRAIN, MICRO, STEPS)
     keys = dict.fromkeys(k.becomes for name, k in made.autos.items() if name not in sizes)
     if not made.has_optimizer:

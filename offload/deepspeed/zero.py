@@ -17,10 +17,10 @@ from offload.tiers.errors import UnsupportedError
 
 class Init:
     """Modules made inside are on the meta device; `initialize` gives them their values, group by
-    group, by the initialisers that their constructors call. Values written otherwise (a
-    `load_state_dict` inside) are an UnsupportedError of `initialize` that names them.
+    group, by the initialisers that their constructors call. `initialize` raises UnsupportedError,
+    naming them, for values written otherwise (a `load_state_dict` inside).
 
-    Of DeepSpeed's arguments `enabled` counts; the others say how it cuts parameters.
+    The argument `enabled` has an effect; DeepSpeed's others say how parameters are cut.
     """
 
     entered = 0  # of this process
@@ -54,13 +54,13 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def outside_init() -> Iterator[None]:
-    """What is made inside is on no meta device, also within `Init`."""
+    """Create everything inside on the CPU in place of the meta device, also within `Init`."""
     with torch.device("cpu") if Init.entered else contextlib.nullcontext():
         yield
 
 
 class GatheredParameters:
-    """Full parameters inside the block. `modifier_rank`: the rank whose writes count on all.
+    """Gather full parameters for the block. `modifier_rank`: the rank whose writes count on all.
 
     Before `initialize` parameters are full anyway; those on the meta device have no values yet, and
     writing to them is an UnsupportedError.
@@ -100,7 +100,7 @@ class GatheredParameters:
 
 @contextlib.contextmanager
 def _from_rank(params: list[nn.Parameter], rank: int) -> Iterator[None]:
-    """One rank's values on all, when the block is left."""
+    """Copy one rank's values to all ranks when the block is left."""
     yield
     with torch.no_grad():
         for param in params:
@@ -119,16 +119,16 @@ def _listed(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[n
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing has to be done: a parameter can be used in any module's forward."""
+    """Do nothing: a parameter can be used in any module's forward."""
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """See `register_external_parameter`."""
+    """Do nothing; see `register_external_parameter`."""
 
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The model itself: it generates as it is."""
+    """Return the model itself: it generates without being unwrapped."""
     yield getattr(model, "module", model)
 
 

@@ -1,4 +1,4 @@
-"""Reads the checkpoints of DeepSpeed's ZeRO stages 1 to 3 of one model-parallel rank.
+"""Reads checkpoints of DeepSpeed's ZeRO stages 1 to 3, of one model-parallel rank.
 
     *_model_states.pt    names and shapes of each param group, buffers, frozen parameters, counters
     *_optim_states.pt    one per rank: fp32 masters and states, flat
@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ZeroCheckpoint:
-    """One folder with such files. CheckpointError where they are none, or do not fit together."""
+    """A checkpoint folder. Raises CheckpointError for files that are none, or inconsistent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,12 +57,12 @@ class ZeroCheckpoint:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Counters, the scheduler's state, the configuration, the client's entries."""
+        """Counters, the scheduler's state, the configuration, and the client's entries."""
         return self._models[0]
 
     @cached_property
     def groups(self) -> list[Shapes]:
-        """Trained parameters by param group; at stage 3 the file has several parts of each."""
+        """The shapes of trained parameters by param group; stage 3 has several parts of each."""
         parts = iter(self.about["param_shapes"])
         counts = [len(group["params"]) for group in self._state_dict(0)["param_groups"]]
         if sum(counts) != len(self.about["param_shapes"]):
@@ -86,7 +86,7 @@ class ZeroCheckpoint:
 
     @property
     def shared(self) -> dict[str, str]:
-        """Other names of tied parameters: the name they are saved under. Stage 3 notes none."""
+        """The saved name of a tied parameter by each of its other names. Stage 3 records none."""
         return dict(self.about.get("shared_params") or {})
 
     @cached_property
@@ -96,31 +96,31 @@ class ZeroCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters, tied ones under each of their names."""
+        """The names of all parameters, tied ones under each of their names."""
         return [name for name in self.about["module"] if name not in self.buffers]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The one that the model computed in."""
+        """The dtype that the model computed in."""
         tensors = [self.about["module"][name] for name in self.names]
         found: torch.dtype = next(t.dtype for t in tensors if t.is_floating_point())
         return found
 
     @cached_property
     def numbers(self) -> list[dict[str, Any]]:
-        """Each param group's."""
+        """The numbers of each param group."""
         groups: list[dict[str, Any]] = self._state_dict(0)["param_groups"]
         return [{key: value for key, value in g.items() if key != "params"} for g in groups]
 
     @cached_property
     def state_names(self) -> set[str]:
-        """Of the optimizer's states, `step` left out."""
+        """The names of the optimizer's states, without `step`."""
         states = self._state_dict(0)["state"].values()
         return {k for s in states for k, v in s.items() if _is_flat(v)}
 
     @cached_property
     def steps(self) -> int:
-        """Updates so far: of the first state, else as the counters say."""
+        """The number of updates so far: that of the first state, else according to the counters."""
         for state in (*self._state_dict(0)["state"].values(), *self.numbers):
             if "step" in state:
                 return int(state["step"])
@@ -128,7 +128,7 @@ class ZeroCheckpoint:
 
     @property
     def loss_scale(self) -> float:
-        """fp16's, as it was; its first one where the file does not say."""
+        """The loss scale of fp16 when it was saved; if the file lacks it, the initial one."""
         scaler = self._parts[0].get("loss_scaler")
         state = scaler.state if isinstance(scaler, Opaque) else None
         return float(state["cur_scale"]) if isinstance(state, dict) else 65536.0
@@ -144,13 +144,14 @@ class ZeroCheckpoint:
         return found
 
     def tensors(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """`master`, or one of `state_names`, of every trained parameter, fp32, one at a time."""
+        """Yield `master`, or one of `state_names`, of each trained parameter, fp32, one at a
+        time."""
         read = self._whole if self.stage == 3 else self._cut
         for name, value in read(field):
             yield name, value.float()
 
     def _flats(self, rank: int, field: str) -> list[torch.Tensor]:
-        """A rank's vectors, one per (sub)group."""
+        """Return a rank's vectors, one per (sub)group."""
         part = self._parts[rank]
         if field == "master":
             key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
@@ -159,7 +160,7 @@ class ZeroCheckpoint:
         return [states[number][field].detach().reshape(-1) for number in sorted(states)]
 
     def _cut(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stages 1 and 2."""
+        """Yield the tensors of a checkpoint of stage 1 or 2."""
         flats = [self._flats(rank, field) for rank in range(self.ranks)]
         paddings = self._parts[0].get("param_alignment_paddings")
         for number, shapes in enumerate(self.groups):
@@ -170,7 +171,7 @@ class ZeroCheckpoint:
                 start += numel + (0 if paddings is None else int(paddings[number][index]))
 
     def _whole(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stage 3."""
+        """Yield the tensors of a checkpoint of stage 3."""
         vectors, start = [_Joined(self._flats(rank, field)) for rank in range(self.ranks)], 0
         for shapes in self.groups:
             for name, shape in shapes.items():
@@ -181,7 +182,7 @@ class ZeroCheckpoint:
                 start += part
 
     def frozen_value(self, name: str) -> torch.Tensor:
-        """A frozen parameter."""
+        """Return the value of a frozen parameter."""
         shape = self.frozen[name]
         if self.stage < 3:
             value: torch.Tensor = self.about["module"][name]
@@ -217,7 +218,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _number(value: Any, folder: Path) -> int:
-    """An enum of DeepSpeed's is inert here, and has its number as an argument."""
+    """Return the stage: an enum of DeepSpeed is inert data here, with its number as an argument."""
     found = value.arguments[0] if isinstance(value, Opaque) and value.arguments else value
     if found not in (1, 2, 3):
         raise CheckpointError(f"{folder}: no checkpoint of ZeRO stage 1, 2 or 3")
@@ -226,7 +227,7 @@ def _number(value: Any, folder: Path) -> int:
 
 # ---------------------------------------------------------------- files
 def _load(path: Path) -> dict[str, Any]:
-    """What is in a file, whose tensors are views of it."""
+    """Read a file into a dict, whose tensors are views of the file."""
     try:
         fd = os.open(own_file(path.parent, path.name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:

@@ -1,2 +1,2 @@
-"""Offload inside other libraries. Each module imports its library, and only that; nothing else of
-offload does."""
+"""Integrations with other libraries. Each module imports its library and no other one; the rest of
+offload imports none of them."""

@@ -1,4 +1,4 @@
-"""accelerate's loops through an engine: `prepare` copies no states, and saving holds none in RAM.
+"""Runs accelerate's loops through an engine: `prepare` copies no states, saving holds none in RAM.
 
 engine = offload.initialize(model, "offload.yaml")
 accelerator = OffloadAccelerator(gradient_accumulation_steps=4)
@@ -35,9 +35,9 @@ _STATES = "offload"  # a checkpoint of the engine in the folder of `save_state`;
 
 
 class OffloadAccelerator(Accelerator):  # type: ignore[misc]
-    """accelerate's Accelerator, which takes the optimizers of engines, too.
+    """accelerate's Accelerator, which accepts the optimizers of engines as well.
 
-    Its processes have to be those of `torchrun`, where each engine finds the others itself.
+    Its processes have to be those of `torchrun`, where each engine finds the others itself. Raises
     ConfigError for `mixed_precision` beside an engine's 16-bit precision, UnsupportedError for
     DeepSpeed and FSDP plugins beside an engine.
     """
@@ -46,8 +46,8 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     _optimizers: list[Any]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerator's; a model that trains through an engine comes with its optimizer
-        (`engine.optimizer`), and neither is moved, wrapped or copied."""
+        """Prepare objects as Accelerator does; a model that trains through an engine comes with its
+        optimizer (`engine.optimizer`), and neither is moved, wrapped or copied."""
         for each in args:
             if isinstance(each, OffloadOptimizer):
                 assert isinstance(each.engine, Engine)
@@ -104,7 +104,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     # ---------------------------------------------------------------- states
     @property
     def engines(self) -> list[Engine]:
-        """Those of the optimizers that were prepared and are open, in their order."""
+        """The open engines of the optimizers that were prepared, in their order."""
         found = [each.engine for each in self._optimizers_of_engines()]
         return [engine for engine in dict.fromkeys(found) if not engine.is_closed]
 
@@ -116,7 +116,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
-        """Models and optimizers of engines are not among those that accelerate saves and loads."""
+        """Hide the models and optimizers of engines from accelerate's saving and loading."""
         models, optimizers = self._models, self._optimizers
         ours = {id(engine.module) for engine in self.engines}
         self._models = [each for each in models if id(self.unwrap_model(each)) not in ours]
@@ -132,9 +132,9 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(
         self, output_dir: StrPath | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """As Accelerator's. States of engines are streamed into folders in it.
+        """Save as Accelerator does. States of engines are streamed into folders inside.
 
-        StateError while gradients wait for a step: save where `sync_gradients` is true.
+        Raises StateError while gradients wait for a step: save where `sync_gradients` is true.
         """
         from offload.checkpoint.model import check_stepped
 
@@ -154,8 +154,8 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, save_directory: StrPath,
         max_shard_size: int | str = "10GB", safe_serialization: bool = True,
     ) -> None:  # fmt: skip
-        """As Accelerator's; weights of an engine are streamed. Of several ranks all have to call
-        it. UnsupportedError for an engine's weights as a pickle."""
+        """Save as Accelerator does; weights of an engine are streamed. With several ranks, all have
+        to call it. Raise UnsupportedError for an engine's weights as a pickle."""
         engine = next((e for e in self.engines if e.module is self.unwrap_model(model)), None)
         if engine is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -177,7 +177,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         self, input_dir: StrPath | None = None, load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        """As Accelerator's; also of a folder that a plain Accelerator saved, whole in RAM."""
+        """Load as Accelerator does; a folder that a plain Accelerator saved is whole in RAM."""
         folders: list[Path] = []
 
         def found(models: list[nn.Module], folder: str) -> None:

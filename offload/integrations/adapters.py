@@ -1,4 +1,4 @@
-"""PEFT's adapters around an engine's model: their files, without all of the model in RAM."""
+"""PEFT's adapters around an engine's model: saving them without the whole model in RAM."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 class AdapterSave:
-    """In the place of a PeftModel's own `save_pretrained`, with its arguments, until the engine is
-    closed: it is given the tensors that it saves, instead of asking the model for all it has."""
+    """Replaces a PeftModel's `save_pretrained`, with the same arguments, until the engine is
+    closed: it passes the tensors to save, instead of asking the model for its full state dict."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -30,14 +30,14 @@ class AdapterSave:
 
     @staticmethod
     def install(engine: Engine) -> None:
-        """For an engine's model, if it is one of PEFT's."""
+        """Replace the method of an engine's model, if it is one of PEFT's."""
         model = engine.module
         if is_adapted(model) and "save_pretrained" not in vars(model):
             vars(model)["save_pretrained"] = AdapterSave(engine)
             engine.before_close(lambda: vars(model).pop("save_pretrained"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """See PEFT's `PeftModel.save_pretrained`."""
+        """Save the adapters; see PEFT's `PeftModel.save_pretrained`."""
         if kwargs.get("state_dict") is None:
             embeddings = kwargs.get("save_embedding_layers", "auto")
             kwargs["state_dict"] = _adapter_values(self._engine, embeddings)
@@ -45,8 +45,8 @@ class AdapterSave:
 
 
 def _adapter_values(engine: Engine, embeddings: Any) -> dict[str, Tensor]:
-    """The part of the model's state dict that PEFT saves. PEFT itself picks it, out of tensors
-    without values."""
+    """Return the part of the model's state dict that PEFT saves. PEFT itself selects it, from
+    tensors without values."""
     from peft import get_peft_model_state_dict
 
     model = engine.module

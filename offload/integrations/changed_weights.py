@@ -1,4 +1,4 @@
-"""Weights on their way into a folder, in codes."""
+"""The weights of a model as they are written into a folder, in codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("offload")
 
 @dataclass(frozen=True)
 class Change:
-    """The codes of the weights of linear layers and experts, but those that `skip` names."""
+    """Selects the weights to encode: those of linear layers and experts, except in `skip`."""
 
     target: Target
     skip: Sequence[str] | None = None  # None: HEAD, where there is one
@@ -34,22 +34,24 @@ class Change:
 
 
 class NamedTensors(Tensors, Protocol):
-    """What is written of a model."""
+    """The tensors of a model that are written, with their names in files."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """By the model's names those in files, of tensors that are the same in both."""
+        """Names in files by the model's names, for the tensors that are the same in both."""
 
     @property
     def experts(self) -> Mapping[str, str]:
-        """Matrices of single experts, by their names in files: the packed parameter of each."""
+        """The packed parameter of each matrix of a single expert, by the matrix's name in files."""
 
 
 class ChangedWeights:
-    """`saved`, changed. One tensor is in memory at a time, of experts those that come together."""
+    """The tensors of `saved`, in codes. One tensor is in memory at a time; experts that are stored
+    together are, too."""
 
     def __init__(self, saved: NamedTensors, model: nn.Module, change: Change) -> None:
-        """ConfigError for a weight that cannot be changed so; where nothing would be."""
+        """Raise ConfigError for a weight that cannot be encoded so, or if there is none to
+        encode."""
         self._saved = saved
         self._change = change
         linear, self._unchanged = _linear_layers(saved, model, change)
@@ -67,7 +69,7 @@ class ChangedWeights:
                 self.tensors[name] = tensor
 
     def config(self) -> Mapping[str, Any]:
-        """What config.json says of it."""
+        """Return the entries of config.json that describe the codes."""
         dtype = next(self._saved.tensors[name].dtype for name in self._names)
         others = dict.fromkeys(self._unchanged)
         for name in self._unchanged:
@@ -108,7 +110,7 @@ def _part(name: str, end: str) -> str:
 def _linear_layers(
     saved: NamedTensors, model: nn.Module, change: Change
 ) -> tuple[list[str], list[str]]:
-    """Of the model: names of the weights to be changed, and of the linear layers that are not."""
+    """Return the model's names of the weights to encode, and of the other linear layers."""
     for pattern in change.skip or ():
         if not any(is_named(name, pattern) for name, _ in model.named_parameters()):
             raise ConfigError(
@@ -131,7 +133,7 @@ def _linear_layers(
 
 
 def _experts(saved: NamedTensors, change: Change) -> set[str]:
-    """In files: names of the experts' matrices to be changed."""
+    """Return the names in files of the experts' matrices to encode."""
     if not change.target.holds_experts:
         return set()
     for packed in saved.experts.values():

@@ -1,4 +1,4 @@
-"""A folder of transformers made smaller: weights in 8 or 4 bits."""
+"""Compression of a transformers folder: weights in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def compress(
     group_size: int = 64,
     skip: Sequence[str] | None = None,
 ) -> list[Path]:
-    """Write a folder that transformers' `from_pretrained` opens; its files. One tensor is in RAM at
-    a time.
+    """Write a folder that transformers' `from_pretrained` opens; return its files. One tensor is in
+    RAM at a time.
 
     `source`: a folder that `offload.open_pretrained` opens (quantised ones, too), or a model: of
     `open_pretrained`, dispatched, or an engine's. `out` must not exist, and is complete or absent.
@@ -43,13 +43,13 @@ def compress(
     `storage` is "int4", "int8" or "nf4", with `group_size` elements per scale; each weight is
     rounded to the nearest code. Files of int4 and int8 are those of compressed-tensors, files of
     nf4 those of bitsandbytes. The codes are those of `storage:` in the configuration: a model whose
-    weights are stored so computes with the same values (`quantised.writing` names what is rounded
-    otherwise). Quantised are the weights of linear layers, and of experts where files have each by
-    itself (not in bitsandbytes), but those that `skip` names (modules, or ends of their names; by
+    weights are stored so computes with the same values (`quantised.writing` names the exceptions).
+    The weights of linear layers are quantised, and those of experts if files store each separately
+    (not in bitsandbytes), except those that `skip` names (modules, or ends of their names; by
     default `lm_head`).
 
-    ConfigError for what cannot be done with this model, PathError where `out` cannot be made,
-    CheckpointError for values that the format does not hold.
+    Raises ConfigError for options that do not work with this model, PathError if `out` cannot be
+    created, CheckpointError for values that the format cannot hold.
     """
     from offload.integrations.hub_format import ModelInHubFormat
 
@@ -86,7 +86,7 @@ def _model_of(source: StrPath | nn.Module) -> Any:
 
 
 def _check(saved: ModelInHubFormat, change: Change) -> None:
-    """UnsupportedError where codes would change values that the model computes with."""
+    """Raise UnsupportedError if codes would change values that the model computes with."""
     kept = None if saved.owner is None else saved.owner.config.storage
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if saved.owner is not None and not alone:

@@ -1,4 +1,4 @@
-"""`offload checkpoint export-dcp`: one of ours as a folder of torch.distributed.checkpoint.
+"""`offload checkpoint export-dcp`: write a checkpoint as a folder of torch.distributed.checkpoint.
 
     app        {"model": ..., "optim": ...}, named as torch's get_state_dict names them
     offload    the rest of the manifest, as JSON, and the tensors of its `run`
@@ -48,8 +48,8 @@ _NUMPY = {"F32": np.float32, "BF16": np.uint16, "I16": np.int16, "U8": np.uint8}
 
 
 def export_dcp(path: Path, out: Path) -> Path:
-    """Write checkpoint `path` to the folder `out`, which must not exist: PathError. What is read is
-    compared with its hashes; `out` is complete or absent."""
+    """Write checkpoint `path` to the folder `out`; raise PathError if that exists. The data read
+    are compared with their hashes; `out` is complete or absent."""
     check_new(out)
     with CheckpointReader(path) as reader:
         reader.check(contents=False)
@@ -71,7 +71,7 @@ def _save(state: dict[str, Any], folder: Path) -> None:
 
 
 class _Content:
-    """The tensors of a checkpoint, which have values while they are written."""
+    """The tensors of a checkpoint, which have values only while they are written."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
@@ -171,7 +171,7 @@ class _Content:
 
 
 def states_of(manifest: Manifest) -> tuple[str, ...]:
-    """The optimizer's states: without masters, and the scales of 8-bit ones."""
+    """Return the names of the optimizer's states, without masters and scales of 8-bit states."""
     return tuple(
         name for name in manifest.optimizer.fields
         if name not in ("low", "master") and not name.endswith(SCALE_SUFFIX)
@@ -179,7 +179,7 @@ def states_of(manifest: Manifest) -> tuple[str, ...]:
 
 
 def state_format_of(manifest: Manifest) -> StateFormat:
-    """How a checkpoint keeps them. KeyError for none of ours."""
+    """Return the format of a checkpoint's states. Raise KeyError for an unknown one."""
     return StateFormat[manifest.optimizer.states.upper()]
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a folder of torch.distributed.checkpoint that says nothing of offload."""
+"""The manifest for a folder of torch.distributed.checkpoint that offload did not write."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MASTERS: dict[Master, MasterName] = {
 
 
 def foreign(folder: DcpFolder, layout: Layout, kind: str | None, tied: dict[str, str]) -> Plan:
-    """Of any other folder: what it does not say is refused, and not guessed."""
+    """Return the plan for any other folder. Missing facts are refused, not guessed."""
     if not layout.states:
         raise CheckpointError(
             f"{folder.path} has no states of an optimizer; OUT.safetensors takes its weights"
@@ -50,7 +50,7 @@ def foreign(folder: DcpFolder, layout: Layout, kind: str | None, tied: dict[str,
 
 
 class _Foreign:
-    """Works out a manifest. CheckpointError for what is not clear."""
+    """Derives a manifest from a folder. Raises CheckpointError where the folder is ambiguous."""
 
     def __init__(self, folder: DcpFolder, layout: Layout, kind: str, tied: dict[str, str]) -> None:
         self._folder = folder
@@ -115,8 +115,8 @@ class _Foreign:
         return [name for name in self._layout.model if name in self._layout.states]
 
     def _buffers(self) -> list[str]:
-        """What is no floating point number. Anything else without states may be a frozen
-        parameter, a buffer, or tied."""
+        """Return the names of the buffers: tensors that are not floating point. Any other tensor
+        without states may be a frozen parameter, a buffer, or tied, and is refused."""
         known = {*self._layout.states, *self._tied}
         others = [name for name in self._layout.model if name not in known]
         unclear = [name for name in others if self._tensor(name).dtype.is_floating_point]
@@ -162,8 +162,8 @@ class _Foreign:
         )  # fmt: skip
 
     def _numbers(self, trained: list[str]) -> list[ParamGroupRecord]:
-        """Of a list of groups; or one number for each parameter, of which those with the same are
-        put together."""
+        """Return the param groups from a list of groups, or from the numbers of each parameter;
+        parameters with the same numbers form a group."""
         found: dict[str, tuple[dict[str, Any], list[str]]] = {}
         for owner, names in self._layout.groups.items():
             values = {

@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint as a checkpoint of ours, or its weights alone as a
+"""Converts a folder of torch.distributed.checkpoint to a checkpoint of offload, or its weights to a
 safetensors file: `offload checkpoint import-dcp`.
 
     {"app": {"model": ..., "optim": ...}}    and the same without "app", or under another name
@@ -50,12 +50,12 @@ _MASTERS = {"none": Master.NONE, "split": Master.SPLIT, "fp32": Master.FP32}
 def import_dcp(
     source: Path, out: Path, *, kind: str | None = None, tied: Mapping[str, str] | None = None
 ) -> Path:
-    """Write what is in folder `source` to the new checkpoint `out`, or to OUT.safetensors its
-    weights; the path written.
+    """Write the content of `folder` to the new checkpoint `out`, or its weights to OUT.safetensors;
+    return the path written.
 
-    `kind`: the optimizer, and `tied`: other names of parameters, by them, where the folder is not
-    of `export-dcp`. CheckpointError or ConfigError, with nothing written, for what cannot be read
-    so, and says what to do.
+    `kind`: the optimizer, and `tied`: the parameter of each alias, if the folder is not
+    of `export-dcp`. Raises CheckpointError or ConfigError, with nothing written, for a folder that
+    cannot be read so; the message suggests a remedy.
     """
     with DcpFolder(source) as folder:
         layout = Layout.of(folder)
@@ -72,7 +72,7 @@ def import_dcp(
 
 # --------------------------------------------------------------------------- ours
 def _ours(folder: DcpFolder, layout: Layout) -> Plan | None:
-    """Of a folder that `export-dcp` wrote, else None."""
+    """Return the plan for a folder that `export-dcp` wrote; None for any other folder."""
     own = {path[1:]: name for name, path in folder.paths.items() if path[0] == OURS}
     if (MANIFEST_KEY,) not in own:
         return None
@@ -126,7 +126,7 @@ def _value(
     folder: DcpFolder, names: Mapping[str, str], name: str,
     record: ParameterRecord | BufferRecord, dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As the record says it is, states in `dtype`. CheckpointError."""
+    """Return a tensor, states in `dtype`. Raise CheckpointError unless it fits its record."""
     where = names.get(name)
     found = None if where is None else folder.tensors.get(where)
     fits = found is not None and list(found.shape) == record.shape

@@ -1,4 +1,4 @@
-"""Where a model, its optimizer's states and their numbers are in a folder of
+"""The names of a model, its optimizer's states and their numbers in a folder of
 torch.distributed.checkpoint."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ OTHERWISE = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Names in the folder: of the model's tensors by theirs, of a parameter's states by its name
-    and theirs, of the numbers of param groups by the group and theirs."""
+    """Names in the folder: of the model's tensors by name, of a parameter's states by parameter and
+    state, of the numbers of param groups by group and key."""
 
     model: Mapping[str, str]
     states: Mapping[str, Mapping[str, str]]
@@ -30,7 +30,7 @@ class Layout:
 
     @staticmethod
     def of(folder: DcpFolder) -> Layout:
-        """CheckpointError where the folder has several models, or none."""
+        """Find the layout of a folder. Raise CheckpointError if it has several models, or none."""
         homes = {
             path[: path.index(_MODEL)] for path in folder.paths.values() if _MODEL in path[:-1]
         }
@@ -61,7 +61,7 @@ class Layout:
 def _sort(
     rest: str, name: str, states: dict[str, dict[str, str]], groups: dict[str, dict[str, str]]
 ) -> None:
-    """`state.NAME.exp_avg` and `param_groups.0.lr`: the same whether torch has flattened it."""
+    """Sort `state.NAME.exp_avg` and `param_groups.0.lr`, flattened by torch or not."""
     kind, _, inner = rest.partition(".")
     owner, _, field = inner.rpartition(".")
     into = {"state": states, "param_groups": groups}.get(kind)

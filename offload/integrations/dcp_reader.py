@@ -1,9 +1,9 @@
-"""A reader for `torch.distributed.checkpoint.load` that runs nothing of the folder it reads.
+"""A reader for `torch.distributed.checkpoint.load` that runs no code of the folder it reads.
 
     dcp.load({"app": EngineState(engine)}, storage_reader=SafeReader("checkpoint"))
 
 Torch's `FileSystemReader`, which `dcp.load(..., checkpoint_id=)` takes, unpickles `.metadata`; its
-planner unpickles what is no tensor. Either runs what the folder's author wrote there.
+planner unpickles objects that are not tensors. Either runs code of the folder's author.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from offload.paths import StrPath, path_of, path_text
 
 
 class SafeReader(StorageReader):
-    """Reads folders of `dcp.save` with torch's `FileSystemWriter`: tensors, and plain values.
+    """Reads tensors and plain values from folders that `dcp.save` wrote with torch's
+    `FileSystemWriter`.
 
-    CheckpointError, when it is made, for a folder that is damaged or forged; while it is loaded,
-    inside of torch's `CheckpointException`, for a damaged file, or one that holds another object.
-    One tensor of a file is in memory at a time.
+    Raises CheckpointError on creation for a folder that is damaged or forged; during a load, inside
+    torch's `CheckpointException`, for a damaged file, or one that holds another object. One tensor
+    of a file is in memory at a time.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -44,7 +45,7 @@ class SafeReader(StorageReader):
         return str(self._folder.path)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Called by `dcp.load`: the folder may be another one by now."""
+        """Read the folder anew; `dcp.load` calls this, since the folder may have been replaced."""
         given = self._folder.path if checkpoint_id is None else checkpoint_id
         self._folder = DcpFolder(path_of(given, "checkpoint_id"))
 
@@ -81,7 +82,7 @@ class SafeReader(StorageReader):
         return done
 
     def _object(self, name: str) -> io.BytesIO:
-        """The planner unpickles it: this is a pickle of ours, of plain values."""
+        """Return a pickle of plain values, written here: the planner unpickles it."""
         buffer = io.BytesIO()
         torch.save(self._folder.read_object(name), buffer)
         buffer.seek(0)

@@ -8,9 +8,9 @@
 (`SafeReader`: see `dcp_reader`. With `checkpoint_id=` torch's own reader unpickles: it runs what
 the folder's author wrote.)
 
-The entries are named as `get_state_dict(model, optimizer)` of torch names them, so what one of the
-two saved, the other loads. That function gives copies of all states at once. These are tensors that
-are read when they are written to a file, and written to the tiers as they are read from one.
+The entries have the names of torch's `get_state_dict(model, optimizer)`, so each of the two loads
+the checkpoints of the other. That function returns copies of all states at once. These tensors are
+read when they are written to a file, and written to the tiers when they are read from one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HALF_LOADED = (
 
 
 def _tensors(state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Those of a model and of an optimizer's states."""
+    """Yield the tensors of a model and of an optimizer's states, with their names."""
     yield from state_dict["model"].items()
     for name, states in state_dict["optim"]["state"].items():
         yield from ((f"{name}.{field}", value) for field, value in states.items())
@@ -56,7 +56,7 @@ def _check_numbers(engine: Engine, group: dict[str, Any], found: dict[str, Any])
 
 
 def _steps(name: str, state: dict[str, Any]) -> int:
-    """CheckpointError for what is no count."""
+    """Return a parameter's step count. Raise CheckpointError if the number cannot be one."""
     found = float(state["step"])
     if not 0 <= found < 1 << 62:  # not NaN either
         raise CheckpointError(f"{name} was updated {found} times; load another checkpoint")
@@ -67,9 +67,9 @@ class EngineState(Stateful):
     """`Stateful` of an engine's model and optimizer: `{"model": ..., "optim": ...}`, tensors of the
     parameters' shapes whose values are read from the tiers, and written there, one at a time.
 
-    UnsupportedError on several ranks, and for a model with extra state of its own. The engine must
-    not train between the beginning and the end of a save or load. What a load leaves half done is a
-    StateError at the next use of the engine.
+    Raises UnsupportedError on several ranks, and for a model with extra state of its own. The
+    engine must not train between the beginning and the end of a save or load. After an interrupted
+    load, the next use of the engine raises StateError.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -86,8 +86,8 @@ class EngineState(Stateful):
         self._given: dict[str, Tensor] = {}  # to be filled, by name
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors without memory of their own. Every state is there, also before the first step: a
-        load fills what it finds here."""
+        """Return tensors without memory of their own. Every state is there, also before the first
+        step: a load fills the tensors that it finds here."""
         engine, store = self._engine, self._engine.runtime.store
         self._whole.clear()
         unusable, store.unusable = store.unusable, None  # a load is a way out of that
@@ -102,7 +102,8 @@ class EngineState(Stateful):
             store.unusable = unusable
 
     def _check_tensors(self, state_dict: dict[str, Any]) -> None:
-        """`dcp.load` puts what is no tensor in the place of one that it should have filled."""
+        """Check that tensors are tensors: `dcp.load` replaces one that it should have filled by
+        another object."""
         found = dict(_tensors(state_dict))
         for name, tensor in self._given.items():
             if found.get(name) is not tensor:
@@ -111,8 +112,9 @@ class EngineState(Stateful):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by `dcp.load` when all tensors are in: takes over the numbers. CheckpointError for
-        those that nothing can be trained with, and where a tensor was not one in the folder."""
+        """Take over the numbers; `dcp.load` calls this when all tensors are loaded. Raise
+        CheckpointError for numbers that cannot be trained with, and if an entry in the folder was
+        not a tensor."""
         engine, optimizer = self._engine, state_dict["optim"]
         with self._access(0, changes=True):
             self._check_tensors(state_dict)
@@ -157,7 +159,7 @@ class EngineState(Stateful):
         return {"state": states, "param_groups": groups}
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those with states of the optimizer."""
+        """Yield the parameters that have states of the optimizer, with their names."""
         names = {id(param): name for name, param in self._engine.module.named_parameters()}
         for group in self._engine.optimizer.param_groups:
             for param in group["params"]:
@@ -201,7 +203,7 @@ class EngineState(Stateful):
 
     @contextmanager
     def _access(self, nbytes: int, *, changes: bool) -> Iterator[None]:
-        """One at a time: DCP may write files with several threads."""
+        """Give access to one tensor at a time: DCP may write files with several threads."""
         store = self._engine.runtime.store
         with self._lock:
             self._untrimmed_nbytes += nbytes

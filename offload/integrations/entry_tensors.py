@@ -19,7 +19,7 @@ Slices = tuple[Any, ...]  # arguments of torch.ops.aten.slice, one after the oth
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor of an engine, or of a checkpoint, which is only read."""
+    """A whole tensor of an engine, or of a checkpoint, which is read-only."""
 
     access: Callable[..., AbstractContextManager[None]]
     nbytes: int
@@ -27,7 +27,7 @@ class Entry:
     put: Callable[[Tensor], None] | None = None
 
     def read(self, where: Slices) -> Tensor:
-        """A copy."""
+        """Return a copy of the values."""
         with self.access(self.nbytes, changes=False):
             whole = self.get()
             return _sliced(whole, where).clone() if where else whole
@@ -76,7 +76,7 @@ class EntryTensor(Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What `torch.save` writes: a plain tensor."""
+        """Pickle a plain tensor for `torch.save`."""
         return self.entry.read(self.at).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The model of a checkpoint in the format of the hub, without an engine: its class is built on the
-meta device, for transformers to say what its tensors are called in files."""
+"""Writes the model of a checkpoint in the hub's format without an engine: its class is built on the
+meta device, so that transformers can name its tensors in files."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def write_hub_format(
     record: ModelRecord, tensors: Sequence[ExportedTensor], folder: Path,
     change: Change | None = None,
 ) -> HubFiles | None:  # fmt: skip
-    """The safetensors files that transformers' `save_pretrained` would write, streamed, and their
-    index. None, and a message says why, where transformers cannot tell; with a `change` of weights
-    that is an UnsupportedError."""
+    """Write the safetensors files that transformers' `save_pretrained` would write, streamed, and
+    their index. Return None, and log the reason, if transformers cannot name the tensors; with a
+    `change` of weights raise UnsupportedError instead."""
     try:
         saved = _Converted(record, tensors)
     except Exception as error:
@@ -54,7 +54,7 @@ def write_hub_format(
 def write_files(
     saved: NamedTensors, model: nn.Module, folder: Path, change: Change | None = None
 ) -> HubFiles:
-    """The safetensors files of a model, and their index."""
+    """Write the safetensors files of a model, and their index."""
     from offload.integrations.changed_weights import ChangedWeights
     from offload.integrations.weight_files import write_shards
 
@@ -95,7 +95,7 @@ class _Converted:
 
 
 def _on_meta(record: ModelRecord) -> Any:
-    """The model, without values. UnsupportedError where it is none of transformers' own."""
+    """Return the model without values. Raise UnsupportedError for a class not of transformers."""
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedError("transformers is not installed")
     import transformers

@@ -1,8 +1,8 @@
 """The tensors of a transformers model as its files have them, cut out of a stream of its weights.
 
 transformers converts a model's tensors to the hub's format with torch (`revert_weight_conversion`).
-It is asked here to convert tensors without values. What comes out as a view of one parameter (a
-chunk of fused projections, one of stacked experts, a transposed matrix) says what goes where:
+It converts tensors without values here. A result that is a view of one parameter (a chunk of fused
+projections, one of stacked experts, a transposed matrix) gives the place of each element:
 
     gate_up_proj   ├─ gate 0 ─┼── up 0 ──┼─ gate 1 ─┼── up 1 ──┤        as its pieces come
                         │          │          │          └──► experts.1.w3.weight
@@ -10,8 +10,9 @@ chunk of fused projections, one of stacked experts, a transposed matrix) says wh
                         │          └──► experts.0.w3.weight
                         └──► experts.0.w1.weight
 
-A contiguous view is written as it comes, any other when all of it is there. What is no view of one
-parameter (two of them concatenated) is converted once more, with values, when all are there.
+A contiguous view is written as it comes, any other one once it is complete. A result that is not a
+view of one parameter (two of them concatenated) is converted again, with values, once all are
+there.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class HubFormat:
     transformers' order, and of one storage where they are with values."""
 
     def __init__(self, model: PreTrainedModel, own: Described, *, hub_format: bool = True) -> None:
-        """`own` are the model's tensors, each tied one once. Not `hub_format`: they stay as they
-        are. UnsupportedError for a conversion that cannot be followed."""
+        """`own` are the model's tensors, each tied one once. Without `hub_format` they stay as they
+        are. Raise UnsupportedError for a conversion that cannot be followed."""
         self._model = model
         self._own = {name: torch.Size(shape) for name, (shape, _) in own.items()}
         described = {name: _Valueless.like(name, *each) for name, each in own.items()}
@@ -64,7 +65,7 @@ class HubFormat:
 
     @property
     def names(self) -> dict[str, str]:
-        """By the model's names those in files, of tensors that are the same in both."""
+        """Names in files by the model's names, for the tensors that are the same in both."""
         return {
             name: views[0].target for name, views in self._views.items()
             if len(views) == 1 and name not in self._joint and views[0].is_whole(self._own[name])
@@ -72,8 +73,7 @@ class HubFormat:
 
     @property
     def experts(self) -> dict[str, str]:
-        """Matrices of single experts, by their names in files: the packed parameter that each is
-        of."""
+        """The packed parameter of each matrix of a single expert, by the matrix's name in files."""
         joint = [(name, target) for name, each in self._joint.items() for target in each.targets]
         parts = [(name, view.target) for name, views in self._views.items() for view in views]
         return {
@@ -83,8 +83,9 @@ class HubFormat:
         }  # fmt: skip
 
     def take(self, name: str, elements: range, raw: Tensor, write: Write) -> None:
-        """Some elements of a tensor of the model, and their bytes (1D uint8): written are those
-        that they become, each from its first to its last. In any order of tensors."""
+        """Take some elements of a tensor of the model, and their bytes (1D uint8); write the
+        elements of files that they become, each tensor from its first element to its last. Tensors
+        come in any order."""
         for view in self._views.get(name, ()):
             view.take(elements, raw, write)
         joint = self._joint.get(name)
@@ -95,7 +96,7 @@ class HubFormat:
 
 
 class EngineInHubFormat:
-    """What is to be saved of an engine's model: `tensors` has them by name on the meta device."""
+    """The tensors to save of an engine's model: `tensors` has them by name on the meta device."""
 
     def __init__(self, engine: Engine, *, hub_format: bool) -> None:
         model = engine.module
@@ -109,7 +110,7 @@ class EngineInHubFormat:
         self.tensors = self._format.tensors
 
     def _describe(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """The model's state dict, on the meta device."""
+        """Return the model's state dict on the meta device."""
         store, ignored = self._engine.runtime.store, model._keys_to_ignore_on_save or ()
         described = {}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -131,8 +132,8 @@ class EngineInHubFormat:
         return described
 
     def write(self, write: Write) -> None:
-        """Every tensor's bytes, in any order of tensors. Of several ranks for the one that writes;
-        `stream_weights` says what the others have to do."""
+        """Write every tensor's bytes, in any order of tensors. With several ranks, the one that
+        writes calls it; `stream_weights` describes the others' part."""
 
         def take(spec: ParamSpec, elements: range, raw: Tensor) -> None:
             for name in self._sources.get(spec.name, ()):
@@ -145,16 +146,16 @@ class EngineInHubFormat:
 
 
 def owner_of(model: PreTrainedModel) -> TieredModel | None:
-    """The tiers that a model is in."""
+    """Return the tiers that a model is in; None if it is in none."""
     owners = (UnitHooks.owner_of(module) for module in model.modules())
     return next((each for each in owners if isinstance(each, TieredModel)), None)
 
 
 class ModelInHubFormat:
-    """What is saved of a model of transformers: `tensors` has them by name on the meta device."""
+    """The tensors to save of a transformers model; `tensors`: by name, on the meta device."""
 
     def __init__(self, model: PreTrainedModel, *, hub_format: bool = True) -> None:
-        """`owner` are the tiers that the model is in, if it is in any."""
+        """Describe the tensors of `model`; `owner` becomes the tiers that it is in, if any."""
         self.owner = owner_of(model)
         ignored = model._keys_to_ignore_on_save or ()
         state = {
@@ -178,8 +179,8 @@ class ModelInHubFormat:
         return self._format.experts
 
     def _described(self, tensor: Tensor) -> Tensor:
-        """Of the same shape and format, on the meta device; of tied ones the same object is not
-        needed: transformers knows them by name."""
+        """Return a tensor of the same shape and format on the meta device. Tied tensors need not be
+        the same object: transformers knows them by name."""
         spec = None if self.owner is None else self.owner.store.spec_of(tensor)
         if spec is None or self.owner is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -194,7 +195,8 @@ class ModelInHubFormat:
                 came(raw.numel())
 
     def _pieces(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Of each tensor its elements, 1D and in order, from which one on."""
+        """Yield the elements of each tensor, 1D and in order: its name, the number of the first
+        element, and a piece."""
         places: dict[int, list[tuple[str, int]]] = {}
         for name, tensor in self._state.items():
             if self.owner is None or self.owner.store.spec_of(tensor) is None:
@@ -220,8 +222,8 @@ def _pieces_of(name: str, tensor: Any) -> Iterator[tuple[str, int, Tensor]]:
 
 
 class _Valueless(Tensor):
-    """A tensor on the meta device that knows what it is made of, and stays a view where it is asked
-    for a contiguous copy."""
+    """A tensor on the meta device that records its sources, and stays a view if a contiguous copy
+    of it is requested."""
 
     sources: frozenset[str]
 
@@ -260,11 +262,11 @@ class _View:
         self._gathered: Tensor | None = None  # the bytes of the span, while they come
 
     def is_whole(self, shape: torch.Size) -> bool:
-        """Whether it is a parameter of this shape as it is."""
+        """Whether the view is the whole parameter, of this shape, unchanged."""
         return self._contiguous and self._size == shape and self._span.start == 0
 
     def take(self, elements: range, raw: Tensor, write: Write) -> None:
-        """Some of the parameter's elements, and their bytes."""
+        """Take some of the parameter's elements, and their bytes."""
         lo, hi = max(elements.start, self._span.start), min(elements.stop, self._span.stop)
         if lo >= hi:
             return
@@ -294,7 +296,7 @@ class _Joint:
         self._raw: dict[str, Tensor] = {}
 
     def take(self, name: str, elements: range, raw: Tensor) -> bool:
-        """Some of a parameter's elements, and their bytes; True when all are there."""
+        """Take some of a parameter's elements, and their bytes; return True when all have come."""
         tensor = self._described[name]
         itemsize = tensor.dtype.itemsize
         if name not in self._raw:
@@ -304,7 +306,7 @@ class _Joint:
         return not any(self._missing.values())
 
     def values(self) -> dict[str, Tensor]:
-        """The parameters, which are dropped here."""
+        """Return the parameters, which are released here."""
         taken, self._raw = self._raw, {}
         return {
             name: taken[name].view(tensor.dtype).view(tuple(tensor.shape))
@@ -315,7 +317,7 @@ class _Joint:
 def _sort(
     described: Mapping[str, _Valueless], found: Mapping[str, Tensor]
 ) -> tuple[dict[str, list[_View]], dict[str, _Joint]]:
-    """What becomes of each parameter: the views of it, and what it is converted together with."""
+    """Return, by parameter, its views, and the conversion that it takes part in with others."""
     of_storage = {t.untyped_storage()._cdata: name for name, t in described.items()}
     views: dict[str, list[_View]] = {}
     joint: list[tuple[set[str], list[str]]] = []

@@ -1,4 +1,4 @@
-"""Models that are named as on a hub, where a local folder is wanted."""
+"""Names of models on a hub, given where a local folder is required."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _HUB_NAME = re.compile(r"[\w.-]*\w/?[\w.-]*\w", re.ASCII)
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it could be one, such as `meta-llama/Llama-3.1-8B` or `gpt2`."""
+    """Whether it may name a model on a hub, such as `meta-llama/Llama-3.1-8B` or `gpt2`."""
     return _HUB_NAME.fullmatch(name) is not None
 
 
 def not_local(name: str) -> str:
-    """The error for `name`, which is no folder here, with the command that downloads it."""
+    """Return the error for `name`, which is no folder here, with a command to download it."""
     wanted, folder = ("ID", "FOLDER")
     if is_hub_name(name):
         wanted, folder = name, PurePath(name).name

@@ -60,8 +60,9 @@ _AUTOCAST = ("bf16-mixed", "16-mixed")
 
 
 class _Processes:
-    """One process per device, as Lightning's DDP strategies have it: begun by Lightning or by
-    `torchrun`. The engine averages gradients itself. In front of a ParallelStrategy."""
+    """Runs one process per device, as Lightning's DDP strategies do, started by Lightning or by
+    `torchrun`. The engine averages gradients itself. It precedes a ParallelStrategy in a class's
+    bases."""
 
     _num_nodes = 1
     cluster_environment: Any
@@ -86,7 +87,7 @@ class _Processes:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether samplers have to give each process rows of its own."""
+        """Whether samplers have to give each process different rows."""
         return self.num_nodes * self.num_processes > 1
 
     @property
@@ -134,7 +135,7 @@ class _Processes:
 
 
 class _EngineMaker:
-    """The configuration, and the engine that is made of it once."""
+    """The configuration, and the engine that is created from it once."""
 
     def __init__(self, config: Source, weights: StrPath | None) -> None:
         self._loaded = OffloadConfig.load({} if config is None else config)  # errors come now
@@ -148,8 +149,8 @@ class _EngineMaker:
     def settled(
         self, device: torch.device, precision: str, others: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """All that is named in the YAML, and what Lightning says of the rest. ConfigError where
-        both name something."""
+        """Return the configuration, with what the YAML leaves open taken from Lightning. Raise
+        ConfigError if both name a setting."""
         named = self.named
         kind = named.get("device", "auto")
         if kind not in ("auto", device.type):
@@ -163,7 +164,7 @@ class _EngineMaker:
         return merged
 
     def precision(self, lightnings: str) -> str:
-        """The engine's, for one of Lightning's `precision=`."""
+        """Return the engine's precision for one of Lightning's `precision=`."""
         ours = self.named.get("precision")
         theirs = "fp32" if lightnings in _AUTOCAST else _OWN.get(lightnings)
         if lightnings not in ("32-true", *_OWN, *_AUTOCAST):
@@ -179,8 +180,8 @@ class _EngineMaker:
         return ours or theirs or "fp32"
 
     def make(self, module: nn.Module, client: ClientOptimizer | None, config: Any) -> Engine:
-        """The engine of `module`, with the client's numbers; without a client, to evaluate, the
-        one that the model has."""
+        """Return the engine of `module`, with the client's numbers; without a client, for
+        evaluation, the engine that the model has."""
         if client is not None:
             named = dict(self.named.get("optimizer") or {})
             config = {**config, "optimizer": client.merged(named)}
@@ -203,18 +204,18 @@ def _computes_alike(engine: Engine, config: OffloadConfig) -> bool:
 
 
 class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
-    """For `lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))`.
+    """A strategy for `lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))`.
 
     `config` is that of `offload.initialize`; `weights`, too, for a model that `configure_model`
-    puts on the meta device. What the configuration does not name of optimizer, precision, device
-    and accumulation comes from the LightningModule's `configure_optimizers` and from Trainer.
-    Clipping is named in one of the two.
+    puts on the meta device. Optimizer, precision, device and accumulation that the configuration
+    does not name come from the LightningModule's `configure_optimizers` and from Trainer. Clipping
+    is set in one of the two.
 
     Checkpoints are folders (see `streamed_folder`); `consolidate` makes a file of one. Those of
     other strategies are loaded, too, whole in RAM.
 
-    ConfigError where the configuration and Lightning name different values, UnsupportedError for
-    what cannot be combined.
+    Raises ConfigError if the configuration and Lightning name different values, UnsupportedError
+    for features that cannot be combined.
     """
 
     strategy_name = "offload"
@@ -231,8 +232,8 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The engine that trains the LightningModule, open until `engine.close()`. StateError
-        before Trainer has set up the model."""
+        """The engine that trains the LightningModule, open until `engine.close()`. Raises
+        StateError before Trainer has set up the model."""
         if self._maker.engine is None:
             raise StateError("Trainer makes the engine in fit, validate, test or predict; call one")
         return self._maker.engine
@@ -295,11 +296,11 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
             )
 
     def model_to_device(self) -> None:
-        """The engine brings it there, piece by piece."""
+        """Do nothing: the engine moves the model to the device, piece by piece."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """Models are made in RAM; with `empty_init` on the meta device, for the engine to fill."""
+        """Create models in RAM; with `empty_init` on the meta device, for the engine to fill."""
         with torch.device("meta" if empty_init else "cpu"):
             yield
 
@@ -309,7 +310,7 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
         return tensor
 
     def teardown(self) -> None:
-        """The model stays in the engine's tiers."""
+        """Leave the model in the engine's tiers."""
         self._detach()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -393,7 +394,7 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
 
 
 class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore[misc]
-    """For `lightning.Fabric(strategy=OffloadFabricStrategy("offload.yaml"))`.
+    """A strategy for `lightning.Fabric(strategy=OffloadFabricStrategy("offload.yaml"))`.
 
     `fabric.setup(model, optimizer)` makes the engine; `config` and `weights` as in
     `OffloadStrategy`. `fabric.save` streams the model and its optimizer into a folder.
@@ -407,7 +408,7 @@ class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore
 
     @property
     def engine(self) -> Engine:
-        """The engine of `fabric.setup`, open until `engine.close()`. StateError before."""
+        """The engine of `fabric.setup`, open until `engine.close()`. Raises StateError before."""
         if self._maker.engine is None:
             raise StateError("the engine is made in fabric.setup(model, optimizer)")
         return self._maker.engine
@@ -448,11 +449,11 @@ class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore
         raise UnsupportedError(self._err_msg_joint_setup_required())
 
     def module_to_device(self, module: nn.Module) -> None:
-        """The engine brings it there, piece by piece."""
+        """Do nothing: the engine moves the model to the device, piece by piece."""
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """As `OffloadStrategy.tensor_init_context`."""
+        """Create modules as `OffloadStrategy.tensor_init_context` does."""
         with torch.device("meta" if empty_init else "cpu"):
             yield
 
@@ -518,8 +519,9 @@ class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore
 
 # --------------------------------------------------------------------------- precision
 class _Half:
-    """What the engine's 16-bit formats need: inputs in them, and the loss scaled. In front of one
-    of Lightning's HalfPrecision; the module is converted by the engine, which keeps a master."""
+    """Half precision for an engine: inputs in its 16-bit format, and a scaled loss. It precedes one
+    of Lightning's HalfPrecision classes in the bases; the engine converts the module, and keeps a
+    master."""
 
     engine: Engine | None = None
 
@@ -550,7 +552,7 @@ def _name_of(plugin: Any) -> str:
 
 
 def _plugin_of(engine: Engine, kind: Any) -> Any:
-    """The plugin for an engine in 16 bits; None for fp32."""
+    """Return the plugin for an engine in 16 bits; None for fp32."""
     for name, ours in _OWN.items():
         if engine.config.precision == ours:
             plugin = kind(name)
@@ -567,14 +569,15 @@ _TrainerHalf, _FabricHalf = _half(_TrainerBase), _half(_FabricBase)
 
 # --------------------------------------------------------------------------- files
 def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
-    """A checkpoint file as Trainer writes it without a strategy, of a folder that `OffloadStrategy`
-    wrote: for `LightningModule.load_from_checkpoint`. It has everything but the optimizer's states.
+    """Write a checkpoint file, as Trainer writes it without a strategy, from a folder that
+    `OffloadStrategy` wrote: for `LightningModule.load_from_checkpoint`. It contains everything but
+    the optimizer's states.
 
     The weights are those that the model computed with, all names of tied ones, each compared with
-    its hash; the disk of `file` needs room for them twice. CheckpointError where a part of it is
-    missing or damaged, or Lightning's part of it has objects beside tensors and plain values
-    (hyperparameters of a class, a callback's) and you do not say that you `trust` who wrote it:
-    reading those runs code that the file names.
+    its hash; the disk of `file` needs room for them twice. Raises CheckpointError if a part of it
+    is missing or damaged, or if Lightning's part has objects beside tensors and plain values
+    (hyperparameters of a class, a callback's) and `trust` is not set: reading them runs code that
+    the file names, so set it for a trusted author only.
     """
     file = path_of(file, "file")
     state, states = streamed_folder.read(

@@ -30,8 +30,7 @@ from offload.zero.hooks import UnitHooks
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """What a model expects of a text: `value` is exp of the mean loss per token (in nats) over
-    `tokens` of them."""
+    """A perplexity: `value` is exp of the mean loss per token (in nats) over `tokens` tokens."""
 
     value: float
     loss: float
@@ -48,14 +47,14 @@ def perplexity(
     model: nn.Module, tokens: Tensor | Sequence[int], *, window: int = 1024, stride: int = 512,
     batch: int = 1,
 ) -> Perplexity:  # fmt: skip
-    """Of a causal language model (`model(input_ids=...).logits`), plain or dispatched, on the token
-    ids of one text, (T,); in evaluation mode.
+    """Return the perplexity of a causal language model (`model(input_ids=...).logits`), plain or
+    dispatched, in evaluation mode, on the token ids of one text, (T,).
 
     `window` tokens are seen at once, at most the model's positions; `batch` windows are computed
-    together: of a model on nvme, weights are read once for all of them. Memory: the logits of
-    batch x window tokens, in fp32.
+    together: weights of a model on nvme are read once for all of them. Memory: the logits of batch
+    x window tokens, in fp32.
 
-    ConfigError for sizes that cannot be; UnsupportedError for a model without logits.
+    Raises ConfigError for impossible sizes, UnsupportedError for a model without logits.
     """
     ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(-1)
     _check(model, ids.numel(), window, stride, batch)
@@ -83,7 +82,7 @@ def perplexity(
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Where it wants its inputs."""
+    """Return the device on which the model expects its inputs."""
     for module in model.modules():
         owner = UnitHooks.owner_of(module)
         if isinstance(owner, TieredModel):
@@ -117,7 +116,7 @@ def _check(model: nn.Module, count: int, window: int, stride: int, batch: int) -
 
 
 def _batches(count: int, window: int, stride: int, batch: int) -> Iterator[list[_Window]]:
-    """Windows of one size; the last one may be smaller, and is alone then."""
+    """Yield batches of windows of one size; a smaller last window is a batch by itself."""
     held: list[_Window] = []
     seen = 1  # the first token is not scored: nothing is before it
     for start in range(0, count, stride):

@@ -1,8 +1,8 @@
 """Models of transformers, from a local folder in its format, never whole in RAM.
 
 transformers itself builds the model, with its own `from_pretrained`: names, conversions, ties, new
-heads and the report of what is missing are its own. What it is given are lazy tensors
-(`lazy_tensors`): it moves them around, and their values are read when the engine asks for them.
+heads and the report of missing weights are its own. It is given lazy tensors (`lazy_tensors`),
+which it moves around; their values are read when the engine asks for them.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def from_pretrained(
     run_folder: StrPath | None = None,
     **kwargs: Any,
 ) -> Engine:
-    """An engine whose `module` is the transformers model in `folder`: config.json and safetensors
-    files. The model is never whole in RAM.
+    """Return an engine whose `module` is the transformers model in `folder`: config.json and
+    safetensors files. The model is never whole in RAM.
 
     `config`, `parameters`, `mesh` and `run_folder` are those of `offload.initialize`, all else is
     that of `open_pretrained`. Call these two where the model is to be changed before it trains:
@@ -104,7 +104,8 @@ def from_pretrained(
 
 
 def _say_rounded(model: nn.Module, precision: str) -> None:
-    """An engine computes in one format, and transformers keeps some models' weights in fp32."""
+    """Warn about rounded weights: an engine computes in one format, and transformers keeps some
+    models' weights in fp32."""
     wide = [n for n, p in model.named_parameters() if p.dtype.itemsize > DTYPES[precision].itemsize]
     if wide:
         _log.warning(
@@ -116,21 +117,21 @@ def _say_rounded(model: nn.Module, precision: str) -> None:
 def open_pretrained(
     folder: StrPath, *, model_class: Any = None, dtype: torch.dtype | str = "auto", **kwargs: Any
 ) -> nn.Module:
-    """The transformers model in `folder`, in evaluation mode, with weights that stay in its files
-    until `offload.initialize(model, ...)` spreads them over the tiers.
+    """Return the transformers model in `folder`, in evaluation mode, with weights that stay in its
+    files until `offload.initialize(model, ...)` spreads them over the tiers.
 
     `model_class` is a model's class or one of the AutoModel classes; by default the class that
     config.json names. `dtype` is that of new weights and buffers; "auto": as config.json says.
     `kwargs` are those of transformers' `from_pretrained` (`num_labels`, `attn_implementation`,
     `key_mapping`, `ignore_mismatched_sizes`, ...).
 
-    What the files lack is initialised by transformers, in RAM, and reported by it. Weights that the
-    files have in codes of 4 or 8 bits (`offload.quantised`) are decoded when they are read, and the
-    model is one with ordinary weights.
+    Weights that the files lack are initialised by transformers, in RAM, and reported by it. Weights
+    that the files have in codes of 4 or 8 bits (`offload.quantised`) are decoded when they are
+    read, and the model is one with ordinary weights.
 
-    ConfigError where `folder` is no such folder (pickles and names of a hub are not read),
-    UnsupportedError for other quantised weights, CheckpointError where weights do not fit the model
-    or their quantisation.
+    Raises ConfigError if `folder` is no such folder (pickles and names of a hub are not read),
+    UnsupportedError for other quantised weights, CheckpointError if weights do not fit the model or
+    their quantisation.
     """
     import transformers
 
@@ -179,8 +180,8 @@ def _opened(
 def built(
     kind: Any, settings: Any, tensors: Mapping[str, LazyTensor], folder: Path, **kwargs: Any
 ) -> Any:
-    """A model of transformers' class `kind` out of the tensors of `folder`, by its own
-    `from_pretrained`. CheckpointError where these do not fit."""
+    """Build a model of transformers' class `kind` from the tensors of `folder`, by its own
+    `from_pretrained`. Raise CheckpointError if the tensors do not fit."""
     report = _Report(folder)
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(report)
@@ -197,7 +198,7 @@ def built(
 def _settings(
     transformers: Any, folder: Path, model_class: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The model's configuration, its class, and what of `kwargs` is for the class."""
+    """Return the model's configuration, its class, and the `kwargs` that are for the class."""
     if model_class is None:
         text = read_json(folder / CONFIG)
         named = text.get("architectures")
@@ -231,7 +232,7 @@ def _settings(
 
 @contextmanager
 def _understood(path: Path) -> Iterator[None]:
-    """What transformers raises for a configuration as a ConfigError: that may be anything."""
+    """Raise any error of transformers about a configuration as a ConfigError."""
     try:
         yield
     except OffloadError:
@@ -244,8 +245,8 @@ def _understood(path: Path) -> Iterator[None]:
 
 
 def _take_quantisation(settings: Any, folder: Path) -> Mapping[str, Any] | None:
-    """What config.json says of quantised weights, which `settings` have no more: the model is one
-    with ordinary weights."""
+    """Return the quantisation settings of config.json, and remove them from `settings`: the model
+    has ordinary weights."""
     for each in (settings, settings.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
@@ -253,7 +254,8 @@ def _take_quantisation(settings: Any, folder: Path) -> Mapping[str, Any] | None:
 
 
 def _transposed(kind: Any, settings: Any) -> set[str]:
-    """Names of weights as files may have them: with the base model's prefix, and without."""
+    """Return the names in files of the weights that are transposed, with the base model's prefix
+    and without it."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         names = transposed_weights(kind(copy.deepcopy(settings)))  # which it adds to
     prefix = f"{kind.base_model_prefix}."
@@ -261,7 +263,7 @@ def _transposed(kind: Any, settings: Any) -> set[str]:
 
 
 def is_model_class(transformers: Any, found: Any) -> bool:
-    """Whether a name in a configuration is that of a model's class: it may be anything's."""
+    """Whether the object that a configuration names is a model's class; it may be anything."""
     return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 
@@ -291,7 +293,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _files(folder: Path, variant: str | None, named: str | None) -> list[Path]:
-    """Those that transformers reads: other safetensors files may lie beside them."""
+    """Return the weight files that transformers reads; the folder may contain others."""
     names = [SINGLE, INDEX] if named is None else [str(named)]
     if variant is not None:
         names = [f".{variant}.".join(name.rsplit(".", 1)) for name in names]
@@ -314,8 +316,8 @@ def _without(folder: Path, names: list[str]) -> str:
 
 
 class _Report(logging.Filter):
-    """What transformers says about the weights of a folder, with the folder's name in it: without
-    values of its own it knows of none."""
+    """Adds the folder's name to transformers' report about its weights: given a state dict,
+    transformers does not know it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The weights of a folder that transformers wrote into an engine's model, one piece at a time."""
+"""Loads weights that transformers wrote into an engine's model, one piece at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _SHOWN = 5
 def load_weights(engine: Engine, folder: Path) -> None:
     """Overwrite the model's parameters and persistent buffers with those of `folder`.
 
-    CheckpointError, and nothing is changed, unless it has them all, under the model's own names or
-    those that transformers' files have for them.
+    Raises CheckpointError, with nothing changed, unless it has them all, under the model's own
+    names or those of transformers' files.
     """
     model = engine.module
     state = model.state_dict(keep_vars=True)
@@ -61,8 +61,8 @@ def _tensors(folder: Path) -> dict[str, LazyTensor]:
 def _converted(
     model: PreTrainedModel, folder: Path, found: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Under the model's own names: transformers makes another one like it out of them. What they
-    lack takes no RAM, as nothing is written there, and is left out."""
+    """Return the weights under the model's own names: transformers builds a second such model from
+    them. Weights that are missing take no RAM, as they are not written, and are left out."""
     with no_init_weights():
         made = built(
             type(model), copy.deepcopy(model.config), found, folder, dtype="auto",

@@ -28,15 +28,15 @@ from offload.tiers.errors import PathError
 
 
 class StreamedSave:
-    """In the place of a model's own `save_pretrained`, with its arguments.
+    """Replaces a model's own `save_pretrained`, with the same arguments.
 
-    What it cannot stream goes the model's own way, through complete tensors in memory: a
+    The model's own method, with complete tensors in memory, saves what cannot be streamed: a
     `state_dict=` that is given, adapters, quantized weights, `push_to_hub=True`, a dispatched model
     of several ranks. So does a model whose weights are in memory.
     """
 
     def __init__(self, model: PreTrainedModel, keeps: Engine | None = None) -> None:
-        """It keeps an engine alive, for as long as the model, and not the model."""
+        """Keep an engine alive as long as the model, without keeping the model alive."""
         self._model = weakref.ref(model)
         self._engine = keeps
 
@@ -48,8 +48,9 @@ class StreamedSave:
 
     @staticmethod
     def install(model: Any, keeps: Engine | None = None) -> None:
-        """For a model that transformers saves; until the engine that it `keeps` is closed. A class
-        with a method of its own keeps it: it knows what else has to be written."""
+        """Replace the method of a model that transformers saves, until the engine that it
+        `keeps` is closed. A class that overrides the method keeps it: it knows what else has to
+        be written."""
         before = vars(model).get("save_pretrained")
         if getattr(type(model), "save_pretrained", None) is not PreTrainedModel.save_pretrained:
             return
@@ -62,8 +63,8 @@ class StreamedSave:
             keeps.before_close(forget if before is None else restore)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """See transformers' `PreTrainedModel.save_pretrained`. Of several ranks that train all have
-        to call it, and the first one writes."""
+        """Save the model; see transformers' `PreTrainedModel.save_pretrained`. With several ranks
+        that train, all have to call it, and the first one writes."""
         model = self._model()
         assert model is not None, "it is called through the model"
         call = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **kwargs)
@@ -117,7 +118,7 @@ def _goes_its_own_way(model: PreTrainedModel, owner: Any, given: Mapping[str, An
 
 
 def _check_elsewhere(model: PreTrainedModel, folder: StrPath) -> None:
-    """PathError where a model's weights would be written over the files that they are read from."""
+    """Raise PathError if weights would be written over the files that they are read from."""
     own = model.name_or_path  # no folder where it was moved, or was relative to another one
     if os.path.isdir(folder) and os.path.isdir(own) and os.path.samefile(folder, own):
         raise PathError(
@@ -130,8 +131,8 @@ def save_weights(
     engine: Engine, folder: Path, max_shard_size: int | str, *,
     variant: str | None, hub_format: bool, writes: bool,
 ) -> None:  # fmt: skip
-    """The safetensors files of an engine's model, and their index where there are several. Not
-    `writes`: a rank that sends its part."""
+    """Write the safetensors files of an engine's model, and their index if there are several.
+    Without `writes`, this rank only sends its part."""
     if not writes:
         stream_weights(engine, lambda *_: None)
         return

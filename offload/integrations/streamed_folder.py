@@ -1,4 +1,4 @@
-"""A checkpoint of another framework as a folder: the engine's states beside all else.
+"""A checkpoint of another framework as a folder: the engine's states, and the framework's own.
 
     epoch=3.ckpt/
         state.ckpt          what the framework saves, without weights and optimizer states
@@ -73,10 +73,10 @@ def is_streamed(path: Any) -> bool:
 def save(
     engine: Engine, path: Any, state: dict[str, Any], agree: Callable[[str], str], *, writes: bool
 ) -> None:
-    """The engine's states, and `state` by `torch.save`. Of several ranks all have to call it; the
-    one that `writes` writes, and `agree` gives its text to all.
+    """Save the engine's states, and `state` by `torch.save`. With several ranks, all have to call
+    it; the one that `writes` writes, and `agree` sends its text to all.
 
-    PathError where `path` is not a folder here, or one with other contents; errors of
+    Raises PathError if `path` is not a folder here, or has other contents; and errors of
     `engine.save_checkpoint`.
     """
     if "://" in str(path):
@@ -115,17 +115,18 @@ def save(
 
 
 class _PendingState:
-    """A `STATE` that has no name yet. It is there before the states that it is to name, whose name
-    its own has: `offload doctor` finds both if this process dies. A context manager."""
+    """A `STATE` file without its final name. It is written before the states that it refers to,
+    whose name is in its own: `offload doctor` finds both if this process dies. A context
+    manager."""
 
     def __init__(self, folder: Path, states: str) -> None:
-        """StorageError."""
+        """Create the file. Raise StorageError."""
         self._folder, self._states = folder, folder / states
         self._path = folder / marked(f".{STATE}.{states}")
         self._file = new_file(self._path)
 
     def write(self, state: dict[str, Any]) -> None:
-        """Let it be the folder's, durably."""
+        """Write the state, and move the file to its final name, durably."""
         torch.save(state, _Stream(self._file))  # type: ignore[arg-type]  # it writes, and no more
         self._file.sync()
         with storage_errors("writing", self._folder):
@@ -149,7 +150,7 @@ class _PendingState:
 
 
 class _Stream:
-    """What `torch.save` writes to: each call of the system may take for ever (see `hands`)."""
+    """The stream that `torch.save` writes to: each system call may take forever (see `hands`)."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file = file
@@ -162,7 +163,7 @@ class _Stream:
         return view.nbytes
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: writes are not buffered."""
 
 
 def _all_states(folder: Path) -> list[Path]:
@@ -172,14 +173,14 @@ def _all_states(folder: Path) -> list[Path]:
 
 
 def _is_empty(folder: Path) -> bool:
-    """But for what a save left that was killed."""
+    """Whether the folder is empty, apart from files that a killed save left behind."""
     return is_folder(folder) and all(
         each.name.startswith(("states-", f".{STATE}")) for each in entries(folder)
     )
 
 
 def read(path: Any, load: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], Path]:
-    """What was saved beside the engine's states, read by `load`, and where these are."""
+    """Return the framework's state, read by `load`, and the folder of the engine's states."""
     folder = path_of(path, "path")
     state = load(own_file(folder, STATE))
     name = str(state.pop(_STATES, "nothing"))
@@ -190,8 +191,9 @@ def read(path: Any, load: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, A
 
 
 def load_state(path: Path, *, trust: bool) -> dict[str, Any]:
-    """A `state.ckpt`, a file of `torch.save`. CheckpointError where it holds more than tensors and
-    plain values, unless `trust`: what is more is made by code that the file names."""
+    """Read a `state.ckpt`, a file of `torch.save`. Raise CheckpointError if it holds more than
+    tensors and plain values, unless `trust` is set: code that the file names creates anything
+    else."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=not trust)
     except OSError as error:
@@ -210,7 +212,7 @@ def load_state(path: Path, *, trust: bool) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Of what torch says, which goes on with how to switch the check off."""
+    """Return the line of torch's message with the reason; others say how to disable the check."""
     lines = [
         line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "class" in line
     ]
@@ -218,7 +220,7 @@ def _first_line(error: Exception) -> str:
 
 
 def remove(path: Any) -> None:
-    """A folder that `save` wrote. What is left of a removal that is killed is no checkpoint."""
+    """Remove a folder that `save` wrote. The remains of a killed removal are no checkpoint."""
     folder = path_of(path, "path")
     (folder / STATE).unlink()
     for states in _all_states(folder):
@@ -227,9 +229,9 @@ def remove(path: Any) -> None:
 
 
 def load_weights(engine: Engine, states: Path) -> None:
-    """Parameters and persistent buffers alone, whatever the optimizer was.
+    """Load parameters and persistent buffers alone, for any optimizer.
 
-    CheckpointError unless `states` has them all, in the model's shapes, and no others.
+    Raises CheckpointError unless `states` has them all, in the model's shapes, and no others.
     """
     params = dict(engine.module.named_parameters(remove_duplicate=False))
     others = model.other_tensors(engine)
@@ -272,9 +274,9 @@ def load_weights(engine: Engine, states: Path) -> None:
 
 
 def weights_of(states: Path, beside: Path) -> dict[str, torch.Tensor]:
-    """A state dict of parameters and persistent buffers, by all their names, as their hashes say.
-    They are copied to a file without a name in the folder `beside`, and their memory is mapped from
-    there: RAM that the system can take back."""
+    """Return a state dict of parameters and persistent buffers, by all their names, compared with
+    their hashes. They are copied to an unnamed file in the folder `beside`, and their memory is
+    mapped from it: RAM that the system can reclaim."""
     found: dict[str, torch.Tensor] = {}
     with (
         CheckpointReader(states) as reader,
@@ -297,7 +299,7 @@ def weights_of(states: Path, beside: Path) -> dict[str, torch.Tensor]:
 
 
 def _copied(reader: CheckpointReader, stored: StoredTensor, file: IO[bytes]) -> int:
-    """Where it is in `file`."""
+    """Copy a tensor to `file`, and return its offset there."""
     start = round_up(file.tell(), _ALIGNED_NBYTES)
     file.seek(start)
     buffer = memoryview(bytearray(min(_PIECE_NBYTES, stored.info.nbytes)))

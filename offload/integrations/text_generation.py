@@ -1,4 +1,4 @@
-"""Text from a model of transformers: its tokenizer, its `generate`, and when each token came.
+"""Text generation by a transformers model: its tokenizer, its `generate`, each token's time.
 
 Everything comes from one local folder: nothing is fetched, and no code of the folder is run.
 """
@@ -32,7 +32,7 @@ _QUIET_S = 10.0  # without a line, where text comes at the end
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; None: as the folder's generation_config.json says."""
+    """The way tokens are chosen; None: according to the folder's generation_config.json."""
 
     greedy: bool = False
     temperature: float | None = None
@@ -40,7 +40,7 @@ class Sampling:
     top_p: float | None = None
 
     def check(self) -> None:
-        """ConfigError, naming the option, for what cannot be meant."""
+        """Raise ConfigError, naming the option, for a value that makes no sense."""
         if self.temperature is not None and not self.temperature >= 0:
             raise ConfigError(f"--temperature {self.temperature}: write 0 or more")
         if self.top_k is not None and self.top_k < 1:
@@ -54,7 +54,7 @@ class Sampling:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of `generate`."""
+        """Return the arguments of `generate`."""
         if self.greedy or self.temperature == 0:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         named = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -79,10 +79,10 @@ class Encoded:
 
 
 class Tokenizer:
-    """That of a folder."""
+    """The tokenizer of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """ConfigError where the folder has none that transformers reads by itself."""
+        """Load the tokenizer. Raise ConfigError if the folder has none that transformers reads."""
         import transformers
 
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -100,8 +100,8 @@ class Tokenizer:
         self._folder = folder
 
     def encode(self, prompts: Sequence[str], *, chat: bool) -> Encoded:
-        """With `chat` each as a user's turn, before the model's. ConfigError for one without
-        tokens, or where the tokenizer lacks what that takes."""
+        """Encode prompts; with `chat` each as a user's turn, before the model's. Raise ConfigError
+        for a prompt without tokens, or if the tokenizer lacks what is needed."""
         texts = [self._turn(prompt) for prompt in prompts] if chat else list(prompts)
         # a template has the special tokens already
         rows = [self._own(text, add_special_tokens=not chat)["input_ids"] for text in texts]
@@ -124,7 +124,7 @@ class Tokenizer:
 
     @property
     def padding(self) -> int | None:
-        """Behind the end of a sequence that is shorter than others."""
+        """The token behind the end of a sequence that is shorter than others."""
         own = self._own.pad_token_id
         return self._own.eos_token_id if own is None else own  # type: ignore[no-any-return]
 
@@ -148,8 +148,8 @@ class Tokenizer:
 
 
 def open_generating(folder: Path) -> Any:
-    """The model of a folder, its weights in files still. UnsupportedError for one that generates
-    no text; ConfigError as `open_pretrained`."""
+    """Open the model of a folder, with its weights still in files. Raise UnsupportedError for a
+    model that does not generate text, ConfigError as `open_pretrained` does."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # nothing is read yet: it would fill at once
@@ -164,9 +164,9 @@ def open_generating(folder: Path) -> Any:
 
 
 def fitting_tokens(model: Any, length: int, asked: int | None) -> int:
-    """How many to generate behind a prompt of `length`: as many as were asked for, by default
-    `USUAL_NEW_TOKENS` or what the context leaves. ConfigError where a sequence would get longer
-    than the model was made for."""
+    """Return the number of tokens to generate behind a prompt of `length`: the number asked for, by
+    default `USUAL_NEW_TOKENS` or the rest of the context. Raise ConfigError if a sequence would get
+    longer than the model's context."""
     settings = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         length = 0  # the decoder begins anew
@@ -185,33 +185,32 @@ def fitting_tokens(model: Any, length: int, asked: int | None) -> int:
 
 @dataclass
 class Times:
-    """When tokens came, on `time.perf_counter`."""
+    """The times at which tokens came, on `time.perf_counter`."""
 
     began_s: float = 0.0
     tokens_s: list[float] = field(default_factory=list)
 
     @property
     def prefill_s(self) -> float | None:
-        """Until the first one."""
+        """Seconds until the first token; None without one."""
         return self.tokens_s[0] - self.began_s if self.tokens_s else None
 
     @property
     def pass_s(self) -> float | None:
-        """From one to the next, mostly; None where there was one at most."""
+        """The median seconds from one token to the next; None with fewer than two tokens."""
         pairs = zip(self.tokens_s, self.tokens_s[1:], strict=False)
         gaps = [after - before for before, after in pairs]
         return statistics.median(gaps) if gaps else None
 
 
 class Stream:
-    """What `generate` tells of each token: of one sequence its text, as soon as it is whole."""
+    """Receives tokens from `generate`; a single sequence's text is written as it completes."""
 
     def __init__(
         self, tokenizer: Tokenizer, write: Callable[[str], None] | None,
         say: Callable[[str], None], new_tokens: int,
     ) -> None:  # fmt: skip
-        """`write` gets text; None: there are several sequences, and `say` gets a line now and
-        then."""
+        """`write` gets text; None: for several sequences `say` gets a line from time to time."""
         self.times = Times()
         self._tokenizer = tokenizer
         self._write = write
@@ -241,7 +240,7 @@ class Stream:
             self._say(f"{done:,} of {self.most:,} tokens, {about(left)}")
 
     def end(self) -> None:
-        """No token comes any more."""
+        """Finish: no further token comes."""
         if self._write is not None and self._new:
             self._put_out(last=True)
 
@@ -259,7 +258,7 @@ def generate(
     model: Any, encoded: Encoded, stream: Stream, sampling: Sampling, new_tokens: int, *,
     padding: int | None, device: torch.device, stops: Callable[[], bool],
 ) -> torch.Tensor:  # fmt: skip
-    """New tokens [batch, as many as came]; fewer where `stops` says so behind one of them."""
+    """Return the new tokens [batch, tokens]; `stops` returns true after a token to end early."""
     import transformers
 
     def stopped(ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:

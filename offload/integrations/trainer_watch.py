@@ -15,7 +15,7 @@ from offload.tiers.errors import ConfigError
 
 class WatchCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """`callbacks=[WatchCallback()]`: shows training and logs its steps, as `Engine.watch` does, in
-    the place of Trainer's progress bar.
+    place of Trainer's progress bar.
 
     `tokens`, `loggers`, `show` and `every` are those of `Engine.watch`. A step's loss, and its norm
     before clipping, are known in an `OffloadTrainer`, or with the mixin.
@@ -33,7 +33,7 @@ class WatchCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        """ConfigError unless the trainer trains through an engine."""
+        """Start watching. Raise ConfigError unless the trainer trains through an engine."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate has wrapped it
         if not isinstance(optimizer, OffloadOptimizer):
             raise ConfigError(
@@ -56,7 +56,7 @@ class WatchCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.end()
 
     def end(self) -> None:
-        """Also where training ends with an error."""
+        """Stop watching, also if training ends with an error."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()

@@ -1,7 +1,7 @@
-"""One configuration from the engine's YAML and transformers' TrainingArguments.
+"""One configuration from the engine's YAML file and transformers' TrainingArguments.
 
-What the YAML names holds. What it does not name comes from the arguments. What both name must be
-the same; arguments always have some value, and name one where it is not their default.
+A value in the YAML file holds; others come from the arguments. Values in both must be equal;
+arguments always have some value, and count as set if it is not their default.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _PRECISIONS: dict[torch.dtype | None, str] = {torch.bfloat16: "bf16", torch.floa
 
 
 def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> OffloadConfig:
-    """The configuration for training `model` with these arguments.
+    """Return the configuration for training `model` with these arguments.
 
-    ConfigError where the two name different values, UnsupportedError for an `optim` that has no
+    Raises ConfigError if the two name different values, UnsupportedError for an `optim` without a
     counterpart here.
     """
     config = OffloadConfig.load(source)  # its errors name file, line and key
@@ -68,7 +68,7 @@ def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> 
 
 
 def named_keys(config: OffloadConfig) -> dict[str, Any]:
-    """The keys of a configuration in memory that are not at their default."""
+    """Return the keys of a configuration in memory that are not at their default."""
     named = config.model_dump(mode="json", exclude_defaults=True)
     defaults = KINDS[config.optimizer.type].defaults
     optimizer = {
@@ -91,7 +91,7 @@ def _pick(
     named: Mapping[str, Any], args: TrainingArguments, key: str, theirs: Any, *arguments: str,
     section: str = "",
 ) -> Any:  # fmt: skip
-    """The YAML's value if it names one, else `theirs`, which these arguments say."""
+    """Return the YAML's value if it has one, else `theirs`, the value of the arguments."""
     ours = named.get(key)
     if ours is None or ours == "auto":
         return theirs
@@ -106,7 +106,8 @@ def _pick(
 
 
 def _passes(named: Mapping[str, Any], args: TrainingArguments) -> int:
-    """Trainer counts them, by its argument alone: its default says something as well."""
+    """Return the backward passes of a step. Trainer counts them by its own argument, whose default
+    counts as set."""
     ours, theirs = named.get("gradient_accumulation_steps"), args.gradient_accumulation_steps
     if ours not in (None, theirs):
         raise ConfigError(
@@ -119,9 +120,9 @@ def _passes(named: Mapping[str, Any], args: TrainingArguments) -> int:
 
 # --------------------------------------------------------------------------- precision
 def _precision(named: Mapping[str, Any], args: TrainingArguments, model: nn.Module | None) -> str:
-    """`bf16=True` and `fp16=True` mean weights in that format and a master copy, as with other
-    engines that take the model over. `precision: fp32` and `bf16=True` is autocast, as in plain
-    Trainer. Where nothing is named: the format that the model has."""
+    """Return the precision. `bf16=True` and `fp16=True` mean weights in that format and a master
+    copy, as in other engines that take the model over. `precision: fp32` with `bf16=True` is
+    autocast, as in plain Trainer. By default it is the format of the model."""
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     ours = named.get("precision")
     if ours is None:
@@ -135,7 +136,7 @@ def _precision(named: Mapping[str, Any], args: TrainingArguments, model: nn.Modu
 
 
 def _dtype_of(model: nn.Module | None) -> torch.dtype | None:
-    """That of most trained numbers."""
+    """Return the dtype of most trained parameters, by their elements; None without any."""
     counts: dict[torch.dtype, int] = {}
     for param in () if model is None else model.parameters():
         if param.requires_grad:
@@ -193,7 +194,7 @@ def _of_arguments(args: TrainingArguments, type_: str) -> dict[str, Any]:
 
 
 def _of_optim_args(args: TrainingArguments, type_: str) -> dict[str, Any]:
-    """`optim_args="momentum=0.9,nesterov=true"`, which Trainer reads for sgd and adagrad."""
+    """Parse `optim_args="momentum=0.9,nesterov=true"`, which Trainer reads for sgd and adagrad."""
     if type_ not in ("sgd", "adagrad") or not args.optim_args:
         return {}
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""transformers' Trainer, and every trainer that is made of it, through an engine.
+"""transformers' Trainer, and every trainer derived from it, through an engine.
 
     trainer = OffloadTrainer(model, args, train_dataset=rows, offload="offload.yaml")
     trainer.train()
@@ -57,7 +57,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 @dataclass
 class OffloadArguments:
-    """The key `offload`, the path of a YAML file, among TrainingArguments, also for
+    """Adds the key `offload`, the path of a YAML file, to TrainingArguments, also for
     HfArgumentParser:
 
         @dataclass
@@ -70,14 +70,15 @@ class OffloadArguments:
 
 
 class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
-    """In front of a trainer: `class Mine(OffloadMixin, SFTTrainer)`.
+    """A mixin that precedes a trainer in the bases: `class Mine(OffloadMixin, SFTTrainer)`.
 
     `offload`: the engine's configuration (the path of a YAML file, a mapping or an OffloadConfig),
-    or an engine that has the model already and keeps its optimizer's numbers and param groups. What
-    a configuration does not name of optimizer, precision, seed, device, clipping and accumulation
-    comes from TrainingArguments, with Trainer's own param groups for weight decay.
+    or an engine that has the model already and keeps its optimizer's numbers and param groups.
+    Optimizer, precision, seed, device, clipping and accumulation that a configuration does not name
+    come from TrainingArguments, with Trainer's own param groups for weight decay.
 
-    ConfigError where both name different values, UnsupportedError for what cannot be combined.
+    Raises ConfigError if both name different values, UnsupportedError for features that cannot be
+    combined.
     """
 
     def __init__(self, *args: Any, offload: Source | Engine | None = None, **kwargs: Any) -> None:
@@ -93,9 +94,9 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The engine that the model is in: the one that it trains through, be it another trainer's,
-        else one that is made here, which raises what `offload.initialize` raises. It stays open
-        until `engine.close()`, which gives the model its parameters back."""
+        """The engine that the model is in: that of another trainer, if it trains there, else one
+        that is created here, which raises what `offload.initialize` raises. It stays open until
+        `engine.close()`, which gives the model its parameters back."""
         model, engine = self.model, self._engine
         if engine is not None and engine.module is model and not engine.is_closed:
             return engine
@@ -112,7 +113,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return self._made(model)
 
     def _training_engine(self) -> Engine:
-        """The engine with this trainer's optimizer: the one that it has trained with, where no
+        """Return the engine with this trainer's optimizer: the one that it has trained with, if no
         other trainer has taken the model since."""
         if isinstance(self._offload, Engine) or self.model is None:
             return self.engine
@@ -183,7 +184,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return engine_for(model, config.model_copy(update=update), parameters=groups)
 
     def _passes(self, config: OffloadConfig) -> int:
-        """Backward passes of a step: fewer than are named where the data are too few for them."""
+        """Return the backward passes of a step: fewer than configured if data are too few."""
         rows = self.train_dataset
         if rows is None or not has_length(rows):
             return config.gradient_accumulation_steps
@@ -192,7 +193,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return max(1, min(batches, config.gradient_accumulation_steps))
 
     def _prepare(self, engine: Engine) -> None:
-        """Accelerate neither moves nor wraps the model, and copies no states."""
+        """Mark model and optimizer as prepared: accelerate neither moves nor wraps the model, and
+        copies no states."""
         model = engine.module
         for prepared in model, engine.optimizer:
             prepared._is_accelerate_prepared = True  # type: ignore[union-attr]
@@ -277,7 +279,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return found
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The engine brings it there, piece by piece."""
+        """Do nothing: the engine moves the model to the device, piece by piece."""
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         if self._engine is not None:
@@ -346,8 +348,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
             super()._load_best_model()
 
     def _load_states(self, folder: Path) -> bool:
-        """The engine's states, or of a checkpoint without them the weights; False where Trainer has
-        to load it."""
+        """Load the engine's states, or the weights of a checkpoint without them; return False if
+        Trainer has to load it."""
         engine = self.engine
         if (folder / STATES).is_dir():
             engine.load_checkpoint(folder / STATES)
@@ -376,7 +378,7 @@ class OffloadTrainer(OffloadMixin):
 
 
 class _LossScaler:
-    """For `accelerator.backward`, in the place of a GradScaler: the engine scales the loss, and
+    """Takes the place of a GradScaler in `accelerator.backward`: the engine scales the loss, and
     its step unscales gradients and skips."""
 
     def __init__(self, engine: Engine) -> None:

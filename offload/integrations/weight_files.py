@@ -1,4 +1,4 @@
-"""A model's weights as safetensors files in a folder, cut into shards as huggingface_hub cuts them:
+"""A model's weights as safetensors files in a folder, cut into shards as huggingface_hub does, and
 written from the tiers, one piece at a time."""
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class Tensors(Protocol):
-    """What is written: `tensors` has it by name, on the meta device."""
+    """The tensors to write: `tensors` has them by name, on the meta device."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]: ...
 
     def write(self, write: Write) -> None:
-        """Every tensor's bytes, in any order of tensors."""
+        """Write every tensor's bytes, in any order of tensors."""
 
 
 class OwnNames:
-    """The parameters and persistent buffers of an engine's model, each once, by its first name."""
+    """Parameters and persistent buffers of an engine's model, each under its first name."""
 
     def __init__(self, engine: Engine) -> None:
-        """UnsupportedError for what is no tensor."""
+        """Raise UnsupportedError for an entry that is not a tensor."""
         self._engine = engine
         self._names: dict[str, str] = {}  # of a parameter here, by its first one in the engine
         self._others: dict[str, Tensor] = {}  # that are in no tier
@@ -93,8 +93,8 @@ def write_shards(
     saved: Tensors, folder: Path, max_shard_size: int | str, *, variant: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[str]:  # fmt: skip
-    """The files, and their index where there are several, with `metadata` in it; the files' names.
-    What is in `folder` is replaced when the new files are complete."""
+    """Write the files, and their index if there are several, with `metadata` in it; return the
+    files' names. Existing files in `folder` are replaced when the new files are complete."""
     pattern = named(SINGLE, variant).replace(".safetensors", "{suffix}.safetensors")
     split = split_state_dict_into_shards_factory(
         dict(saved.tensors), filename_pattern=pattern, max_shard_size=max_shard_size,
@@ -116,7 +116,7 @@ def write_shards(
 
 
 def remove_other_shards(folder: Path, kept: Container[str]) -> None:
-    """Those of an earlier save, and its only file, which would be loaded in the place of shards."""
+    """Remove shards of an earlier save, and its single file, which would be loaded instead."""
     for path in folder.iterdir():
         is_ours = path.name == SINGLE or _SHARD.fullmatch(path.name)
         if is_ours and path.name not in kept:
@@ -129,8 +129,7 @@ def named(name: str, variant: str | None) -> str:
 
 
 class _Files:
-    """Safetensors files that are filled side by side; a context manager. None of them has its name
-    before `finish`."""
+    """A context manager: safetensors files filled in parallel. `finish` gives them their names."""
 
     def __init__(
         self, folder: Path, names: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
@@ -153,11 +152,11 @@ class _Files:
             failed.pop_all()
 
     def append(self, name: str, raw: Tensor) -> None:
-        """A tensor's next bytes."""
+        """Append bytes to a tensor."""
         self._file_of[name].append(f"={name}", raw.numpy().data)
 
     def finish(self) -> None:
-        """Durably."""
+        """Complete the files, durably."""
         for writer in dict.fromkeys(self._file_of.values()):
             writer.finish()
         for pending, final in self._final.items():
@@ -181,7 +180,7 @@ class _Files:
 
 
 def _sections(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, list[TensorInfo]]:
-    """One per tensor, as they come in any order. Wide dtypes first, so that each is aligned."""
+    """Return one section per tensor. Wide dtypes come first, so that each is aligned."""
     ordered = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
     return {
         f"={name}": [TensorInfo(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape))]

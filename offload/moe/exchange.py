@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts, and back.
+"""Sends tokens to the ranks of their experts, and back.
 
     rank 0   to e0 e1 | e2 e3          rank 0   e0 of 0, e0 of 1, e1 of 0, e1 of 1
     rank 1   to e0 e1 | e2 e3    ─▶    rank 1   e2 of 0, e2 of 1, e3 of 0, e3 of 1
@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 class Exchange:
-    """One layer's exchange for one forward. `counts` of the experts of this rank: the rows that
-    come, of all ranks. Waits for the other ranks."""
+    """The exchange of one layer for one forward. `counts` has, for each expert of this rank, the
+    rows that come from all ranks. Creating it waits for the other ranks."""
 
     def __init__(self, counts: Sequence[int], group: dist.ProcessGroup, device: torch.device):
         """`counts` has this rank's tokens for each of all experts."""
@@ -33,20 +33,21 @@ class Exchange:
         self.counts: list[int] = received.sum(0).tolist()
 
     def there(self, x: Tensor) -> Tensor:
-        """Rows sorted by all experts to rows sorted by those of this rank."""
+        """Turn rows sorted by all experts into rows sorted by the experts of this rank."""
         received = [sum(row) for row in self._pieces]
         y = _all_to_all(x, self._sent, received, self._group)
         return _transposed(y, self._pieces)
 
     def back(self, y: Tensor) -> Tensor:
-        """The reverse of `there`, for what was made of the rows."""
+        """Reverse `there`, for the results computed from the rows."""
         by_expert = [list(column) for column in zip(*self._pieces, strict=True)]
         received = [sum(row) for row in self._pieces]
         return _all_to_all(_transposed(y, by_expert), received, self._sent, self._group)
 
 
 def _transposed(x: Tensor, pieces: list[list[int]]) -> Tensor:
-    """Rows of x lie in pieces, row by row of this table of their lengths; now column by column."""
+    """Transpose pieces of rows: x has them row by row of this table of their lengths, the result
+    has them column by column."""
     parts = x.split([length for row in pieces for length in row])
     columns = len(pieces[0])
     return torch.cat([part for column in range(columns) for part in parts[column::columns]])

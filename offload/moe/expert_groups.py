@@ -1,4 +1,4 @@
-"""Which ranks share the experts of a layer, and which have the same ones.
+"""The ranks that share the experts of a layer, and the ranks that have the same experts.
 
 world 4, ep_size 2      rank 0   rank 1   rank 2   rank 3
 experts of 8            0 - 3    4 - 7    0 - 3    4 - 7
@@ -31,8 +31,8 @@ _MADE: WeakKeyDictionary[Group, dict[int, ExpertGroups]] = WeakKeyDictionary()
 
 
 def expert_groups(ep_size: int) -> ExpertGroups:
-    """Those of the process group that there is now; the first call for an `ep_size` makes them, and
-    every rank has to come there. ConfigError if the ranks cannot be divided so."""
+    """Return the groups of the current process group; the first call for an `ep_size` creates them,
+    and every rank has to call it. Raise ConfigError if the ranks cannot be divided so."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The experts of a layer that lie on this rank, by their numbers among all."""
+"""The experts of a layer that are on this rank, numbered among all experts."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Experts(nn.ModuleList):
 
     @property
     def ep_size(self) -> int:
-        """Over how many ranks the experts are spread (`zero/discovery.py` asks)."""
+        """The number of ranks over which the experts are spread (`zero/discovery.py` reads it)."""
         return self.total // len(self)
 
     def __getitem__(self, number: Any) -> Any:
-        """By the number among all experts; a slice is of this rank's."""
+        """Return the expert with this number among all; a slice is of this rank's experts."""
         return nn.ModuleList([*self][number]) if isinstance(number, slice) else self._of(number)
 
     def __setitem__(self, number: int, expert: nn.Module) -> None:
-        """By the number among all experts."""
+        """Replace the expert with this number among all experts."""
         self._of(number)
         self.add_module(str(number), expert)
 
@@ -52,8 +52,9 @@ class Experts(nn.ModuleList):
         return expert
 
     def compute(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """`x` [N, H] is sorted by expert, of which `counts` says how many rows each has. NH in the
-        format of `x`, also under autocast: other ranks, which may have no rows, receive it."""
+        """Compute `x` [N, H], sorted by expert, of which `counts` has the number of rows of each.
+        Return NH in the format of `x`, also under autocast: other ranks, which may have no rows,
+        receive it."""
         numbers = chosen(counts, self.first)
         if self.on_chosen is not None:
             self.on_chosen(numbers)
@@ -78,7 +79,7 @@ class Experts(nn.ModuleList):
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """Experts of other ranks may be in what is loaded: a file of a layer holds them all."""
+        """Leave out the experts of other ranks: a file of a layer may hold all of them."""
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -25,7 +25,7 @@ _IN_FLIGHT = 1 << 12  # forwards whose backward is to come
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions:
-    """The rule of a gate; `MoE` says what each option does. ConfigError for what cannot work."""
+    """The options of a gate's rule, which `MoE` describes. Raises ConfigError for invalid ones."""
 
     num_experts: int
     k: int
@@ -124,7 +124,7 @@ class Gate(nn.Module):
     shared_load: Tensor  # of `load`, what is of all ranks already
 
     def __init__(self, hidden_size: int, options: GateOptions, seed: int | None = None) -> None:
-        """Without `seed` it is drawn from torch's generator."""
+        """Without `seed`, it is drawn from torch's generator."""
         super().__init__()
         self.options = options
         self.generator = torch.Generator()
@@ -145,7 +145,7 @@ class Gate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The weight as `nn.Linear` has it; a new seed, unless one was given; nothing counted."""
+        """Reset the weight like `nn.Linear`, the seed unless one was given, and the counts."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self._first_seed is None:
             self.seed.random_()
@@ -165,17 +165,17 @@ class Gate(nn.Module):
 
     @property
     def own_load(self) -> Tensor:
-        """Of `load`, what this rank has counted since `share_load`. For a gate that balances."""
+        """The tokens that this rank has counted since `share_load`, for a gate that balances."""
         return self.load - self.shared_load
 
     def share_load(self, total: Tensor) -> None:
-        """Count for this rank what all ranks' tokens chose: `total` is the sum of their `own_load`.
-        Ranks with other loads would choose by other biases."""
+        """Count for this rank the choices of all ranks' tokens: `total` is the sum of their
+        `own_load`. Otherwise ranks with other loads would choose by other biases."""
         self.shared_load += total.to(self.load.device)
         self.load.copy_(self.shared_load)
 
     def forward(self, x: Tensor, used: Tensor | None = None) -> Routing:
-        """`x` is TH, `used` T bool: other tokens go nowhere."""
+        """Choose experts. `x` is TH, `used` T bool: tokens that are not used go to no expert."""
         noise = self.noise_for(x) if self._draws() and len(x) else None
         with torch.autocast(x.device.type, enabled=False):
             inputs = x.float()
@@ -188,8 +188,8 @@ class Gate(nn.Module):
         return routing
 
     def noise_for(self, x: Tensor) -> Noise:
-        """What a call with this input (TH) draws from: the same until the weight changes. Waits for
-        the device."""
+        """Return the noise for a call with this input (TH): the same for the same input until the
+        weight changes. Waits for the device."""
         if self.generator.device != x.device:
             self.generator = torch.Generator(x.device)
         facts = (fingerprint(x), fingerprint(self.weight), self.seed, self.calls)
@@ -236,8 +236,8 @@ class Gate(nn.Module):
 
     # ---------------------------------------------------------------- balancing
     def _bias(self) -> Tensor | None:
-        """Up to date. An update comes with the first forward of training after a step: whatever is
-        computed again comes before it, since backward needs the weight as it was."""
+        """Return the up-to-date bias. An update comes with the first forward of training after a
+        step: recomputation comes before it, since backward needs the weight as it was."""
         if not self.options.bias_update_rate:
             return None
         if self.training:
@@ -252,7 +252,7 @@ class Gate(nn.Module):
         return self.choice_bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
-        """Moved and converted as a module is, but for the bias: in 16 bits it would stand still."""
+        """Move and convert the gate like a module, but for the bias, which 16 bits would freeze."""
         bias = self._buffers.get("choice_bias")
         super()._apply(fn, recurse)
         if bias is not None and self.choice_bias.dtype != bias.dtype:

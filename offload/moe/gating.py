@@ -1,4 +1,4 @@
-"""Which experts a token goes to, computed from its logits in fp32.
+"""The experts that a token goes to, computed from its logits in fp32.
 
     top_1    Switch (Fedus et al., 2021), random token selection (Kim et al., 2021)
     top_2    GShard (Lepikhin et al., 2020): the second choice by the Gumbel-max trick
@@ -23,7 +23,7 @@ from offload.moe.routing import Routing
 
 
 def capacity_of(tokens: int, experts: int, factor: float, min_capacity: int) -> int:
-    """max(ceil(T / E x factor), min_capacity), rounded as DeepSpeed does, in fp32."""
+    """Return max(ceil(T / E x factor), min_capacity), rounded in fp32 as DeepSpeed does."""
     places = math.ceil(np.float32(tokens / experts) * np.float32(factor))
     return max(places, min_capacity)
 
@@ -32,7 +32,7 @@ def top_1(
     logits: Tensor, capacity_factor: float, min_capacity: int, *, drop: bool = True,
     uniform: Tensor | None = None, gumbel: Tensor | None = None, used: Tensor | None = None,
 ) -> Routing:  # fmt: skip
-    """The best expert; its weight is its probability.
+    """Choose the best expert; its weight is its probability.
 
     An expert with too many tokens keeps those with the largest `uniform` (T), without it those that
     `torch.topk` takes. `gumbel` (TE) is added to the logits for the choice alone.
@@ -58,7 +58,8 @@ def top_2(
     logits: Tensor, capacity_factor: float, min_capacity: int, *, drop: bool = True,
     gumbel: Tensor | None = None, used: Tensor | None = None,
 ) -> Routing:  # fmt: skip
-    """The two best experts, weights normalised over those kept. Capacity for twice the tokens.
+    """Choose the two best experts, weights normalised over those kept. Capacity for twice the
+    tokens.
 
     First choices have places before second ones, then tokens by position. `gumbel` (TE) is added to
     the logits for the second choice alone: that expert is drawn from the probabilities.
@@ -91,7 +92,8 @@ def top_k(
     drop_policy: str = "probs", normalise: bool = True, used: Tensor | None = None,
     sigmoid: bool = False, bias: Tensor | None = None, groups: tuple[int, int] | None = None,
 ) -> Routing:  # fmt: skip
-    """The k best experts, weights normalised over those kept. Capacity for k times the tokens.
+    """Choose the k best experts, weights normalised over those kept. Capacity for k times the
+    tokens.
 
     An expert with too many tokens keeps those with the largest score (`drop_policy` "probs") or the
     first ones ("position"). `sigmoid` scores each expert alone, in the place of a softmax over all.
@@ -126,22 +128,22 @@ def top_k(
 
 
 def balancing_loss(shares: Tensor, chosen: Tensor, k: int) -> Tensor:
-    """E / k sum(P f): `shares` (P) and `chosen` (f), both E, are the mean probability of each
-    expert and the share of tokens that chose it. 1 where all are chosen alike."""
+    """Return E / k sum(P f): `shares` (P) and `chosen` (f), both E, are the mean probability of
+    each expert and the share of tokens that chose it. It is 1 if all are chosen equally often."""
     E = shares.shape[0]
     return torch.mean(shares * chosen) * E * E / k
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """The mean square of the log-sum-exp of each token's logits: keeps them small (ST-MoE, Zoph et
-    al., 2022)."""
+    """Return the mean square of the log-sum-exp of each token's logits, a loss that keeps them
+    small (ST-MoE, Zoph et al., 2022)."""
     return _mean(torch.logsumexp(logits, dim=1).square())
 
 
 def _best(
     scores: Tensor, k: int, sigmoid: bool, bias: Tensor | None, groups: tuple[int, int] | None
 ) -> Tensor:
-    """TK: the numbers of the chosen experts, the best first."""
+    """Return the numbers of the chosen experts (TK), the best first."""
     scores = scores if bias is None else scores + bias
     if groups is not None:
         number, taken = groups
@@ -154,12 +156,12 @@ def _best(
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Over tokens; of none, zeros."""
+    """Return the mean over tokens; zeros without tokens."""
     return values.mean(0) if len(values) else values.sum(0)
 
 
 def _nonzero(values: Tensor) -> Tensor:
-    """A denominator: of a token none of whose routes is kept, not zero."""
+    """Return a denominator that is not zero, even for a token of which no route is kept."""
     return torch.clamp(values, min=torch.finfo(values.dtype).eps)
 
 

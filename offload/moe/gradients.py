@@ -1,4 +1,4 @@
-"""Gradients of several ranks, in a loop without an engine: averaged, then clipped."""
+"""Averages and clips gradients of several ranks, in a loop without an engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from offload.zero.paged import PagedTensor
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Make every gradient that of the mean loss over all ranks. Call it once per step, on every
-    rank, after the last backward. StateError where an engine trains the model: it does that itself.
+    """Set every gradient to that of the mean loss over all ranks. Call it once per step, on every
+    rank, after the last backward. Raise StateError if an engine trains the model: it does this
+    itself.
 
     Experts that are spread over ranks are summed over those that have the same ones, and divided by
     the number of all ranks: their gradients have come from the losses of all. A gradient that no
@@ -42,10 +43,9 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm over the whole model, the experts of all ranks
-    included, is at most `max_norm`. Returns the norm before, the same on every rank.
-    (`torch.nn.utils.clip_grad_norm_` would find another norm on each rank.)
-    """
+    """Scale all gradients so that their norm over the whole model, including the experts of all
+    ranks, is at most `max_norm`. Return the norm before, the same on every rank.
+    (`torch.nn.utils.clip_grad_norm_` would compute another norm on each rank.)"""
     spread = dict(_spread(model))
     own = [p for p in model.parameters() if p not in spread]
     square = _square(own)
@@ -68,7 +68,7 @@ def _square(params: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _spread(model: nn.Module) -> Iterator[tuple[nn.Parameter, ExpertGroups]]:
-    """Parameters of experts that are spread over ranks, and over which."""
+    """Yield the parameters of experts that are spread over ranks, and the ranks' groups."""
     for module in model.modules():
         if isinstance(module, MoE) and module.ep_size > 1:
             groups = expert_groups(module.ep_size)
@@ -76,7 +76,7 @@ def _spread(model: nn.Module) -> Iterator[tuple[nn.Parameter, ExpertGroups]]:
 
 
 def _gradients(params: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
-    """Those that some rank has; zeros where it is another one."""
+    """Return the gradients that any rank of the group has; a rank without one contributes zeros."""
     kinds = [0 if p.grad is None else 2 if isinstance(p.grad, PagedTensor) else 1 for p in params]
     there = torch.tensor(kinds, dtype=torch.int32).to(params[0].device)
     dist.all_reduce(there, dist.ReduceOp.MAX, group=group)

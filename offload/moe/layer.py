@@ -55,8 +55,8 @@ class MoE(nn.Module):
         shared_expert: a module that computes every token; its output is added.
         seed: of the random numbers that routing draws; by default from torch's generator.
 
-    Random numbers are drawn in training alone, and again the same when a forward is recomputed.
-    ConfigError for arguments that cannot work.
+    Random numbers are drawn in training alone, and repeated when a forward is recomputed. Raises
+    ConfigError for invalid arguments.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, [..., H] as the input; the auxiliary loss, a scalar in fp32; and E int64, how
-        many tokens chose each expert, dropped ones included.
+        """Return the output, [..., H] as the input; the auxiliary loss, a scalar in fp32; and the
+        number of tokens that chose each expert, dropped ones included (E int64).
 
         `used_token`, of the input's leading sizes, is 0 for tokens that go to no expert (padding).
         A token with logits that are not finite has a NaN output, and so has the loss.
@@ -131,7 +131,7 @@ class MoE(nn.Module):
     def routed(
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
-        """The output, and all that the gate decided."""
+        """Return the output, and the gate's decisions."""
         self._check(hidden_states, used_token)
         x = hidden_states.reshape(-1, self.hidden_size)
         used = None if used_token is None else used_token.reshape(-1) != 0
@@ -148,7 +148,7 @@ class MoE(nn.Module):
         return output, routing
 
     def _compute(self, x: Tensor, counts: list[int]) -> Tensor:
-        """NH, sorted by expert, to the same of what experts make of it, here or elsewhere."""
+        """Return the experts' outputs for NH, sorted by expert; experts may be on other ranks."""
         if self.ep_size == 1:
             return self.experts.compute(x, counts)
         self._refuse_ddp()
@@ -156,8 +156,8 @@ class MoE(nn.Module):
         return exchange.back(self.experts.compute(exchange.there(x), exchange.counts))
 
     def _refuse_ddp(self) -> None:
-        """DDP has given every rank the experts of the first one, and would average other experts'
-        gradients; unless it was told to ignore them."""
+        """Refuse DDP: it has given every rank the experts of the first one, and would average the
+        gradients of different experts, unless it was told to ignore them."""
         ddp = DistributedDataParallel._get_active_ddp_module()
         params = set() if ddp is None else set(ddp._module_parameters)
         if not params.isdisjoint(self.experts.parameters()):
@@ -180,7 +180,7 @@ class MoE(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
+        """Return the text for `print(model)`."""
         return f"num_experts={self.num_experts}, k={self.k}, ep_size={self.ep_size}"
 
 
@@ -191,7 +191,7 @@ def _tensor_of(output: object) -> Tensor:
 
 
 def _maker(expert: nn.Module | MakeExpert) -> Callable[[int], nn.Module]:
-    """What makes the expert of a number."""
+    """Return a function that creates the expert with a given number."""
     if isinstance(expert, nn.Module):
         return lambda number: copy.deepcopy(expert)
     if not callable(expert):
@@ -212,7 +212,7 @@ def _maker(expert: nn.Module | MakeExpert) -> Callable[[int], nn.Module]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Torch's generators, of the CPU and the device that tensors are made on, begin at `seed`."""
+    """Seed torch's generators, of the CPU and of the device for new tensors, with `seed` inside."""
     generators = default_generators([torch.empty(0)])
     with RandomState(generators).again():
         for generator in generators:

@@ -1,9 +1,9 @@
-"""Random numbers of a gate, and how a call that is made again is known.
+"""The random numbers of a gate, and the recognition of a repeated call.
 
-Calls are numbered; a number and the gate's seed say what is drawn. A call with the same bits in its
-input and in the gate's weight has the same number: so recomputation repeats what was drawn, whoever
-does it and in whatever order (a checkpoint of the model's or of torch's, pieces of a batch,
-pipelines). Backward needs the weight as it was, so what was noted before a step is forgotten.
+Calls are numbered; the number and the gate's seed determine the random numbers. A call with the
+same bits in its input and in the gate's weight has the same number: so any recomputation repeats
+the numbers, in any order (by the model's checkpointing or torch's, of pieces of a batch, in
+pipelines). Backward needs the weight as it was, so the numbers of calls before a step are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ODD = -0x61C8864680B583EB  # 2^64 / golden ratio, as an int64: Fibonacci hashin
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """An int64 scalar made of the bits of a 2D tensor. It does not depend on the order of rows."""
+    """Return an int64 scalar from the bits of a 2D tensor, independent of the order of rows."""
     bits = values.detach().contiguous().view(_INTEGERS[values.element_size()])
     columns = bits.sum(dim=0, dtype=torch.int64)
     factors = _ODD * torch.arange(1, 2 * len(columns), 2, device=bits.device)
@@ -31,7 +31,8 @@ def fingerprint(values: Tensor) -> Tensor:
 
 
 def _mixed(number: int) -> int:
-    """64 bits, each of which depends on all of the number's (SplitMix64, Steele et al., 2014)."""
+    """Return 64 bits, each depending on all bits of the number (SplitMix64, Steele et al.,
+    2014)."""
     bits = number & _64_BITS
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _64_BITS
@@ -39,24 +40,24 @@ def _mixed(number: int) -> int:
 
 
 class Noise:
-    """What one call of a gate draws. Values are fp32, on the generator's device."""
+    """The random numbers of one call of a gate. Values are fp32, on the generator's device."""
 
     def __init__(self, generator: torch.Generator, seed: int, number: int) -> None:
-        """Seeds `generator` for call `number`."""
+        """Seed `generator` for call `number`."""
         self._generator = generator
         generator.manual_seed(_mixed(seed + number * _ODD))
 
     def uniform(self, *shape: int) -> Tensor:
-        """Of [0, 1)."""
+        """Return uniform numbers in [0, 1)."""
         on = self._generator.device
         return torch.rand(shape, generator=self._generator, device=on, dtype=torch.float32)
 
     def jitter(self, *shape: int, epsilon: float = 1e-2) -> Tensor:
-        """Of 1 ± epsilon."""
+        """Return uniform numbers in 1 ± epsilon."""
         return self.uniform(*shape) * (2 * epsilon) + (1 - epsilon)
 
     def gumbel(self, *shape: int) -> Tensor:
-        """Of the standard Gumbel distribution: the largest of logits with it is a sample of their
-        softmax."""
+        """Return numbers from the standard Gumbel distribution: the largest of logits with these
+        added is a sample of their softmax."""
         least = torch.finfo(torch.float32).tiny
         return -torch.log(-torch.log(self.uniform(*shape).clamp(min=least)))

@@ -1,4 +1,4 @@
-"""Where each token goes, and the way there and back by indices.
+"""The experts of each token, and the way there and back by indices.
 
     x       TH  ──gather──▶  NH, sorted by expert  ──experts──▶  NH  ──combine──▶  TH
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """What a gate decided about T tokens."""
+    """A gate's decisions about T tokens."""
 
     experts: Tensor  # TK int64, the number of the expert
     weights: Tensor  # TK fp32, differentiable; 0 where the route was dropped
@@ -30,7 +30,7 @@ class Routing:
     exp_counts: Tensor  # E int64, routes to each expert before any was dropped
 
     def combine_weights(self) -> Tensor:
-        """TEC fp32: the weight of each token in each place, as GShard writes it."""
+        """The weight of each token in each place, as GShard writes it (TEC fp32)."""
         T, E = self.experts.shape[0], self.exp_counts.shape[0]
         C = int(self.exp_counts.max()) if self.capacity is None else self.capacity
         t, k = self.kept.nonzero(as_tuple=True)
@@ -38,12 +38,12 @@ class Routing:
         return dense.index_put((t, self.experts[t, k], self.slots[t, k]), self.weights[t, k])
 
     def dispatch_mask(self) -> Tensor:
-        """TEC bool: which token lies in which place."""
+        """Which token is in which place (TEC bool)."""
         return self.combine_weights().bool()
 
 
 class Dispatch:
-    """The routes that are kept, sorted by expert; within one, by token.
+    """The kept routes, sorted by expert, and within one by token.
 
     Waits for the device once: the numbers of tokens are needed to call the experts."""
 
@@ -60,14 +60,14 @@ class Dispatch:
         self._places = places.clamp(max=total)  # a dropped route's is behind the last one
 
     def gather(self, x: Tensor) -> Tensor:
-        """TH to NH."""
+        """Gather TH to NH."""
         # Every row of what is indexed is read once: its gradient is written, not summed, and the
         # sum over K has one order. Indexing `x` would add gradients in any order.
         repeated = x.unsqueeze(1).expand(-1, self._routing.experts.shape[1], -1)
         return repeated.reshape(-1, x.shape[1]).index_select(0, self._order)
 
     def combine(self, y: Tensor) -> Tensor:
-        """NH to TH in fp32 or wider: each token's sum over its experts, zeros where it has none."""
+        """Sum NH to TH in fp32 or wider: each token over its experts, zeros if it has none."""
         T, K = self._routing.experts.shape
         padded = y if len(y) == T * K else torch.cat([y, y.new_zeros(1, y.shape[1])])
         routed = padded.index_select(0, self._places).view(T, K, y.shape[1])
@@ -75,5 +75,5 @@ class Dispatch:
 
 
 def chosen(counts: Sequence[int], first: int = 0) -> list[int]:
-    """The numbers of experts with tokens; `counts` begins at expert `first`."""
+    """Return the numbers of the experts with tokens; `counts` begins at expert `first`."""
     return [number for number, count in enumerate(counts, first) if count]

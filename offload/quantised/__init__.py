@@ -1,5 +1,5 @@
-"""Weights stored as codes of 4 or 8 bits, in the files of other libraries: each format's own module
-says which tensors make a weight, and gives the values that its library computes with, to the bit.
+"""Weights stored as codes of 4 or 8 bits, in the files of other libraries: the module of a format
+knows the tensors of a weight, and computes the values that the library computes with, to the bit.
 
     reading.py              which format a folder has; what of it is read, and what refused
     parts.py                the tensors of one weight, checked before any of them is read

@@ -153,7 +153,7 @@ def _blocks(module: str, kind: str, parts: Parts) -> _Blocks:
 
 
 class _State:
-    """What the JSON beside a weight says. CheckpointError for what no weight has."""
+    """The JSON beside a weight. Raises CheckpointError for contents that no weight has."""
 
     def __init__(self, stored: Stored, kind: str) -> None:
         self._stored = stored
@@ -176,7 +176,7 @@ class _State:
         self.shape = tuple(shape)
 
     def nested(self) -> tuple[int, float]:
-        """Block size and offset of an absmax that is in codes."""
+        """Return the block size and the offset of an absmax that is stored as codes."""
         offset: Any = self._said.get("nested_offset")
         known = isinstance(offset, float) and math.isfinite(offset)
         if not known or self._said.get("nested_dtype") != "float32":
@@ -193,8 +193,8 @@ class _State:
 def pack(
     octets: Tensor, absmax: Tensor, shape: Collection[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The parts that a weight becomes in NF4, by the ends of their names: of its codes, two per
-    byte, and one absmax per block, both 1D."""
+    """Return the parts of a weight in NF4, by the ends of their names: its codes, two per byte, and
+    one absmax per block, both 1D."""
     state = {
         "quant_type": "nf4", "blocksize": octets.numel() * 2 // absmax.numel(),
         "dtype": _SPELT[dtype], "shape": list(shape),
@@ -207,7 +207,7 @@ def pack(
 
 
 def configuration(dtype: torch.dtype, unquantised: Collection[str]) -> Mapping[str, Any]:
-    """`quantization_config` of a folder."""
+    """Return `quantization_config` of a folder."""
     return {
         "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,

@@ -38,7 +38,7 @@ _UNPACK = (
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the weights of some modules are stored."""
+    """The way the weights of some modules are stored."""
 
     name: str
     targets: tuple[str, ...]
@@ -77,7 +77,7 @@ class _Packed(Matrix):
         return (codes.to(torch.int16) - (1 << (self.bits - 1))).t().to(torch.int8)
 
     def _of_columns(self, numbers: Tensor, start: int, stop: int) -> Tensor:
-        """Of each element of some rows, or broadcast to them."""
+        """Expand numbers of groups to the elements of some rows, or to a broadcasting shape."""
         if numbers.ndim < 2 or numbers.numel() == 1:
             return numbers.reshape(1, 1)
         here = numbers[start:stop]
@@ -109,7 +109,7 @@ def _schemes(settings: Mapping[str, Any]) -> list[_Scheme]:
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:
-    """What would change values, and is not done here."""
+    """Raise UnsupportedError for settings that would change values and are not implemented here."""
     for key in ("kv_cache_scheme", "transform_config"):
         if settings.get(key):
             raise UnsupportedError(
@@ -166,7 +166,8 @@ def _matches(module: str, target: str) -> bool:
 
 
 def _scheme_of(module: str, schemes: list[_Scheme]) -> _Scheme:
-    """By name, by pattern, by class: in this order, as compressed-tensors looks for it."""
+    """Return the scheme of a module, looked up by name, by pattern, by class, in the order of
+    compressed-tensors. Raise CheckpointError if none or several match."""
     named = [each for each in schemes if module in each.targets]
     if named:
         return named[0]
@@ -233,14 +234,14 @@ def _zeros(scheme: _Scheme, scale: Stored, rows: int, parts: Parts, of: str) -> 
 
 
 def _are_zeros(points: Tensor, bits: int, rows: int) -> bool:
-    """Zero points, as they are or packed."""
+    """Whether the zero points, plain or packed, are all zero."""
     if points.dtype == torch.int32 and points.ndim == 2 and bool(points.any()):
         points = unpacked(points.t(), bits).flatten(1)[:, :rows] != 1 << (bits - 1)
     return not bool(points.any())
 
 
 def pack(made: Grouped) -> dict[str, Tensor]:
-    """The parts that a weight becomes, by the ends of their names."""
+    """Return the parts of a weight, by the ends of their names."""
     found = {
         "weight_packed": made.words, "weight_shape": torch.tensor(made.shape),
         "weight_scale": made.scale,
@@ -255,8 +256,9 @@ def pack(made: Grouped) -> dict[str, Tensor]:
 def configuration(
     bits: int, group_size: int, unquantised: Collection[str], *, symmetric: bool, experts: bool
 ) -> Mapping[str, Any]:
-    """`quantization_config` of a folder, for its linear layers. `experts`: with those that
-    transformers packs, which it takes for symmetric ones, and whose group it knows by a pattern."""
+    """Return `quantization_config` of a folder, for its linear layers. `experts`: also for the
+    experts that transformers packs, which it takes to be symmetric, and whose group it finds by a
+    pattern."""
 
     def group(target: str, is_symmetric: bool) -> Mapping[str, Any]:
         stored = {

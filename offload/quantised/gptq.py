@@ -72,7 +72,8 @@ def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
 
 
 def _refuse_overrides(settings: Mapping[str, Any]) -> None:
-    """Of single modules; those that begin with - leave modules unquantised."""
+    """Raise UnsupportedError for settings of single modules, except that of leaving one
+    unquantised, which begins with -."""
     other = [key for key in names(settings, "dynamic") if not key.startswith("-")]
     if other:
         raise UnsupportedError(

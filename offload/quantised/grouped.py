@@ -1,4 +1,4 @@
-"""A weight in codes whose groups lie in rows, before a format packs them."""
+"""A weight in codes whose groups are parts of rows, before a format packs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Grouped:
-    """A value is (code - zero point) x scale, rounded to the format of `scale`."""
+    """A weight: a value is (code - zero point) x scale, rounded to the format of `scale`."""
 
     bits: int  # 4 or 8
     words: Tensor  # int32 [rows, columns x bits / 32]: the lowest bits first
@@ -18,7 +18,7 @@ class Grouped:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The rows and columns."""
         rows, words = self.words.shape
         return rows, words * 32 // self.bits
 

@@ -1,4 +1,4 @@
-"""The tensors that together make a weight, as a folder's files have them."""
+"""The tensors that together form a weight, as they are in a folder's files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Parts:
         self.left = stored
 
     def modules(self, ending: str) -> list[str]:
-        """Names of modules that have a tensor of this name."""
+        """Return the names of modules that have a tensor of this name."""
         return [name.removesuffix(ending) for name in self.left if name.endswith(ending)]
 
     def take(
         self, name: str, dtypes: Iterable[torch.dtype], shape: tuple[int | None, ...], of: str
     ) -> Stored:
-        """A tensor of the weight `of`. CheckpointError unless it is there, of one of `dtypes` and
-        of `shape`, in which None is any size but 0."""
+        """Take out a tensor of the weight `of`. Raise CheckpointError unless it is there, of one of
+        `dtypes` and of `shape`, in which None is any size but 0."""
         found = self.left.pop(name, None)
         if found is None:
             raise CheckpointError(f"{of} is quantised, and its {name} is not there; {_GET}")
@@ -50,11 +50,12 @@ class Parts:
     def take_if(
         self, name: str, dtypes: Iterable[torch.dtype], shape: tuple[int | None, ...], of: str
     ) -> Stored | None:
-        """The same, None where it is not there."""
+        """Take out a tensor as `take` does; return None if it is not there."""
         return self.take(name, dtypes, shape, of) if name in self.left else None
 
     def weight_name(self, module: str) -> str:
-        """CheckpointError where the module has its weight unquantised as well."""
+        """Return the name of a module's weight. Raise CheckpointError if the module has it
+        unquantised as well."""
         name = f"{module}.weight"
         if name in self.left:
             raise CheckpointError(f"{module} has a weight and codes of it; {_GET}")
@@ -69,7 +70,7 @@ def damaged(part: Stored, why: str) -> CheckpointError:
 
 
 def number(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number of a configuration. CheckpointError for all else."""
+    """Return an integer of a configuration. Raise CheckpointError for any other value."""
     found = settings.get(key, default)
     if type(found) is not int:
         raise CheckpointError(
@@ -80,7 +81,8 @@ def number(settings: Mapping[str, Any], key: str, default: int | None = None) ->
 
 
 def groups_in(columns: int, group_size: int, name: str) -> int:
-    """Groups of a row; a size of -1 is the whole row. CheckpointError unless they fill it."""
+    """Return the number of groups of a row; a size of -1 is the whole row. Raise CheckpointError
+    unless the groups fill it."""
     size = columns if group_size == -1 else group_size
     if size <= 0 or columns % size:
         raise CheckpointError(
@@ -91,7 +93,8 @@ def groups_in(columns: int, group_size: int, name: str) -> int:
 
 
 def group_of(part: Stored, groups: int) -> torch.Tensor:
-    """The group of each column, which a tensor says. CheckpointError unless all are there."""
+    """Return the group of each column, as a tensor says it. Raise CheckpointError for a group that
+    does not exist."""
     found = part.read().long()
     if found.numel() and not (int(found.min()) >= 0 and int(found.max()) < groups):
         raise damaged(
@@ -101,8 +104,8 @@ def group_of(part: Stored, groups: int) -> torch.Tensor:
 
 
 def names(settings: Mapping[str, Any], key: str) -> list[str]:
-    """A list of texts of a configuration, or the keys of an object; empty where there is none.
-    CheckpointError for all else."""
+    """Return a list of strings of a configuration, or the keys of an object; empty if it is absent.
+    Raise CheckpointError for any other value."""
     found = settings.get(key) or ()
     if isinstance(found, str) or not isinstance(found, Iterable):
         raise CheckpointError(

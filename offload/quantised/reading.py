@@ -1,4 +1,4 @@
-"""Which format a folder's weights have. `quantization_config` in config.json is the mark."""
+"""The format of a folder's weights, which `quantization_config` in config.json specifies."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _GET = "get the whole folder again"
 
 
 def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """What config.json says of quantised weights, None where they are none.
+    """Return the quantisation settings of config.json; None if the weights are not quantised.
 
-    UnsupportedError for formats that are not read.
+    Raises UnsupportedError for formats that are not read.
     """
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, Mapping) else None
@@ -55,16 +55,16 @@ def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | 
 
 
 def settings_in(folder: Path) -> Mapping[str, Any] | None:
-    """The same of a folder, which may have no config.json."""
+    """Return the quantisation settings of a folder, which may have no config.json."""
     path = folder / CONFIG
     return settings_of(read_json(path), folder) if path.is_file() else None
 
 
 def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -> dict[str, Matrix]:
-    """The quantised weights by their names, of which all parts are taken out of `stored`.
+    """Return the quantised weights by their names; all of their parts are taken out of `stored`.
 
-    CheckpointError where tensors and `settings` disagree, UnsupportedError for what is not read.
-    Nothing of the size of a weight is read or allocated.
+    Raises CheckpointError if tensors and `settings` disagree, UnsupportedError for unsupported
+    formats. Nothing of the size of a weight is read or allocated.
     """
     found = {} if settings is None else _READ[settings["quant_method"]](settings, Parts(stored))
     left = next((name for name in stored if name.endswith(_ENDS)), None)
@@ -99,8 +99,8 @@ def _check_rest(stored: Mapping[str, Stored], found: Mapping[str, Matrix], metho
 
 
 def transposed_weights(model: nn.Module) -> set[str]:
-    """Of layers that keep their weight [columns, rows] (GPT-2's): formats have it as a linear
-    layer does."""
+    """Return the weights of layers that store them as [columns, rows] (GPT-2's); formats store them
+    as a linear layer does."""
     library: Any = sys.modules.get("transformers.pytorch_utils")
     if library is None:
         return set()

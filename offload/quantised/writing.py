@@ -38,13 +38,14 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The codes of weights. Files in nf4 are bitsandbytes', others those of compressed-tensors."""
+    """The codes to write weights in. Files in nf4 are bitsandbytes', others those of
+    compressed-tensors."""
 
     weights: WeightFormat
 
     @staticmethod
     def of(storage: str, group_size: int) -> Target:
-        """ConfigError for codes that do not exist."""
+        """Return the target for these codes. Raise ConfigError for codes that do not exist."""
         names = [code.name.lower() for code in Code]
         if storage not in names:
             raise ConfigError(f"storage: expected one of {', '.join(names)}, got {storage!r:.40}")
@@ -59,14 +60,14 @@ class Target:
 
     @property
     def holds_experts(self) -> bool:
-        """Whether experts that transformers packs are written in codes, each by itself."""
+        """Whether experts that transformers packs are written in codes, each separately."""
         return self.weights.code is not Code.NF4
 
     def is_symmetric(self, *, expert: bool) -> bool:
         return self.weights.code is Code.INT8 or (expert and self.weights.code is Code.INT4)
 
     def keeps_codes(self, dtype: torch.dtype, *, expert: bool) -> bool:
-        """Whether weights of `dtype` that `storage` has in such codes keep their values."""
+        """Whether weights of `dtype` that `storage` holds in these codes keep their values."""
         if self.weights.code is Code.INT8:
             return dtype == torch.float32
         return not self.is_symmetric(expert=expert)
@@ -75,8 +76,8 @@ class Target:
 def described(
     name: str, tensor: Tensor, target: Target, *, expert: bool = False
 ) -> dict[str, Tensor]:
-    """The parts that a weight becomes, on the meta device, by the ends of their names (behind the
-    module's). ConfigError for a weight that cannot be stored so."""
+    """Return the parts of a weight, on the meta device, by the ends of their names (after the
+    module's). Raise ConfigError for a weight that cannot be stored so."""
     weights = target.weights
     why = refusal(tensor.shape, weights)
     if why is None and tensor.dtype not in _KINDS:
@@ -107,7 +108,7 @@ def described(
 def encoded(
     name: str, tensor: Tensor, target: Target, *, expert: bool = False
 ) -> dict[str, Tensor]:
-    """The same with values. CheckpointError for values that the format cannot hold."""
+    """Return the same with values. Raise CheckpointError for values that the format cannot hold."""
     if not bool(tensor.isfinite().all()):
         raise CheckpointError(f"{name} has values that are not finite, and is not quantised")
     weights, dtype = target.weights, tensor.dtype
@@ -133,7 +134,7 @@ def encoded(
 
 
 def _codes(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
-    """Words of groups and codes, as `storage` has them."""
+    """Return the words of groups and codes, as `storage` has them."""
     words = np.empty(tensor.numel() // weights.group_size, dtype=np.uint32)
     codes = np.empty(weights.codes_nbytes(tensor.numel()), dtype=np.uint8)
     kind = _KINDS[tensor.dtype]
@@ -142,7 +143,7 @@ def _codes(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
 
 
 def keeps(tensor: Tensor, weights: WeightFormat) -> bool:
-    """Whether codes give a tensor's values back as they are."""
+    """Whether the codes reproduce a tensor's values exactly."""
     words, codes = _codes(tensor, weights)
     kind = _KINDS[tensor.dtype]
     back = np.empty(tensor.numel(), dtype=kind.storage)
@@ -155,8 +156,9 @@ def _array(tensor: Tensor, kind: Float) -> Array:
 
 
 def _symmetric(name: str, tensor: Tensor, weights: WeightFormat, dtype: torch.dtype) -> Grouped:
-    """With scales in `dtype`, rounded up, so that no code leaves -7 .. 7 or -127 .. 127. The least
-    scale of fp16 leaves groups of small values few codes: less than half of them is refused."""
+    """Encode a tensor with scales in `dtype`, rounded up, so that no code leaves -7 .. 7 or -127 ..
+    127. The smallest scale of fp16 leaves few codes to groups of small values; fewer than half of
+    the codes are refused."""
     pieces = [
         _symmetric_rows(rows, weights, dtype) for rows in tensor.split(piece_rows(tensor.shape[1]))
     ]
@@ -170,7 +172,7 @@ def _symmetric(name: str, tensor: Tensor, weights: WeightFormat, dtype: torch.dt
 def _symmetric_rows(
     rows: Tensor, weights: WeightFormat, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales in fp32 and in `dtype`, and packed codes."""
+    """Return the scales in fp32 and in `dtype`, and packed codes."""
     half = 1 << (weights.code.bits - 1)
     values = rows.unflatten(1, (-1, weights.group_size)).float()
     exact = values.abs().amax(-1) / (half - 1)
@@ -184,7 +186,7 @@ def _symmetric_rows(
 
 
 def _in_format(name: str, made: Grouped, dtype: torch.dtype) -> Grouped:
-    """With scales in `dtype`, which is that of the values that are computed."""
+    """Convert the scales to `dtype`, the format of the computed values."""
     scale = made.scale.to(dtype)
     lost = (scale.float() != made.scale) | (made.scale * 15 > torch.finfo(dtype).max)
     if bool(lost.any()):
@@ -212,8 +214,8 @@ def configuration(
     target: Target, chosen: Collection[str], unquantised: Sequence[str], dtype: torch.dtype, *,
     experts: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """`quantization_config` of a folder: of linear layers that are in codes, and others. `experts`:
-    of those that transformers packs, too."""
+    """Return `quantization_config` of a folder, from the linear layers in codes, and the others.
+    `experts`: with the experts that transformers packs."""
     code, group_size = target.weights.code, target.weights.group_size
     if code is Code.NF4:
         skipped = [_pattern(name, chosen) for name in unquantised]
@@ -225,6 +227,7 @@ def configuration(
 
 
 def _pattern(name: str, others: Collection[str]) -> str:
-    """transformers takes a name for a pattern of the beginnings of names, or for an end of one."""
+    """Return a pattern that matches this name only: transformers compares the beginnings and the
+    ends of names."""
     is_other = any(each.startswith(name) or each.endswith(name) for each in others)
     return f"{re.escape(name)}$" if is_other else name

@@ -67,8 +67,8 @@ def _options(
 
 
 def _command(name: str, *, hidden: bool = False) -> Callable[[Callable[..., int | None]], None]:
-    """The function as a command that ends with the exit code it returns. Of a parameter that is a
-    dataclass of options, every field is an option; they are checked against each other first."""
+    """Turn a function into a command that ends with the exit code it returns. A parameter that is a
+    dataclass of options stands for its fields; they are checked against each other first."""
 
     def register(run: Callable[..., int | None]) -> None:
         hints = get_type_hints(run, include_extras=True)
@@ -98,7 +98,7 @@ def _params_of(param: inspect.Parameter, hint: Any) -> Iterator[inspect.Paramete
 
 
 def _value(name: str, hint: Any, given: dict[str, Any], *, checked: bool = True) -> Any:
-    """Of a parameter: what was given, or a dataclass of what was given for its fields."""
+    """Return a parameter's value: the given one, or a dataclass of those given for its fields."""
     if not is_dataclass(hint):
         return given[name]
     make: Any = hint
@@ -117,7 +117,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 @_command(DEFAULT, hidden=True)
 def estimate(asked: EstimateOptions) -> int:
-    """What training MODEL takes: memory by place, seconds per step, and what to change."""
+    """Estimate what training MODEL takes: memory by place, seconds per step, and what to change."""
     from offload.tools.memest.commands.run_estimate import run_estimate
 
     return run_estimate(asked)
@@ -125,7 +125,7 @@ def estimate(asked: EstimateOptions) -> int:
 
 @_command("compare")
 def compare(asked: EstimateOptions) -> int:
-    """MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload, side by side."""
+    """Compare MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload."""
     from offload.tools.memest.commands.run_systems import run_compare
 
     return run_compare(asked)
@@ -143,8 +143,9 @@ def largest(
     prompt: Annotated[int | None, Prompt] = None,
     new_tokens: Annotated[int | None, NewTokens] = None,
 ) -> None:
-    """The largest model of FAMILY that trains on the hardware, under every system, and its step;
-    with --inference the largest that generates, with weights as they are and in fewer bits."""
+    """Find the largest model of FAMILY that trains on the hardware, under every system, and its
+    step; with --inference the largest that generates, with weights as they are and in fewer
+    bits."""
     from offload.tools.memest.commands.options import check_work
     from offload.tools.memest.commands.run_systems import run_max, run_max_inference
 
@@ -173,7 +174,7 @@ def check(
     ],
     as_json: Json = False,
 ) -> None:
-    """Predicted against measured for a run, per tier and for time."""
+    """Compare the predicted and measured bytes per tier, and time, of a run."""
     from offload.tools.memest.commands.run_check import print_check
 
     print_check(run, as_json=as_json)
@@ -186,7 +187,7 @@ def calibrate(
         typer.Argument(metavar="PATH", help="Folders for swap files. Default: a temporary."),
     ] = None,
 ) -> None:
-    """Measure this machine's speeds again, and keep them."""
+    """Measure this machine's speeds again, and store them."""
     from offload.tools.memest.commands.run_calibrate import measure_again
 
     measure_again(paths or [])
@@ -194,8 +195,8 @@ def calibrate(
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Python's collector would go again and again through all that is imported here and never
-    freed: a seventh of a first answer."""
+    """Run Python's collector seldom: going through everything that is imported here and never freed
+    takes a seventh of a first answer."""
     before = gc.get_threshold()
     gc.set_threshold(1 << 18, *before[1:])
     try:
@@ -205,7 +206,7 @@ def _collecting_seldom() -> Iterator[None]:
 
 
 def _end_without_collecting() -> None:
-    """As the interpreter ends, the collector would go through all of torch once more."""
+    """Keep the collector from going through all of torch once more when the interpreter ends."""
     if "triton" not in sys.modules:  # that complains of what is not collected
         gc.freeze()
 

@@ -15,8 +15,8 @@ class MoE(moe.MoE):
         self, *args: Any, use_tutel: bool = False, enable_expert_tensor_parallelism: bool = False,
         **options: Any,
     ) -> None:  # fmt: skip
-        """UnsupportedError for tensor parallelism within an expert. Tutel would be a faster way to
-        the same result; there is one way here."""
+        """Raise UnsupportedError for tensor parallelism within an expert. Tutel, a faster way to
+        the same result, is ignored."""
         if enable_expert_tensor_parallelism:
             raise UnsupportedError(
                 "MoE: enable_expert_tensor_parallelism is not supported; leave it out, experts are "
@@ -25,4 +25,4 @@ class MoE(moe.MoE):
         super().__init__(*args, **options)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Nothing is left to do: groups of ranks are there."""
+        """Do nothing: the groups of ranks exist already."""

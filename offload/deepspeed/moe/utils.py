@@ -1,4 +1,4 @@
-"""`deepspeed.moe.utils`: which parameters are experts', and groups of them for an optimizer."""
+"""`deepspeed.moe.utils`: which parameters belong to experts, and param groups of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from offload import moe
 
 
 def is_moe_param(param: nn.Parameter) -> bool:
-    """Whether it belongs to an expert."""
+    """Whether the parameter belongs to an expert."""
     return not getattr(param, "allreduce", True)
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """Whether there are layers of experts, and the number of experts of the last one (0: none)."""
+    """Return whether there are layers of experts, and the experts of the last one (0: none)."""
     numbers = [each.num_experts for each in module.modules() if isinstance(each, moe.MoE)]
     return bool(numbers), numbers[-1] if numbers else 0
 
@@ -24,8 +24,8 @@ def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The same param groups without experts, then groups of experts with the same options, one for
-    each `ep_size`, marked with `moe: True`. An order of parameters is kept."""
+    """Return the same param groups without experts, then groups of experts with the same options,
+    one for each `ep_size`, marked with `moe: True`. The order of parameters is kept."""
     given = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     dense, experts = [], []
     for group in given:

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers by their names. They hold numbers: `initialize` takes the rule of ours."""
+"""DeepSpeed's optimizers by their names. They hold numbers: `initialize` takes offload's rule."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def FusedAdam(  # noqa: N802 - as DeepSpeed names it
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
     weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """UnsupportedError without bias correction."""
+    """Adam or AdamW. Raises UnsupportedError without bias correction."""
     if not bias_correction:
         raise UnsupportedError("Adam with bias_correction=False has no rule here")
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
@@ -26,7 +26,7 @@ def DeepSpeedCPUAdam(  # noqa: N802 - as DeepSpeed names it
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
     amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """UnsupportedError without bias correction, and for 16-bit states."""
+    """Adam or AdamW. Raises UnsupportedError without bias correction, and for 16-bit states."""
     if not fp32_optimizer_states:
         raise UnsupportedError(
             'fp32_optimizer_states=False: set {"offload": {"optimizer": {"states": "bf16"}}} '

@@ -10,7 +10,7 @@ from offload.tiers.errors import UnsupportedError
 
 
 class FusedLion(torch.optim.Optimizer):
-    """Param groups and their numbers; the engine's optimizer steps."""
+    """The param groups of Lion and their numbers; the engine's optimizer steps."""
 
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
@@ -20,7 +20,7 @@ class FusedLion(torch.optim.Optimizer):
         super().__init__(params, numbers)
 
     def step(self, closure: Any = None) -> NoReturn:
-        """UnsupportedError."""
+        """Raise UnsupportedError."""
         raise UnsupportedError("FusedLion.step(): call engine.step(), which steps for it")
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger("offload")
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; -1 or none given: on all."""
+    """Log on these ranks; on all ranks for -1 or if none is given."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if there else 0
     wanted = list(ranks or [])
@@ -35,16 +35,16 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the gradient that is accumulated for the next step, of the parameter's shape, in
-    the format it is kept in, not multiplied with a loss scale; None if there is none. On several
-    ranks all have to ask."""
+    """Return a copy of the gradient that is accumulated for the next step, in the parameter's shape
+    and the format it is kept in, not multiplied by a loss scale; None if there is none. All ranks
+    have to call it."""
     engine = engine_of(param)
     return param.grad if engine is None else engine.offload.gradient(param)
 
 
 @torch.no_grad()
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace that gradient. StateError if there is none."""
+    """Replace that gradient. Raise StateError if there is none."""
     needed(param, "safe_set_full_grad")
     if param.grad is None:
         raise StateError(
@@ -66,8 +66,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the master, fp32, where the engine computes; None for a frozen parameter or one of
-    no engine."""
+    """Return a copy of the master, fp32, on the engine's device; None if frozen or in no engine."""
     engine = engine_of(param)
     if engine is None or not param.requires_grad:
         return None
@@ -75,14 +74,14 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the master, and the weight to what it rounds to."""
+    """Set the master, and the weight to its rounded value."""
     needed(param, "safe_set_full_fp32_param").offload.values.write(param, "master", value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A copy of one of the optimizer's states, fp32, where the engine computes (zeros before the
-    first step); None for a frozen parameter or one of no engine. StateError for a state that the
-    rule has not."""
+    """Return a copy of one of the optimizer's states, fp32, on the engine's device (zeros before
+    the first step); None for a frozen parameter or one of no engine. Raise StateError for a state
+    that the rule does not have."""
     engine = engine_of(param)
     if engine is None or not param.requires_grad:
         return None
@@ -93,26 +92,26 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Set one of the optimizer's states. StateError for one that the rule has not."""
+    """Set one of the optimizer's states. Raise StateError for one that the rule does not have."""
     engine = needed(param, "safe_set_full_optimizer_state")
     _check_state(engine, optim_state_key)
     engine.offload.values.write(param, optim_state_key, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part, 1D, of what `safe_get_full_grad` gives. Parts have different sizes, also
-    none. On several ranks all have to ask. StateError below stage 3."""
+    """Return this rank's part, 1D, of the gradient that `safe_get_full_grad` returns. Parts have
+    different sizes, also 0. All ranks have to call it. Raise StateError below stage 3."""
     return _mine(param, "safe_get_local_grad", safe_get_full_grad(param))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's part of the gradient; all ranks replace theirs. StateError as
-    `safe_set_full_grad`, for another size, and below stage 3."""
+    """Replace this rank's part of the gradient; all ranks replace theirs. Raise StateError as
+    `safe_set_full_grad` does, for another size, and below stage 3."""
     safe_set_full_grad(param, _as_mine(param, "safe_set_local_grad", value))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the master (see `safe_get_local_grad`)."""
+    """Return this rank's part of the master (see `safe_get_local_grad`)."""
     return _mine(param, "safe_get_local_fp32_param", safe_get_full_fp32_param(param))
 
 
@@ -124,7 +123,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_local_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
-    """This rank's part of one of the optimizer's states (see `safe_get_local_grad`)."""
+    """Return this rank's part of one of the optimizer's states (see `safe_get_local_grad`)."""
     full = safe_get_full_optimizer_state(param, optim_state_key)
     return _mine(param, "safe_get_local_optimizer_state", full)
 
@@ -152,7 +151,7 @@ def _mine(param: nn.Parameter, what: str, whole: torch.Tensor | None) -> torch.T
 
 
 def _as_mine(param: nn.Parameter, what: str, value: torch.Tensor) -> torch.Tensor:
-    """`value` in its place among zeros: a rank takes over its own part alone."""
+    """Return `value` in its place among zeros: a rank takes over its own part alone."""
     part = _part_of(param, what)
     if value.numel() != part.stop - part.start:
         raise StateError(
@@ -174,7 +173,7 @@ def _check_state(engine: Any, key: str) -> None:
 
 
 class RepeatingLoader:
-    """Batches of a loader without end: it begins again when it is over."""
+    """Repeats the batches of a loader without end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: the fp32 weights of what `engine.save_checkpoint` wrote."""
+"""`deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint of `engine.save_checkpoint`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: StrPath, tag: str | int | None = None,
     exclude_frozen_parameters: bool = False, lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Parameters (masters, fp32) and persistent buffers by name, whole in RAM. CheckpointError
-    where there is none; UnsupportedError for `exclude_frozen_parameters`."""
+    """Return parameters (masters, fp32) and persistent buffers by name, whole in RAM. Raise
+    CheckpointError if there is no checkpoint, UnsupportedError for `exclude_frozen_parameters`."""
     _refuse(exclude_frozen_parameters)
     found = read_whole(folder_of(path_of(checkpoint_dir, "checkpoint_dir"), tag), "fp32")
     return {name: _tensor(info, raw) for name, (info, raw) in found.items()}
@@ -37,8 +37,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = False, tag: str | int | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write them to the folder `output_dir`, which must not exist, as safetensors files of up to
-    5 GB, streamed. PathError, CheckpointError, UnsupportedError."""
+    """Write the fp32 weights to the folder `output_dir`, which must not exist, as safetensors files
+    of up to 5 GB, streamed. Raise PathError, CheckpointError or UnsupportedError."""
     _refuse(exclude_frozen_parameters)
     if max_shard_size != "5GB":
         raise UnsupportedError(f"max_shard_size: {max_shard_size}: files have up to 5GB")
@@ -52,7 +52,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: StrPath, tag: str | int | None = None
 ) -> Any:
-    """`model`, with those values; names that only one of them has are left out."""
+    """Return `model` with those values; names that only one of the two has are left out."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.load_state_dict(state, strict=False)
     return model

@@ -24,7 +24,7 @@ class MemestGroup(TidyGroup):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Name the command that was left out."""
+        """Insert the default command if none is named."""
         own = {name for param in self.get_params(ctx) for name in param.opts}
         if args and args[0] not in self.commands and args[0] not in own:
             args = [DEFAULT, *args]
@@ -45,7 +45,7 @@ class MemestGroup(TidyGroup):
         return ["[MODEL] [OPTIONS] | COMMAND [ARGS]..."]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The options of the unnamed command, then the other commands."""
+        """Write the options of the default command, then the other commands."""
         shown = copy.copy(self)
         shown.commands = {n: c for n, c in self.commands.items() if n != DEFAULT}
         shown.params = [*self.commands[DEFAULT].params, *self.params]
@@ -53,7 +53,7 @@ class MemestGroup(TidyGroup):
 
 
 def _one_line(run: Callable[[], Any]) -> Any:
-    """`run()`; words that no command or option takes end like any other bad input."""
+    """Return `run()`; words that no command or option takes end like any other invalid input."""
     try:
         return run()
     except _UsageError as error:

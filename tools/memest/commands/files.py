@@ -1,4 +1,4 @@
-"""Files that an answer is written to: as a whole, and only where that is allowed."""
+"""Writes the files of an answer: as a whole, and only if that is allowed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.tiers.errors import PathError
 
 
 def check_target(path: Path, option: str, *, replace: bool) -> None:
-    """PathError, before any work is done, if `path` cannot be written.
+    """Raise PathError, before any work is done, if `path` cannot be written.
 
     `replace`: whether a file that is there may be.
     """
@@ -27,7 +27,7 @@ def check_target(path: Path, option: str, *, replace: bool) -> None:
 
 
 def write_file(path: Path, content: bytes, option: str) -> None:
-    """Replace `path` as a whole: there is never half a file. PathError if the system refuses."""
+    """Replace `path` as a whole, never half of it. Raise PathError if the system refuses."""
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(content)  # /dev/stdout, a pipe: nothing that could be replaced

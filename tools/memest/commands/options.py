@@ -37,7 +37,7 @@ NoMeasure = _given(
 
 
 class Format(enum.StrEnum):
-    """How an answer is written."""
+    """The format of an answer."""
 
     TABLE = "table"
     JSON = "json"
@@ -51,7 +51,7 @@ class Precision(enum.StrEnum):
 
 
 class Recompute(enum.StrEnum):
-    """`placement.activations.checkpoint`."""
+    """The values of `placement.activations.checkpoint`."""
 
     FALSE = "false"
     TRUE = "true"
@@ -79,7 +79,7 @@ class ModelOptions:
 
     @property
     def numbers(self) -> dict[str, object]:
-        """Those that were given, by option."""
+        """The given numbers, by option."""
         named = {
             "--params": self.params, "--layers": self.layers, "--hidden": self.hidden,
             "--heads": self.heads, "--kv-heads": self.kv_heads, "--mlp": self.mlp,
@@ -88,7 +88,7 @@ class ModelOptions:
         return {option: value for option, value in named.items() if value is not None}
 
     def check(self) -> None:
-        """ConfigError unless there is one description of a model."""
+        """Raise ConfigError unless there is exactly one description of a model."""
         if self.source is None and not self.numbers:
             raise ConfigError(
                 "which model? name a config.json, a folder, a safetensors file, module:function or "
@@ -104,7 +104,7 @@ class ModelOptions:
 def check_work(
     training: Mapping[str, object], generating: Mapping[str, object], *, inference: bool
 ) -> None:
-    """ConfigError for an option, by its name, that was given for the other kind of work."""
+    """Raise ConfigError for an option, by its name, that was given for the other kind of work."""
     other, what = (training, "training") if inference else (generating, "inference")
     for option, value in other.items():
         if value is not None:
@@ -143,7 +143,7 @@ class WorkOptions:
     ] = None
 
     def check(self) -> None:
-        """ConfigError where options of training and of inference are mixed."""
+        """Raise ConfigError if options of training and of inference are mixed."""
         check_work(
             {
                 "--sequence": self.sequence, "--accumulate": self.accumulate,
@@ -158,7 +158,7 @@ class WorkOptions:
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
-        """`key=value` of every option that is a key of the configuration."""
+        """Return `key=value` for every option that is a key of the configuration."""
         named = {
             "precision": self.precision,
             "gradient_accumulation_steps": self.accumulate,
@@ -178,7 +178,7 @@ class WorkOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """The hardware; what is not given is as on this machine."""
+    """The hardware; what is not given is taken from this machine."""
 
     gpu: Annotated[
         str | None, _given(_MACHINE, "24GiB, 'RTX 4090', or none.", metavar="SIZE|NAME")
@@ -201,7 +201,7 @@ class MachineOptions:
     ] = None
 
     def check(self) -> None:
-        """ConfigError where two options say different things."""
+        """Raise ConfigError if two options contradict each other."""
         if self.profile is not None and self.gpu is not None:
             raise ConfigError(
                 f"--profile {self.profile} contradicts --gpu {self.gpu}: a profile has its GPUs; "
@@ -211,7 +211,7 @@ class MachineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What becomes of the answer."""
+    """The destination and the format of the answer."""
 
     format: Annotated[
         Format | None, _given(_ANSWER, "Default: what --out's name says, else table.")
@@ -230,14 +230,14 @@ class OutputOptions:
 
     @property
     def chosen(self) -> Format:
-        """What was asked for, or what the file's name says."""
+        """The given format, or that of the output file's suffix."""
         if self.format is not None:
             return self.format
         suffix = self.out.suffix.lstrip(".").lower() if self.out is not None else ""
         return Format(suffix) if suffix in ("json", "html") else Format.TABLE
 
     def check(self) -> None:
-        """ConfigError or PathError for what could not be written in the end."""
+        """Raise ConfigError or PathError for output that could not be written in the end."""
         for problem in self._problems():
             raise ConfigError(problem)
         if self.out is not None:
@@ -254,7 +254,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions:
-    """All of the command line of `memest MODEL`."""
+    """All options of `memest MODEL`."""
 
     model: ModelOptions
     work: WorkOptions
@@ -262,7 +262,7 @@ class EstimateOptions:
     output: OutputOptions
 
     def check(self) -> None:
-        """The first thing that is wrong, before anything is read."""
+        """Raise the first error in the options, before anything is read."""
         self.model.check()
         self.work.check()
         self.machine.check()

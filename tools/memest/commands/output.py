@@ -1,4 +1,4 @@
-"""In which format an answer is given, and where it goes: standard output or a file."""
+"""Writes an answer in the requested format, to standard output or a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def show_answer(
     output: OutputOptions, *, table: Callable[[], RenderableType],
     values: Callable[[], dict[str, Any]], sheet: Callable[[], Sheet],
 ) -> None:  # fmt: skip
-    """In the format asked for, which is the only one that is made."""
+    """Show the answer in the requested format, the only one that is computed."""
     if output.chosen is Format.TABLE:
         if output.out is None:
             _print(table())
@@ -56,7 +56,7 @@ def _text(table: RenderableType) -> str:
 
 
 def _deliver(answer: str, out: Path | None) -> None:
-    """To the file of --out, or to standard output; a letter that UTF-8 has not becomes `?`."""
+    """Write to the file of --out, or to standard output; characters outside UTF-8 become `?`."""
     content = answer.encode(errors="replace")
     if out is not None:
         write_file(out, content, "--out")

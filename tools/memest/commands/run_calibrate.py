@@ -1,4 +1,4 @@
-"""`memest calibrate`: this machine's speeds, measured again and kept."""
+"""`memest calibrate`: measure this machine's speeds again, and store them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.tools.memest.show.view import counted, duration
 
 
 def measure_again(paths: Sequence[Path]) -> None:
-    """Measure and print. PathError, before anything is measured, where a folder cannot be used."""
+    """Measure and print. Raise PathError, before measuring, if a folder cannot be used."""
     for path in paths:
         _check_folder(path.expanduser())
     print("measuring this machine; close what else is busy ...", file=sys.stderr)
@@ -31,7 +31,7 @@ def measure_again(paths: Sequence[Path]) -> None:
 
 
 def _check_folder(path: Path) -> None:
-    """PathError unless files can be made in it."""
+    """Raise PathError unless files can be created in the folder."""
     if not path.exists():
         raise PathError(f"{path} does not exist; name a folder on the disk to be measured")
     if not path.is_dir():
@@ -41,7 +41,7 @@ def _check_folder(path: Path) -> None:
 
 
 def to_table(speeds: Speeds) -> Table:
-    """One line per rate."""
+    """Return a table with one line per rate."""
     table = plain({"no_wrap": True}, {"justify": "right", "no_wrap": True})
     for precision, rate in speeds.matmul_flops_per_s.items():
         table.add_row(f"matrix products in {precision}", f"{rate / 1e12:,.3g} TFLOP/s")

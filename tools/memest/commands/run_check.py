@@ -1,4 +1,4 @@
-"""`memest check RUN/`: predicted against measured, per tier and for time."""
+"""`memest check RUN/`: compare predicted and measured bytes per tier, and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOLERANCE = 0.03  # of a tier's ledger
 
 
 def print_check(folder: Path, *, as_json: bool) -> None:
-    """One line per figure. ConfigError where the folder holds no run that can be checked."""
+    """Print one line per figure. Raise ConfigError if the folder holds no checkable run."""
     found = check_run(folder)
     if as_json:
         show_json(_values(found))

@@ -39,7 +39,7 @@ _USUAL_SEQUENCE = 2048
 
 
 def read_question(asked: EstimateOptions) -> Question:
-    """Everything that an answer depends on. ConfigError or PathError naming what is wrong."""
+    """Read all inputs of an answer. Raise ConfigError or PathError naming what is wrong."""
     named = _named_config(asked.work)
     source = source_of(asked.model, named)
     config, assumed = _config_of(asked, source, named)
@@ -64,7 +64,7 @@ def read_question(asked: EstimateOptions) -> Question:
 
 
 def refuse_inference(work: WorkOptions, command: str) -> None:
-    """ConfigError: other systems' inference is not known."""
+    """Raise ConfigError: other systems' inference is not known."""
     if work.inference:
         raise ConfigError(f"{command}: is of training alone; leave --inference out")
 
@@ -73,8 +73,8 @@ def answered(
     question: Question, estimator: Estimator | None = None,
     *, advise: bool = False, by_node: bool = False,
 ) -> tuple[Question, Estimate]:  # fmt: skip
-    """The estimate, assumptions first among its notes; of the states alone where the model's code
-    cannot be followed, which is noted."""
+    """Return the estimate, with assumptions first among its notes; if the model's code cannot be
+    followed, it is of the states alone, and says so."""
     try:
         found = estimate(question.case, estimator, advise=advise, by_node=by_node)
     except UntraceableError as error:
@@ -85,7 +85,7 @@ def answered(
 
 
 def run_estimate(asked: EstimateOptions) -> int:
-    """Print or write the answer. 0 if the model fits, 1 if not."""
+    """Print or write the answer. Return 0 if the model fits, 1 if not."""
     others = machine.OtherPrograms()
     question, found = answered(read_question(asked), advise=asked.output.advise)
     if question.case.profile.here and found.step is not None and others.note:
@@ -102,7 +102,7 @@ def _named_config(work: WorkOptions) -> OffloadConfig | None:
 
 
 def source_of(asked: ModelOptions, config: OffloadConfig | None = None) -> ModelSource:
-    """The model that was named or stated; `config` may name its blocks."""
+    """Return the model that was named or stated; `config` may name its blocks."""
     if asked.source is not None:
         blocks = config.groups.blocks if config is not None else ()
         return read_model(asked.source, blocks=blocks)
@@ -118,7 +118,7 @@ def source_of(asked: ModelOptions, config: OffloadConfig | None = None) -> Model
 def _config_of(
     asked: EstimateOptions, source: ModelSource, named: OffloadConfig | None
 ) -> tuple[OffloadConfig, list[str]]:
-    """The configuration, and what of it was assumed."""
+    """Return the configuration, and the assumptions in it."""
     overrides = asked.work.all_overrides
     if source.config is not None:
         if named is not None:
@@ -146,7 +146,7 @@ def _config_of(
 
 
 def _usual_precision(asked: EstimateOptions) -> str:
-    """bf16 where it is fast: on a GPU, and on a CPU with instructions for it."""
+    """Return bf16 if it is fast: on a GPU, and on a CPU with instructions for it; else fp32."""
     gpu = asked.machine.gpu or asked.machine.profile
     fast = {"avx512f", "amx_bf16", "bf16", "asimddp"}
     return "bf16" if gpu not in (None, "none") or fast & machine.cpu_features() else "fp32"
@@ -155,7 +155,7 @@ def _usual_precision(asked: EstimateOptions) -> str:
 def _workload_of(
     work: WorkOptions, source: ModelSource, config: OffloadConfig
 ) -> tuple[Workload, list[str]]:
-    """A step's input, and what of it was assumed."""
+    """Return the input of a step, and the assumptions in it."""
     # a configuration that was written for a model says what it was written with
     given = config.train if source.kind is SourceKind.YAML else config.written_for
     longest = min(_USUAL_SEQUENCE, source.context or _USUAL_SEQUENCE)
@@ -175,7 +175,7 @@ def _workload_of(
 
 
 def _generation_of(work: WorkOptions, source: ModelSource) -> tuple[Generation, list[str]]:
-    """What is to be generated, and what of it was assumed."""
+    """Return the generation to plan for, and notes on assumptions and omissions."""
     found, assumed = Generation.asked(work.batch, work.prompt, work.new_tokens)
     notes = list(assumed)
     if source.context is not None and found.context >= source.context:
@@ -221,7 +221,7 @@ def _write_config(found: Estimate, question: Question, path: Path) -> None:
 
 
 def profile_of(asked: MachineOptions, config: OffloadConfig) -> HardwareProfile:
-    """The hardware to plan for. ConfigError naming the option that is wrong."""
+    """Return the hardware to plan for. Raise ConfigError naming the option that is wrong."""
     paths = [Path(path).expanduser() for path in config.nvme.paths]
     profile = read_profile(**vars(asked), nvme_paths=paths)
     if config.device not in ("auto", "cpu") and not profile.gpu_nbytes:
@@ -235,7 +235,7 @@ def profile_of(asked: MachineOptions, config: OffloadConfig) -> HardwareProfile:
 def speeds_of(
     profile: HardwareProfile, config: OffloadConfig, *, measure: bool
 ) -> Speeds | None:  # fmt: skip
-    """One rank's speeds; this machine's are measured if they never were and `measure` is set."""
+    """Return one rank's speeds; with `measure`, this machine's are measured if they never were."""
     if not profile.here:
         return profile.speeds()
     paths = config.nvme.paths

@@ -1,4 +1,4 @@
-"""`memest profiles`: every part that has a name, its figures and where they are from."""
+"""`memest profiles`: every known part, its figures and their sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.tools.memest.show.tables import ruled, show
 
 
 def print_profiles() -> None:
-    """All of them, on standard output."""
+    """Print all parts to standard output."""
     gpus = ruled("name", "memory", "bf16 TFLOP/s", "GB/s", "link", title="GPUs", left=["link"])
     for g in GPUS:
         rates = f"{g.flops_per_s['bf16'] / 1e12:,.4g}", f"{g.bytes_per_s / 1e9:,.0f}"
@@ -37,7 +37,7 @@ def print_profiles() -> None:
 
 
 def _show(table: Table, named: Sequence[tuple[str, str]]) -> None:
-    """And `A, B: source` per line, parts of one source together."""
+    """Print a table, and a line `A, B: source` for the parts of each source."""
     by_source: dict[str, list[str]] = {}
     for name, source in named:
         by_source.setdefault(source, []).append(name)

@@ -1,4 +1,4 @@
-"""`memest compare` and `max`: other systems, as tables or JSON."""
+"""`memest compare` and `memest max`: other systems, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _BOUNDS = {Tier.DEVICE: "GPU", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
 # ---------------------------------------------------------------- compare
 def run_compare(asked: EstimateOptions) -> int:
-    """One model under every system, ours last. 0 if ours fits, 1 if not."""
+    """Compare one model under every system, offload last. Return 0 if offload fits, 1 if not."""
     output = asked.output
     if output.write is not None or output.advise:
         raise ConfigError("compare: writes no configuration; leave --write and --advise out")
@@ -76,7 +76,7 @@ def run_max(
     family: str, machine: MachineOptions, batch: int, sequence: int, *, as_json: bool,
     measure: bool,
 ) -> None:  # fmt: skip
-    """The largest model of a family that trains on the hardware, under every system."""
+    """Find the largest model of a family that trains on the hardware, under every system."""
     from offload.config import OffloadConfig
 
     if batch < 1 or sequence < 1 or batch * sequence > 1 << 32:
@@ -98,8 +98,8 @@ def run_max_inference(
     family: str, machine: MachineOptions, asked: tuple[int, int | None, int | None], *,
     as_json: bool, measure: bool,
 ) -> None:  # fmt: skip
-    """The largest model of a family that generates on the hardware, with weights as they are and in
-    fewer bits. `asked`: sequences, tokens of a prompt, new ones."""
+    """Find the largest model of a family that generates on the hardware, with weights as they are
+    and in fewer bits. `asked`: sequences, tokens of a prompt, new tokens."""
     from offload.config import OffloadConfig
 
     generation, assumed = Generation.asked(*asked)
@@ -123,7 +123,7 @@ def run_max_inference(
 def _taken_aside(
     profile: HardwareProfile, framework: Framework = FRAMEWORK
 ) -> Iterator[str]:  # fmt: skip
-    """What neither model nor activations may fill, of any system."""
+    """Yield notes on the memory that neither model nor activations may fill, in any system."""
     ram = f"{format_bytes(framework.host_nbytes)} of RAM per rank"
     gpu = f" and {format_bytes(framework.gpu_nbytes)} of each GPU" if profile.gpu_nbytes else ""
     yield (
@@ -145,7 +145,8 @@ def _how_to_read(found: Sequence[Largest], profile: HardwareProfile) -> Iterator
 
 
 def max_table(found: Sequence[Largest], step: str = "step") -> Table:
-    """One line per system: its largest model, a step of it, and what the next does not fit into."""
+    """Return a table with one line per system: its largest model, a step of it, and the places into
+    which the next larger one does not fit."""
     columns = ("system", "largest", "shape", step, "tokens/s", "bound")
     table = ruled(*columns, left=["bound"])
     for each in found:

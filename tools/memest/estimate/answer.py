@@ -1,4 +1,4 @@
-"""Everything `memest` says about one case, put together."""
+"""The whole answer of `memest` on one case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.tools.memest.source.model_source import SourceKind
 def estimate(
     case: Case, estimator: Estimator | None = None, *, advise: bool = False, by_node: bool = False
 ) -> Estimate:
-    """What training takes, with what would make it fit where it does not.
+    """Estimate a training or a generation, with changes that would make it fit if it does not.
 
     `estimator`: one that has seen the model before. `advise`: also what would make a step faster,
     which takes longer. `by_node`: the reader makes nodes' memory of it, and shows no times of
@@ -69,7 +69,7 @@ def _missing(case: Case) -> Iterator[str]:
 
 
 def _spread_notes(case: Case) -> Iterator[str]:
-    """What is assumed, and what is left out, where experts are spread over ranks."""
+    """Yield notes on the assumptions and omissions if experts are spread over ranks."""
     if case.ep_size == 1:
         return
     yield (
@@ -83,7 +83,7 @@ def _spread_notes(case: Case) -> Iterator[str]:
 
 
 def _exchange(case: Case, found: ExpertEstimate | None) -> Iterator[str]:
-    """How long tokens would be on their way, which no step has."""
+    """Yield a note on the time of tokens on their way, which no step includes."""
     network = case.speeds.network if case.speeds is not None and case.timed else None
     if found is None or network is None or not found.sent_nbytes:
         return
@@ -97,7 +97,7 @@ def _exchange(case: Case, found: ExpertEstimate | None) -> Iterator[str]:
 
 
 def _ranks(case: Case, *, by_node: bool) -> Iterator[str]:
-    """Who the numbers are of, and what is not known of the others."""
+    """Yield notes on the rank that the numbers are of, and on what is unknown about the others."""
     if case.profile.ranks == 1:
         return
     sharding, stage = case.sharding, case.config.zero.stage

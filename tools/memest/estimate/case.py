@@ -1,4 +1,4 @@
-"""One thing to be judged: a model, a configuration, a step's input, hardware."""
+"""One case to estimate: a model, a configuration, a step's input, and hardware."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.zero.sharding import Sharding
 
 @dataclass(frozen=True)
 class Case:
-    """All that an answer depends on. `speeds` are one rank's; None where they are not known."""
+    """Everything that an answer depends on. `speeds` are one rank's; None if they are not known."""
 
     source: ModelSource
     config: OffloadConfig
@@ -31,8 +31,8 @@ class Case:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """What a rank has of the model; its experts one by one where the configuration lets them
-        be, and where they are spread over ranks; frozen weights as they are stored."""
+        """One rank's part of the model; its experts are separate if the configuration allows it,
+        and if they are spread over ranks; frozen weights are as they are stored."""
         shape = self.source.shape
         if self.generation is not None:
             shape = shape.frozen
@@ -48,19 +48,20 @@ class Case:
 
     @property
     def sharding(self) -> Sharding:
-        """Of the first rank, whose shards are as long as all others'. ConfigError if shard groups,
-        or groups of `ep_size` ranks, do not come out even."""
+        """The sharding of the first rank, whose shards are as long as all others'. Raises
+        ConfigError if shard groups, or groups of `ep_size` ranks, do not divide the ranks."""
         zero, ranks = self.config.zero, self.profile.ranks
         check_ranks(ranks, self.ep_size)
         return Sharding.of(zero.stage, zero.shard_group, ranks, 0)
 
     def check_ep_size(self) -> None:
-        """ConfigError where the experts of this model cannot be spread as asked."""
+        """Raise ConfigError if the experts of this model cannot be spread as requested."""
         check_spread(self.source.shape, self.config, self.ep_size)
 
     @property
     def timed(self) -> bool:
-        """Whether a step can be predicted: work, speeds and, between ranks, the network known."""
+        """Whether a step can be predicted: work, speeds and, between ranks, the network are
+        known."""
         if self.speeds is None or not self.source.has_graph:
             return False
         network = self.speeds.network
@@ -69,13 +70,13 @@ class Case:
 
     @property
     def hardware(self) -> Hardware:
-        """What that rank's plan may use."""
+        """The hardware that the first rank's plan may use."""
         return self.profile.hardware(self.sharding)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked, read: a case, the configuration as it was given, and what was assumed."""
+    """A question that was read: a case, the configuration as it was given, and the assumptions."""
 
     case: Case
     asked: OffloadConfig

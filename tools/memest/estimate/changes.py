@@ -1,4 +1,4 @@
-"""What would make a case fit: the smallest sets of changes, each tried by planning anew."""
+"""Changes that make a case fit: the smallest sets of them, each tried by planning anew."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LARGE_CHUNK_NUMEL = 1 << 22
 
 
 def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
-    """Minimal sets that fit, those of fewer changes first, then by time per step."""
+    """Return minimal sets that fit, those of fewer changes first, then by time per step."""
 
     def fits(options: tuple[Option, ...]) -> bool:
-        """With all of them, where the configuration allows them at all."""
+        """Whether the case fits with all changes; False if the configuration refuses them."""
         tried = _changed(case, options)
         try:
             return (
@@ -49,8 +49,8 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
 
 
 def improvements(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
-    """The largest batch that fits, and adapters instead of all weights, each tried with what was
-    chosen for `now`; the one with more tokens per second first."""
+    """Return the largest batch that fits, and adapters instead of all weights, each tried with the
+    settings chosen for `now`; the one with more tokens per second comes first."""
     chosen = now.config
     checkpoint = str(chosen.placement.activations.checkpoint).lower()
     overrides = [
@@ -72,7 +72,7 @@ class _Tried:
 
 
 def _tried(case: Case, knob: Knob, estimator: Estimator) -> Iterator[_Tried]:
-    """Those that fit, up to the first that no disk bounds."""
+    """Yield the options that fit, up to the first whose step is not limited by a disk."""
     for option in knob:
         changed = option.apply(case)
         after = None if changed is None else estimator.first_fit(changed)
@@ -94,11 +94,11 @@ def _improvement(found: _Tried, now: Estimate) -> Change:
 
 
 def _changed(case: Case, options: tuple[Option, ...]) -> Case | None:
-    """The case with all of them; None where the configuration refuses them together.
+    """Return the case with all changes; None if the configuration refuses them together.
 
-    What leaves recomputation open fits if it fits with all of it: so its step is one that is sure
-    to fit, if not the fastest. Of an enormous model that leaves its chunks open, large ones: they
-    are planned one by one.
+    A case that leaves recomputation open fits if it fits with full recomputation: its step then is
+    sure to fit, if not the fastest. An enormous model that leaves its chunks open gets large ones,
+    since chunks are planned one by one.
     """
     changed: Case | None = case
     for option in options:

@@ -1,6 +1,5 @@
-"""The estimate of a case: the plan that `offload train` or `offload generate` would choose, its
-peaks, and its step or its passes.
-"""
+"""Estimates a case: the plan that `offload train` or `offload generate` would choose, its peaks,
+and the time of its step or passes."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ Facts = TypeVar("Facts", ActivationFacts, HeapFacts, PassCost)
 
 @dataclass
 class Estimator:
-    """Estimates cases of one model; what a pass takes is found once per kind of pass."""
+    """Estimates cases of one model; the facts about a pass are found once per kind of pass."""
 
     _facts: dict[object, dict[int, ActivationFacts]] = field(default_factory=dict)
     _passes: dict[object, GenerationFactsOf] = field(default_factory=dict)
 
     def __call__(self, case: Case) -> Estimate:
-        """The best plan that the configuration allows, whether or not it fits."""
+        """Return the estimate of the best plan that the configuration allows, fitting or not."""
         planned = self._planned(case)
         best = planned.best
         step = self._of_all_ranks(case, best.step if case.timed else None)
@@ -69,16 +68,16 @@ class Estimator:
         return replace(found, prefill=self._of_all_ranks(case, found.prefill))
 
     def fits(self, case: Case) -> bool:
-        """Whether any plan does. Takes a fraction of the time of an estimate, mostly: where the
-        first one that keeps its budgets has peaks that do not fit, all are gone through."""
+        """Whether any plan fits. This mostly takes a fraction of the time of an estimate; if the
+        peaks of the first plan within its budgets do not fit, all plans are tried."""
         planned = self._planned(case, any_fit=True)
         if planned.shortfalls and planned.best.fits:
             planned = self._planned(case)
         return not planned.shortfalls
 
     def first_fit(self, case: Case) -> Estimate | None:
-        """With the first plan that fits: seldom much slower than the fastest, and found in a
-        fraction of the time. None where none fits."""
+        """Return the estimate of the first plan that fits: seldom much slower than the fastest, and
+        found in a fraction of the time. None if no plan fits."""
         planned = self._planned(case, any_fit=True)
         if planned.shortfalls:
             return None
@@ -86,7 +85,8 @@ class Estimator:
         return self(replace(case, config=config))
 
     def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
-        """What one pass takes under `config`; nothing where the model's code is not known.
+        """Return the memory and operations of one pass under `config`; `NOTHING` if the model's
+        code is not known.
 
         Found for one batch; at others it is taken to grow with the batch (of the built-in models
         to 0.03 %).
@@ -123,7 +123,7 @@ class Estimator:
         return self._passes[key]
 
     def advice(self, case: Case) -> tuple[Change, ...]:
-        """What would make a step faster; nothing where nothing is known of time."""
+        """Return changes that would make a step faster; none if the time of a step is not known."""
         return tuple(advise(self._planned(case))) if case.timed else ()
 
     def _planned(self, case: Case, *, any_fit: bool = False) -> RunPlan:
@@ -142,7 +142,8 @@ def _device(case: Case) -> str:
 
 
 def scaled(facts: Facts, factor: float) -> Facts:
-    """What a pass takes with `factor` as many sequences: as many operations, on more."""
+    """Return the facts of a pass with `factor` times as many sequences: the same number of
+    operations, on more elements."""
     values: dict[str, Any] = {}
     for each in fields(facts):
         value = getattr(facts, each.name)

@@ -1,6 +1,6 @@
-"""What can be changed of a case that does not fit, each from the mildest to the strongest change.
+"""The possible changes to a case that does not fit, each from the mildest to the strongest.
 
-What leaves the result as it is comes first, then what approximates, then what has to be bought.
+Changes that keep the result come first, then approximations, then hardware to buy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _DISK_SIZES = tuple(n * GIB for n in (*(k << p for p in range(16) for k in (2, 3
 
 @dataclass(frozen=True)
 class Option:
-    """One change: what to set, what that does in words, and the case with it. None where the
-    configuration refuses it beside what else is set."""
+    """One change: its settings, their effect in words, and a function that applies it to a case,
+    which returns None if the configuration refuses it beside other settings."""
 
     settings: Mapping[str, str]
     text: str
@@ -43,8 +43,8 @@ Knob = Sequence[Option]
 
 
 def knobs(case: Case, found: Estimate, peak_at: str) -> list[Knob]:
-    """Every knob that could help against what `found` lacks; empty ones left out. `peak_at`:
-    where in the model a pass holds the most."""
+    """Return every knob that could help with what `found` lacks, without empty ones. `peak_at`: the
+    place in the model where a pass holds the most."""
     tiers = {shortfall.tier for shortfall in found.shortfalls}
     return [knob for knob in _all(case, found, peak_at, tiers) if knob]
 
@@ -92,7 +92,8 @@ def _recompute(case: Case) -> Knob:
 
 
 def _micro_batches(case: Case, peak_at: str) -> Knob:
-    """Of use where the peak is in a block that is repeated: outside, the batch stays whole."""
+    """Return splits of the batch, if the peak is in a repeated block: the batch is whole
+    outside."""
     names = {unit.name for unit in case.source.shape.units if unit.repeated}
     place = peak_at.rpartition(" ")[2]
     if not any(place == name or place.startswith(f"{name}.") for name in names):
@@ -111,7 +112,7 @@ def _micro_batches(case: Case, peak_at: str) -> Knob:
 
 
 def _batch(case: Case) -> Knob:
-    """Fewer sequences per pass and more passes: the same step, for a user's own loop."""
+    """Return options with smaller and more passes: the same step, for a user's own loop."""
     options = []
     work = case.workload
     for parts in divisors(work.batch)[1:]:
@@ -123,7 +124,7 @@ def _batch(case: Case) -> Knob:
 
 
 def _sequences(case: Case) -> Knob:
-    """Fewer sequences at a time, for a user who has them all."""
+    """Return options with fewer sequences at a time, for a user who has them all."""
     asked = case.generation
     assert asked is not None, "of inference"
     options = []
@@ -148,9 +149,9 @@ def _passes(case: Case, batch: int, passes: int) -> Case | None:
 
 
 def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Knob]:
-    """Raise a budget that was given and is too small, as far as the machine goes. Beside another
-    change less may do; and with more room the chunks that are left open grow, so that it takes
-    somewhat more than what is needed now."""
+    """Yield options that raise a budget which was given and is too small, up to the machine's
+    limit. Beside another change less may suffice; and with more room the chunks that are left open
+    grow, so that somewhat more is needed than now."""
     if getattr(case.config.budget, tier) is None:
         return
     for shortfall in found.shortfalls:
@@ -165,7 +166,7 @@ def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Knob]:
 
 
 def _placements(case: Case) -> Iterator[Knob]:
-    """Homes that were asked for: given up, or moved to disk."""
+    """Yield knobs that give up requested homes, or move them to disk."""
     for name, split in reversed(case.config.placement.homes().items()):
         if split is None or split.tiers == (Tier.NVME,):
             continue
@@ -217,7 +218,8 @@ _RANK = 16  # of adapters, as is usual
 
 
 def larger_batches(case: Case) -> Knob:
-    """More sequences for each time that states are read and written; the strongest first."""
+    """Return options with more sequences for each time that states are read and written; the
+    strongest first."""
     options = []
     for times in (8, 4, 2):
         workload = replace(case.workload, batch=times * case.workload.batch)
@@ -231,8 +233,8 @@ def larger_batches(case: Case) -> Knob:
 
 
 def adapters(case: Case) -> Knob:
-    """A frozen base, as it is or in 4 bits; nothing for a model that is frozen in parts already, or
-    for one of experts."""
+    """Return options with a frozen base, as it is or in 4 bits; none for a model that is partly
+    frozen already, or for one with experts."""
     shape = case.source.shape
     if shape.numel_trainable != shape.numel or shape.tables or case.source.kind is SourceKind.YAML:
         return ()
@@ -285,7 +287,7 @@ def _with_gpu(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
 
 
 def _disk(nbytes: int) -> Option:
-    """Where there was none, of a drive as fast as is usual."""
+    """Return an option with more free disk; if there was none, it is on a drive of usual speed."""
 
     def apply(case: Case) -> Case:
         speeds = case.speeds

@@ -1,4 +1,4 @@
-"""What a case needs at least: said without a plan, to leave out changes that cannot be enough."""
+"""A lower bound on what a case needs, without a plan, to skip changes that cannot be enough."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NUMEL = 1 << 24  # of so many, the gaps between arrays are next to nothing
 
 
 def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
-    """Whether no placement whatsoever can hold it: too many bytes for all places together, or what
-    one pass works on for the place where the model computes. False decides nothing."""
+    """Whether no placement can hold the case: it has too many bytes for all places together, or one
+    pass works on too many for the place where the model computes. False decides nothing."""
     hardware = case.hardware
     there = {
         Tier.DEVICE: hardware.device_nbytes,
@@ -28,7 +28,8 @@ def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
 
 
 def states_nbytes(case: Case) -> int:
-    """Parameters, gradients and optimizer states, where they are smallest, without padding."""
+    """Return the bytes of parameters, gradients and optimizer states where they are smallest,
+    without padding."""
     config, shape = case.config, case.shape
     per_gradient = 4 if config.sums_gradients else ITEMSIZE[config.precision]
     record = min(kept.nbytes(_NUMEL) for kept in record_formats(config).values()) / _NUMEL

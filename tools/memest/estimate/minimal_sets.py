@@ -23,8 +23,8 @@ def minimal_sets(
     knobs: Sequence[Sequence[R]], works: Callable[[tuple[R, ...]], bool], *, most_tries: int,
     enough: int,
 ) -> list[tuple[R, ...]]:  # fmt: skip
-    """Minimal sets of one change, then of two, then of three; larger ones only while fewer than
-    `enough` are known. Deterministic; earlier knobs are tried first."""
+    """Return minimal sets of one change, then of two, then of three; larger ones only while fewer
+    than `enough` are known. Deterministic; earlier knobs are tried first."""
     answers: dict[Chosen, bool] = {}
 
     def try_set(chosen: Chosen) -> bool:
@@ -41,7 +41,7 @@ def minimal_sets(
 
 
 class _EnoughTriedError(Exception):
-    """A search always ends soon."""
+    """Ends a search that has tried enough."""
 
 
 def _search(
@@ -64,7 +64,7 @@ def _search(
 def _sets_of(
     size: int, knobs: Sequence[Sequence[R]], alone: set[int], used: set[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Sets of knobs without one that is enough by itself, or a part that is known to be."""
+    """Yield sets of knobs, none of which is enough alone, and no part of which is known to be."""
     usable = [i for i, knob in enumerate(knobs) if knob and i not in alone]
     for indices in combinations(usable, size):
         if size < 3 or not used.issuperset(indices):
@@ -74,8 +74,8 @@ def _sets_of(
 def _mildest(
     try_set: Callable[[Chosen], bool], knobs: Sequence[Sequence[R]], indices: Sequence[int]
 ) -> Chosen | None:
-    """The mildest options of these knobs that work together; None if the strongest do not, or a
-    part of them is enough."""
+    """Return the mildest options of these knobs that work together; None if the strongest do not,
+    or if a part of them is enough."""
     options = [len(knobs[i]) - 1 for i in indices]
     if not try_set(tuple(zip(indices, options, strict=True))):
         return None

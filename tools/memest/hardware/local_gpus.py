@@ -1,4 +1,4 @@
-"""GPUs of this machine without torch, as `nvidia-smi` lists them: it comes with the driver."""
+"""The GPUs of this machine without torch, as listed by `nvidia-smi`, which the driver includes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,no
 
 @dataclass(frozen=True)
 class LocalGpu:
-    """One GPU that CUDA would show this process."""
+    """A GPU that CUDA would show to this process."""
 
     name: str
     nbytes: int
@@ -20,7 +20,8 @@ class LocalGpu:
 
 
 def local_gpus(program: str = "nvidia-smi") -> list[LocalGpu]:
-    """The GPUs, in the driver's order; empty without a driver. `CUDA_VISIBLE_DEVICES` counts."""
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` selects, in the driver's order; none without
+    one."""
     try:
         listed = subprocess.run(
             [program, *_QUERY], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
@@ -37,7 +38,8 @@ def local_gpus(program: str = "nvidia-smi") -> list[LocalGpu]:
 
 
 def visible(gpus: list[LocalGpu], setting: str | None) -> list[LocalGpu]:
-    """Those that `CUDA_VISIBLE_DEVICES` leaves; names of another kind (UUIDs) only say how many."""
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` selects; of names that are not numbers (UUIDs),
+    only their count is used."""
     if setting is None:
         return gpus
     names = [each.strip() for each in setting.split(",") if each.strip()]

@@ -1,8 +1,8 @@
-"""What GPUs, links, SSDs and whole machines are rated at, each figure with its source.
+"""The ratings of GPUs, links, SSDs and whole machines, each figure with its source.
 
 Rates are peaks, as their makers print them; bytes per second in one direction. Dense matrix
 products with 32-bit sums (what training uses), not the figures for sparse matrices or 16-bit sums.
-What of a peak is reached in practice is for `profiles` to say.
+`profiles` has the share of a peak that is reached in practice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LinkPart:
 
 @dataclass(frozen=True)
 class HostPart:
-    """What a machine around a GPU usually is, per GPU socket or per desktop."""
+    """The usual machine around a GPU, per GPU socket or per desktop."""
 
     name: str
     cores: int
@@ -49,8 +49,8 @@ class GpuPart:
 
 @dataclass(frozen=True)
 class SsdPart:
-    """One drive. A swap file is rewritten all the time: `write_bytes_per_s` is what a drive keeps
-    up, not what its cache takes for a minute."""
+    """One drive. A swap file is rewritten all the time: `write_bytes_per_s` is the rate that a
+    drive sustains, not that of its cache for a minute."""
 
     name: str
     nbytes: int
@@ -62,7 +62,7 @@ class SsdPart:
 
 @dataclass(frozen=True)
 class MachinePart:
-    """A machine that has a name."""
+    """A machine that is known by name."""
 
     name: str
     gpu: GpuPart
@@ -93,7 +93,7 @@ NVLINK4 = LinkPart("NVLink 4", 450.0 * GB, "NVIDIA H100 data sheet (SXM): 900 GB
 
 @dataclass(frozen=True)
 class Latencies:
-    """Times of a collective that do not depend on its bytes."""
+    """The times of a collective that do not depend on its bytes."""
 
     begin_s: float
     inside_step_s: float  # of a ring, from one GPU to the next
@@ -121,7 +121,7 @@ def _gpu(
     name: str, mib: int, tflops: tuple[float, float], gb_per_s: float, link: LinkPart,
     host: HostPart, source: str, *, bf16: bool = True,
 ) -> GpuPart:  # fmt: skip
-    """`tflops`: of fp32 (without TF32, PyTorch's default) and of 16-bit inputs."""
+    """Create a GPU; `tflops`: of fp32 (without TF32, PyTorch's default) and of 16-bit inputs."""
     fp32, half = (each * TERA for each in tflops)
     # a GPU without bf16 units computes it in fp32
     flops = {"fp32": fp32, "bf16": half if bf16 else fp32, "fp16": half}
@@ -199,7 +199,7 @@ MACHINES = (
 
 
 def machine_named(name: str) -> MachinePart:
-    """KeyError where there is none of exactly that name."""
+    """Return the machine of exactly that name. Raise KeyError if there is none."""
     return {machine.name: machine for machine in MACHINES}[name]
 
 

@@ -1,4 +1,4 @@
-"""Hardware that need not be here: named parts, given sizes, or this machine, as a plan sees it.
+"""Hardware as a plan sees it: named parts, given sizes, or this machine.
 
 A profile describes one node and how many there are; `hardware` and `speeds` are one rank's even
 share (one rank per GPU).
@@ -56,7 +56,7 @@ class HardwareProfile:
 
     @property
     def text(self) -> str:
-        """The name; of this machine also what it has."""
+        """The name; for this machine also its hardware."""
         if self.name != "this machine":
             return self.name
         parts = [machine.cpu_model(), f"{self.cores} cores"]
@@ -78,17 +78,17 @@ class HardwareProfile:
 
     @property
     def usable_ram_nbytes(self) -> int:
-        """What a run may ever hold of a node: of RAM that is described, without the system's."""
+        """The RAM of a node that a run may ever hold; described RAM is without the system's."""
         return self.ram_nbytes if self.own_ram else self.ram_free_nbytes
 
     @property
     def system_nbytes(self) -> int:
-        """RAM of a node that is kept for the system."""
+        """The RAM of a node that is kept for the system."""
         return self.ram_nbytes - self.usable_ram_nbytes
 
     @property
     def reserve_note(self) -> str:
-        """What of the RAM is left to the system, as a sentence; empty where nothing is."""
+        """A sentence on the RAM that is left to the system; empty if none is."""
         kept = self.system_nbytes
         if not kept:
             return ""
@@ -99,7 +99,8 @@ class HardwareProfile:
         )
 
     def hardware(self, sharding: Sharding = ALONE) -> Hardware:
-        """What one rank's plan may use: its GPU, and an even share of the node's RAM and disk."""
+        """Return the hardware that one rank's plan may use: its GPU, and an even share of the
+        node's RAM and disk."""
         ranks = self.ranks_per_node
         read, write = self._ssd_rates()
         return Hardware(
@@ -114,7 +115,8 @@ class HardwareProfile:
         )
 
     def speeds(self, measured: Speeds | None = None) -> Speeds | None:
-        """One rank's sustained rates; None where a GPU's, the RAM's or the link's are unknown.
+        """Return one rank's sustained rates; None if the GPU's, the RAM's or the link's are
+        unknown.
 
         `measured`: those of this machine, which hold where it computes; drives may be others.
         """
@@ -142,7 +144,7 @@ class HardwareProfile:
         )
 
     def network(self) -> Network | None:
-        """Between all ranks; None where nothing is known of how GPUs are connected."""
+        """Return the network between all ranks; None if the connection of the GPUs is unknown."""
         inside = self.inside or self.link
         if inside is None:
             return None
@@ -171,7 +173,7 @@ class HardwareProfile:
         return sum(ssd.endurance_nbytes for ssd in self.ssds) // self.ranks_per_node
 
     def _ssd_rates(self) -> tuple[float, float]:
-        """Sustained read and write of one rank's share of all drives."""
+        """Return the sustained read and write rates of one rank's share of all drives."""
         share = SSD_SHARE / self.ranks_per_node
         return (
             sum(ssd.read_bytes_per_s for ssd in self.ssds) * share,
@@ -180,8 +182,8 @@ class HardwareProfile:
 
 
 def with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
-    """With `nbytes` of RAM in a node; of it `profile.reserve_nbytes` are kept for the system, or by
-    default what an idle one takes."""
+    """Return the profile with `nbytes` of RAM in a node; `profile.reserve_nbytes` of it are kept
+    for the system, by default what an idle one takes."""
     free = max(nbytes // 2, nbytes - SYSTEM_NBYTES)
     if profile.reserve_nbytes is not None:
         free = max(0, nbytes - profile.reserve_nbytes)
@@ -189,7 +191,7 @@ def with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
 
 
 def with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
-    """With `gpus` of the same kind in a node. ConfigError where there is none."""
+    """Return the profile with `gpus` such GPUs in a node. Raise ConfigError if it has none."""
     if not profile.gpu_nbytes:
         if gpus:
             raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")
@@ -199,5 +201,5 @@ def with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
 
 
 def without_gpus(profile: HardwareProfile) -> HardwareProfile:
-    """The model computes on the CPU."""
+    """Return the profile without GPUs: the model computes on the CPU."""
     return replace(profile, gpu=None, gpu_nbytes=0, gpu_free_nbytes=0, gpus=0, link=None)

@@ -1,4 +1,4 @@
-"""The hardware that options describe, read into a profile."""
+"""Reads the hardware that options describe into a profile."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def read_profile(
     gpus: int | None = None, nodes: int | None = None, *, nvme_paths: Sequence[Path] = (),
     reserve: str | None = None, ssd: str | None = None, profile: str | None = None,
 ) -> HardwareProfile:  # fmt: skip
-    """The hardware that options describe; what they leave open is as on this machine.
+    """Return the hardware that options describe; what they leave open is taken from this machine.
 
     `gpu`, or `profile`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`;
-    `ram`: a size, of which `reserve` (a size, 0 in a container) is kept for the system;
-    `nvme`: a size, a drive (`Gen4 SSD`) or several (`4 x Gen4 SSD`); `ssd`: the drives, of which
-    `nvme` then says how much is free. ConfigError, naming the option, for anything else.
+    `ram`: a size, of which `reserve` (a size, 0 in a container) is kept for the system; `nvme`: a
+    size, a drive (`Gen4 SSD`) or several (`4 x Gen4 SSD`); `ssd`: the drives, of which `nvme` then
+    says how much is free. Raises ConfigError, naming the option, for anything else.
     """
     named = gpu if profile is None else profile
     open_ = ram is None or (nvme is None and ssd is None)
@@ -58,7 +58,7 @@ def read_profile(
 
 
 def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
-    """What this process may use of the machine it runs on; `nvme_paths`: folders for swap files."""
+    """Return this machine's hardware for this process; `nvme_paths`: folders for swap files."""
     gpus = local_gpus()
     first = min(gpus, key=lambda each: each.free_nbytes, default=None)
     part = _known_gpu(first)
@@ -83,7 +83,7 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
 
 
 def _free_disk(paths: Sequence[Path]) -> int:
-    """Free under all folders (a temporary one where there are none), once per file system."""
+    """Return the free bytes under folders (by default a temporary one), each file system once."""
     free: dict[int, int] = {}
     for path in paths or [machine.swap_folder()]:
         there = next((each for each in [path, *path.resolve().parents] if each.exists()), None)
@@ -94,7 +94,7 @@ def _free_disk(paths: Sequence[Path]) -> int:
 
 
 def _known_gpu(found: LocalGpu | None) -> GpuPart | None:
-    """The named part that a GPU of this machine is, by its name and memory."""
+    """Return the named part that a GPU of this machine is, by its name and memory."""
     if found is None:
         return None
     name = plain_name(found.name)
@@ -105,8 +105,8 @@ def _known_gpu(found: LocalGpu | None) -> GpuPart | None:
 def _around(
     gpu: str | None, option: str, nvme_paths: Sequence[Path], *, open_: bool
 ) -> HardwareProfile:  # fmt: skip
-    """The profile of a GPU or machine, with this machine's RAM and disk where it has none. `open_`:
-    some of these will stay."""
+    """Return the profile of a GPU or machine, with this machine's RAM and disk if it has none.
+    `open_`: some of these will stay."""
     here = this_machine(nvme_paths)
     if gpu is None:
         return here
@@ -153,7 +153,7 @@ def _of_machine(part: MachinePart) -> HardwareProfile:
 
 
 def _of_size(text: str, option: str) -> tuple[GpuPart, str]:
-    """A GPU of which only the memory is known, with the rates of the named one nearest in size."""
+    """Return a GPU of this much memory, with the rates of the named one nearest in size."""
     if not text.strip()[:1].isdigit():
         raise ConfigError(f"{option} {text}: {unknown_part(text, [*GPUS, *MACHINES])}")
     nbytes = read_size(text, option, _LEAST_MEMORY, _MOST_MEMORY)
@@ -164,8 +164,8 @@ def _of_size(text: str, option: str) -> tuple[GpuPart, str]:
 
 
 def _with_reserve(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
-    """With `nbytes` of a node's RAM kept for the system. ConfigError where the RAM is this
-    machine's, or nothing would be left."""
+    """Return the profile with `nbytes` of a node's RAM kept for the system. Raise ConfigError if
+    the RAM is this machine's, or if nothing would be left."""
     if profile.own_ram:
         raise ConfigError(
             "--reserve: of this machine what is free now is known; it goes with --ram or a machine "
@@ -217,9 +217,10 @@ def _with_nvme(
 
 
 def with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
-    """A disk of which only the size is known: as fast, and for its size as durable, as a usual one.
+    """Return the profile with a disk of which only the size is known: as fast, and for its size as
+    durable, as a usual one.
 
-    This machine's speeds do not say: they hold where it computes, and were not asked for.
+    The speeds of this machine are not used: they hold where it computes, and were not asked for.
     """
     drive = replace(
         GEN4, nbytes=nbytes, endurance_nbytes=int(GEN4.endurance_nbytes * nbytes / GEN4.nbytes)
@@ -232,7 +233,7 @@ def with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile
 
 
 def _title(profile: HardwareProfile) -> str:
-    """`4 x RTX 4090, 64.0 GiB RAM, 1.0 TiB nvme, 2 nodes`."""
+    """Return a title such as `4 x RTX 4090, 64.0 GiB RAM, 1.0 TiB nvme, 2 nodes`."""
     name = profile.gpu.name if profile.gpu else "GPU of this machine"
     parts = [f"{profile.gpus} x {name}" if profile.gpus > 1 else name]
     if not profile.gpu_nbytes:
@@ -257,8 +258,8 @@ _Part = TypeVar("_Part", bound=Named)
 
 
 def find_part(text: str, parts: Iterable[_Part]) -> _Part | None:
-    """The part of that name; case, spaces, hyphens and the maker's name do not matter, and a
-    beginning that only one part has is enough."""
+    """Return the part of that name; case, spaces, hyphens and the maker's name are ignored, and a
+    prefix that only one part has is enough."""
     wanted = plain_name(text)
     named = {plain_name(part.name): part for part in parts}
     if wanted in named:

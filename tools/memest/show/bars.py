@@ -45,7 +45,8 @@ class Held:
 def capacity_bars(
     title: str, held: Sequence[Held], about: str = _OF_CAPACITY, *, value: ValueText = used_text
 ) -> Bars:
-    """What places hold by class, each against its capacity. `value`: what is said beside a bar."""
+    """Draw the bytes in places by class, each against its capacity. `value`: the text beside a
+    bar."""
     there = [filled(each.place) for each in held if each.place.capacity_nbytes]
     length = min(_MOST_CAPACITIES, max([1.0, *there])) if there else 1.0
     bars = tuple(_of_capacity(each, length, value(each.place)) for each in held)
@@ -56,7 +57,7 @@ def capacity_bars(
 
 
 def byte_bars(title: str, held: Sequence[Held]) -> Bars:
-    """The same on one scale of bytes, which ends with the longest peak."""
+    """Draw the same on one scale of bytes, which ends with the longest peak."""
     longest = max((each.place.peak_nbytes for each in held), default=0) or 1
     bars = []
     for each in held:
@@ -72,7 +73,7 @@ def byte_bars(title: str, held: Sequence[Held]) -> Bars:
 
 
 def lanes(step: StepEstimate) -> Bars:
-    """What each link does when, in the order of the links."""
+    """Draw the work of each link over time, in the order of the links."""
     names = dict.fromkeys([*(link.name for link in step.links), *(s.link for s in step.spans)])
     length = step_length(step)
     end = step.seconds / length
@@ -95,14 +96,14 @@ def lanes(step: StepEstimate) -> Bars:
 
 
 def span_meaning(link: str, label: str) -> str:
-    """Of the colour of a stretch: links have one each, and what the model computes has two."""
+    """Return the meaning of a span's colour: each link has one, the model's work two."""
     if link == COMPUTE:
         return "backward" if label == "backward" else "compute"
     return "update" if link == OPTIMIZER else link
 
 
 def step_length(step: StepEstimate) -> float:
-    """Seconds that the time axis covers."""
+    """Return the seconds that the time axis covers."""
     return max([step.seconds, *(span.stop_s for span in step.spans)]) or 1.0
 
 
@@ -132,7 +133,8 @@ def _classes(held: Iterable[Held]) -> tuple[tuple[str, str], ...]:
 
 
 def _pieces(place: PlaceEstimate, length: float) -> tuple[Piece, ...]:
-    """The classes one after the other, `length` long together, as far as the drawing goes."""
+    """Return pieces for the classes, one after the other, `length` long together, up to the end of
+    the drawing."""
     present = {name: n for name in MemoryClass if (n := place.by_class.get(name, 0)) > 0}
     edges = accumulate(_widths(list(present.values()), length), initial=0.0)
     return tuple(
@@ -144,7 +146,7 @@ def _pieces(place: PlaceEstimate, length: float) -> tuple[Piece, ...]:
 
 
 def _widths(sizes: Sequence[int], length: float) -> list[float]:
-    """Shares of `length`, each at least `LEAST_WIDTH`, taken from those that are wider."""
+    """Return the shares of `length`, each at least `LEAST_WIDTH`, taken from the wider ones."""
     length = max(length, LEAST_WIDTH * len(sizes))
     small: set[int] = set()
     while True:

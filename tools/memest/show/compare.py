@@ -1,4 +1,4 @@
-"""The answer of `memest compare`: a table, JSON, and a page or picture."""
+"""The answer of `memest compare`: a table, JSON, and a page."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NO_STEPS = "steps are compared on one GPU (or CPU) whose speed is known; `memes
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ours needs, and the rows of all systems, ours last."""
+    """The estimate of offload, and the rows of all systems, offload's last."""
 
     ours: Estimate
     rows: Sequence[Row]
 
     @property
     def tiers(self) -> Sequence[tuple[Tier, int]]:
-        """Places that there are, and their capacities."""
+        """The places that exist, and their capacities."""
         held = {tier: place for row in self.rows for tier, place in row.places.items()}
         return [(tier, held[tier].capacity_nbytes) for tier in Tier if tier in held]
 
@@ -54,7 +54,7 @@ def _heads(found: Comparison) -> tuple[str, ...]:
 
 
 def _cells(found: Comparison) -> Iterator[tuple[Cell, ...]]:
-    """One line per system: what it takes of each place, its step, and whether it fits."""
+    """Yield the cells of each system: its bytes in each place, its step, and whether it fits."""
     for row in found.rows:
         held = [(tier, row.places.get(tier)) for tier, _ in found.tiers]
         yield (
@@ -72,7 +72,7 @@ def _cells(found: Comparison) -> Iterator[tuple[Cell, ...]]:
 
 
 def comparison_table(found: Comparison) -> RenderableType:
-    """For a terminal."""
+    """Return the comparison as tables for a terminal."""
     ours = found.ours
     styles = {"good": "green", "bad": "red", "": ""}
     table = ruled(*(head.replace(" of ", "\nof ") for head in _heads(found)), left=["fits"])
@@ -98,7 +98,7 @@ def to_values(found: Comparison) -> dict[str, Any]:
 
 
 def compare_sheet(found: Comparison) -> Sheet:
-    """The table, and what each system holds of each place."""
+    """Return a sheet with the table, and the bytes of each system in each place."""
     ours = found.ours
     fitting = [str(row.system) for row in found.rows if row.fits]
     return Sheet(

@@ -1,4 +1,4 @@
-"""An estimate as a page or picture."""
+"""An estimate as a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.tools.memest.show.sheet import Block, Cell, Figures, Heading, Lines
 
 
 def estimate_sheet(estimate: Estimate) -> Sheet:
-    """Everything there is to say, verdict first."""
+    """Return a sheet with everything about an estimate, verdict first."""
     return Sheet(
         name=f"{estimate.model}: memory and time",
         title=estimate.model,

@@ -25,7 +25,7 @@ _HEIGHT = 26  # of a bar, in pixels, as `.stack` has it
 
 
 def to_html(sheet: Sheet) -> str:
-    """The page. All text is escaped."""
+    """Return the page. All text is escaped."""
     about = "".join(f'<p class="quiet">{escape(text)}</p>' for text in sheet.about)
     head = (
         f"<h1>{escape(sheet.title)}</h1>{about}"

@@ -25,7 +25,7 @@ SCHEMA = "memest/1"
 
 
 def to_dict(estimate: Estimate) -> dict[str, Any]:
-    """Plain values."""
+    """Return an estimate as plain values."""
     memory = estimate.memory
     workload = estimate.workload
     return {

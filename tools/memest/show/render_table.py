@@ -22,7 +22,7 @@ _GAUGE_CELLS = 9  # three of them and their shares fit into 80 columns
 
 
 def to_table(estimate: Estimate) -> RenderableType:
-    """Everything there is to say, verdict first."""
+    """Return everything about an estimate as tables, verdict first."""
     return Group(*_parts(estimate))
 
 
@@ -88,7 +88,7 @@ def _swatch(meaning: str) -> Text:
 
 
 def _gauge(place: PlaceEstimate) -> Text:
-    """What is used of the capacity, by class."""
+    """Return a gauge of the used capacity, by class."""
     (bar,) = capacity_bars("", [Held.of("", place)]).bars
     text = Text()
     for cell in range(_GAUGE_CELLS):

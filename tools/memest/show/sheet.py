@@ -1,4 +1,4 @@
-"""What a page says, before it is drawn: HTML and PNG show the same blocks, so the same facts.
+"""The blocks of a page before it is drawn, from which HTML is rendered.
 
     Bars    RAM      ├ parameters ┤├ optimizer ┤        │ capacity      12.0 GiB of 24.0 GiB
             compute  ├ forward ┤├──── backward ────┤
@@ -17,8 +17,8 @@ from offload.pages.ticks import Tick
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Of a table. `code` comes before the text, each on a line of its own; `meaning` is that of the
-    colour before it (`pages.colours`); `state` is good, bad or nothing."""
+    """A cell of a table. `code` comes before the text, each on a line of its own; `meaning` is that
+    of the colour before it (`pages.colours`); `state` is good, bad or empty."""
 
     text: str
     code: tuple[str, ...] = ()
@@ -41,8 +41,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`track`: where what could be filled ends. `mark`: a line there, if what is filled may go
-    beyond. `broken`: it goes on beyond the drawing."""
+    """A bar. `track`: the end of what could be filled. `mark`: a line there, if the filled part may
+    go beyond. `broken`: the bar continues beyond the drawing."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -55,7 +55,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One key figure: a name, a value, and what is to be said beside it."""
+    """A key figure: a name, a value, and a remark beside it."""
 
     name: str
     value: str
@@ -64,7 +64,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Of the blocks that follow."""
+    """The heading of the blocks that follow."""
 
     text: str
 
@@ -76,7 +76,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A list of sentences; nothing is shown of an empty one."""
+    """A list of sentences; an empty one is not shown."""
 
     texts: tuple[str, ...]
     title: str = ""
@@ -84,8 +84,8 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns are of numbers but for those at `left`. `stacked`: it has more columns than a narrow
-    page has room for."""
+    """A table; columns contain numbers except those in `left`. `stacked`: it has more columns than
+    fit on a narrow page."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str | Cell, ...], ...]
@@ -97,7 +97,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Bars on one scale, which `ticks` mark; `about` says what of."""
+    """Bars on one scale, with `ticks`; `about` says what they show."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -111,7 +111,7 @@ Block = Heading | Figures | Lines | Table | Bars
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A page or picture. `state`, of the verdict: good, bad or nothing."""
+    """A page. `state` is that of the verdict: good, bad or empty."""
 
     name: str  # of the file's window
     title: str
@@ -125,8 +125,8 @@ _BREAK = 0.1  # of a drawing, at its end: where a bar that goes on is broken off
 
 
 def label_room(bar: Bar, piece: Piece) -> tuple[float, float]:
-    """Where a piece's label may be: of its parts beside the bar's line and before its break the
-    longest, so that nothing crosses letters."""
+    """Return the start and end of the room for a piece's label: the longest of its parts between
+    the bar's line and its break, so that nothing crosses letters."""
     cuts = [bar.track] * bar.mark + [1 - _BREAK] * bar.broken
     edges = [piece.start, *(cut for cut in cuts if piece.start < cut < piece.stop), piece.stop]
     parts = list(pairwise(edges))

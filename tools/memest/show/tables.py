@@ -15,7 +15,7 @@ from offload.display.console import PlainConsole, Prose
 
 
 def ruled(*columns: str, title: str = "", left: Collection[str] = ()) -> Table:
-    """Numbers to the right; the first column and those of `left` to the left."""
+    """Return a table, right-aligned except for the first column and those in `left`."""
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left",
         title=Text(title, style="bold") if title else None, title_style="",
@@ -27,7 +27,7 @@ def ruled(*columns: str, title: str = "", left: Collection[str] = ()) -> Table:
 
 
 def plain(*columns: dict[str, Any], gap: int = 2) -> Table:
-    """Without lines and heads; a column is what `add_column` takes."""
+    """Return a table without lines and heads; a column is what `add_column` takes."""
     table = Table(box=None, show_header=False, padding=(0, gap, 0, 0))
     for column in columns:
         table.add_column(**column)
@@ -40,7 +40,7 @@ def bullets(lines: Iterable[str], indent: str = "") -> Iterator[Prose]:
 
 
 def show(*parts: RenderableType) -> None:
-    """On standard output, one below the other."""
+    """Print to standard output, one below the other."""
     console = PlainConsole()
     for part in parts:
         console.print(part)

@@ -1,6 +1,5 @@
-"""What all formats show of an estimate: numbers in words, sentences, and rows of tables. Bytes in
-words: `tiers.units.format_bytes`.
-"""
+"""The parts of an estimate that all formats show: numbers in words, sentences, and rows of tables.
+Bytes in words: `tiers.units.format_bytes`."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ PLACE_TITLES = {
 
 
 def per_second(rate: float) -> str:
-    """`12,300` or `0.0431`: three digits, no unit."""
+    """Return `12,300` or `0.0431`: three digits, no unit."""
     return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else three_digits(rate)
 
 
 def share(fraction: float) -> str:
-    """`37 %`; what is there is never shown as 0 %, and only all of it as 100 %."""
+    """Return `37 %`; only nothing is shown as 0 %, and only everything as 100 %."""
     percent = fraction * 100
     if percent <= 0:
         return "0 %"
@@ -55,7 +54,7 @@ def share(fraction: float) -> str:
 
 
 def factor_of_time(factor: float) -> str:
-    """A step's time against another's: `+12 %`, `-18 %`, `-99.5 %`, `x 3.4`."""
+    """Return a step's time against another's: `+12 %`, `-18 %`, `-99.5 %`, `x 3.4`."""
     percent = (factor - 1) * 100
     if factor >= 2:
         return f"x {three_digits(factor)}"
@@ -67,7 +66,7 @@ def factor_of_time(factor: float) -> str:
 
 
 def verdict(estimate: Estimate) -> str:
-    """`fits`, what is bad about a plan that does, or what is short of what."""
+    """Return `fits`, the drawbacks of a plan that fits, or the shortages of one that does not."""
     if not estimate.fits:
         return f"does not fit: {missing_text(estimate)}"
     step, life = estimate.step, estimate.ssd_life_steps
@@ -79,19 +78,19 @@ def verdict(estimate: Estimate) -> str:
 
 
 def has_drawbacks(estimate: Estimate) -> bool:
-    """Whether a plan that fits is hardly of use as it is."""
+    """Whether a plan that fits is barely usable as it is."""
     return estimate.fits and (estimate.is_slow or estimate.wears_out_ssds)
 
 
 def state(estimate: Estimate) -> str:
-    """Of the verdict: good, bad, or nothing."""
+    """Return the state of the verdict: good, bad, or empty for a plan with drawbacks."""
     if has_drawbacks(estimate):
         return ""
     return "good" if estimate.fits else "bad"
 
 
 def missing_text(estimate: Estimate) -> str:
-    """`RAM is 1.2 GiB short; ...` for every place that is."""
+    """Return `RAM is 1.2 GiB short; ...` for every place that is short."""
     missing: dict[Tier, int] = {}
     for each in estimate.shortfalls:
         short = max(0, each.needed_nbytes - each.capacity_nbytes)
@@ -101,7 +100,8 @@ def missing_text(estimate: Estimate) -> str:
 
 
 def workload_text(estimate: Estimate) -> str:
-    """`batch 4 x 2,048 tokens, 8 passes per step`, or `4 prompts of 512 tokens, 128 new ones`."""
+    """Return `batch 4 x 2,048 tokens, 8 passes per step`, or `4 prompts of 512 tokens, 128 new
+    ones`."""
     workload = estimate.workload
     if estimate.inference is not None:
         asked, micro = estimate.inference.generation, estimate.config.micro_batches
@@ -118,7 +118,7 @@ def workload_text(estimate: Estimate) -> str:
 
 
 def model_text(estimate: Estimate, name: str = "") -> str:
-    """`name: 6.74 B parameters`, and how many of them are trained; a count only once."""
+    """Return `name: 6.74 B parameters`, and how many of them are trained; a count only once."""
     text = f"{counted(estimate.numel)} parameters"
     if name and name != text:
         text = f"{name}: {text}"
@@ -131,7 +131,7 @@ def model_text(estimate: Estimate, name: str = "") -> str:
 
 
 def state_text(estimate: Estimate) -> str:
-    """`bf16, split master, fp32 states`; of inference the formats of weights."""
+    """Return `bf16, split master, fp32 states`; for inference the formats of weights."""
     config = estimate.config
     if estimate.inference is not None:
         stored = config.storage
@@ -145,7 +145,7 @@ def state_text(estimate: Estimate) -> str:
 
 
 def passes_of(estimate: Estimate) -> Iterator[tuple[str, StepEstimate]]:
-    """What takes time, each with a title: a step, or the passes of inference."""
+    """Yield the timed passes, each with a title: a step, or the passes of inference."""
     step, inference = estimate.step, estimate.inference
     if step is None:
         return
@@ -159,18 +159,18 @@ def passes_of(estimate: Estimate) -> Iterator[tuple[str, StepEstimate]]:
 
 
 def bound_text(step: StepEstimate) -> str:
-    """`1.23 s, bound by nvme read`."""
+    """Return `1.23 s, bound by nvme read`."""
     return f"{duration(step.seconds)}, bound by {step.bottleneck}"
 
 
 def used_text(place: PlaceEstimate) -> str:
-    """`12.0 GiB of 24.0 GiB (50 %)`."""
+    """Return `12.0 GiB of 24.0 GiB (50 %)`."""
     used = f"{format_bytes(place.peak_nbytes)} of {format_bytes(place.capacity_nbytes)}"
     return f"{used} ({share(filled(place))})" if place.capacity_nbytes else used
 
 
 def peak_text(place: PlaceEstimate) -> str:
-    """`12.0 GiB (50 %)`, where the capacity is said elsewhere; `-` for nothing."""
+    """Return `12.0 GiB (50 %)`, for use beside a stated capacity; `-` for nothing."""
     if not place.peak_nbytes:
         return "-"
     part = f" ({share(filled(place))})" if place.capacity_nbytes else ""
@@ -178,19 +178,19 @@ def peak_text(place: PlaceEstimate) -> str:
 
 
 def filled(place: PlaceEstimate) -> float:
-    """Share of the capacity; infinite where there is none."""
+    """Return the used share of the capacity; infinity for bytes in a place without capacity."""
     if not place.capacity_nbytes:
         return math.inf if place.peak_nbytes else 0.0
     return place.peak_nbytes / place.capacity_nbytes
 
 
 def places_of(estimate: Estimate) -> Sequence[tuple[Tier, PlaceEstimate]]:
-    """Fastest first."""
+    """Return the places, fastest first."""
     return [(tier, estimate.memory.places[tier]) for tier in Tier if tier in estimate.memory.places]
 
 
 def memory_rows(estimate: Estimate) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """A class or another figure, and its bytes in each of `places_of`; `-` for nothing."""
+    """Yield a class or another figure, and its bytes in each of `places_of`; `-` for nothing."""
     tiers, places = zip(*places_of(estimate), strict=True)
     for name in MemoryClass:
         held = [place.by_class.get(name, 0) for place in places]
@@ -212,24 +212,24 @@ def _bytes(sizes: Sequence[int]) -> tuple[str, ...]:
 
 
 def links_of(estimate: Estimate, step: StepEstimate) -> Sequence[LinkTime]:
-    """Those that have anything to do in such work."""
+    """Return the links with work in a step; for training all of them."""
     trains = estimate.inference is None
     return [link for link in step.links if trains or link.seconds or link.nbytes]
 
 
 def share_head(estimate: Estimate) -> str:
-    """Of the column of `link_rows` that has shares."""
+    """Return the heading of the column of shares in `link_rows`."""
     return "share of the step" if estimate.inference is None else "share of the pass"
 
 
 def token_heads(estimate: Estimate) -> tuple[str, ...]:
-    """Of the columns that rows of inference have besides."""
+    """Return the headings of the further columns of `link_rows` for inference."""
     return () if estimate.inference is None else ("per token",)
 
 
 def link_rows(estimate: Estimate, step: StepEstimate) -> Iterator[tuple[str, ...]]:
-    """A link, how long it is busy (of inference also per token), what share of the step that is,
-    and the bytes that cross it."""
+    """Yield a link, the time it is busy (for inference also per token), its share of the step, and
+    the bytes that cross it."""
     for link in links_of(estimate, step):
         busy = share(link.seconds / step.seconds if step.seconds else 0.0)
         nbytes = format_bytes(link.nbytes) if link.nbytes else "-"
@@ -245,12 +245,12 @@ NO_CHANGE = "none of the changes that are tried makes it fit, nor up to three of
 
 
 def cost_text(change: Change) -> str:
-    """Of a step's time: `+12 %`."""
+    """Return a change of a step's time, such as `+12 %`."""
     return "unknown" if change.step_factor is None else factor_of_time(change.step_factor)
 
 
 def settings_of(change: Change) -> tuple[str, ...]:
-    """As the command line takes them: `-o micro_batches=4`, `--ram 96GiB`."""
+    """Return the settings as the command line takes them: `-o micro_batches=4`, `--ram 96GiB`."""
     return tuple(
         f"{key} {value}" if key.startswith("--") else f"-o {key}={value}"
         for key, value in change.settings.items()
@@ -258,13 +258,13 @@ def settings_of(change: Change) -> tuple[str, ...]:
 
 
 def step_cells(step_s: float | None, tokens_per_s: float | None) -> tuple[str, str]:
-    """A step and tokens per second, or `-`."""
+    """Return a step and tokens per second, or `-`."""
     step = "-" if step_s is None else duration(step_s)
     return step, "-" if tokens_per_s is None else per_second(tokens_per_s)
 
 
 def what_text(estimate: Estimate) -> str:
-    """The model, and its numbers' formats."""
+    """Return the model, and the formats of its numbers."""
     return f"{model_text(estimate)} · {state_text(estimate)}"
 
 
@@ -273,19 +273,19 @@ def where_text(estimate: Estimate) -> str:
 
 
 def homes_of(estimate: Estimate) -> Iterator[tuple[str, str]]:
-    """Where each class of states is; of inference, that of the weights."""
+    """Yield the home of each class of states; for inference, only that of the weights."""
     for name, each in estimate.plan.placements.items():
         if estimate.inference is None or class_of(name) is StateClass.PARAMETERS:
             yield str(name), each.describe()
 
 
 def homes_text(estimate: Estimate) -> str:
-    """`parameters device; gradients host; ...`"""
+    """Return `parameters device; gradients host; ...`"""
     return "; ".join(f"{name} {where}" for name, where in homes_of(estimate))
 
 
 def figures(estimate: Estimate) -> tuple[Figure, ...]:
-    """Time first, then what it does to disks."""
+    """Return the key figures: time first, then the wear of disks."""
     if estimate.inference is not None:
         return tuple(_of_inference(estimate, estimate.inference))
     step = estimate.step

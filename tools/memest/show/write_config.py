@@ -1,4 +1,4 @@
-"""An estimate as a configuration to train with: YAML, each key with what it does here."""
+"""Writes an estimate as a configuration to train with: YAML, each key with its effect here."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def config_yaml(
     estimate: Estimate, source: ModelSource, asked: OffloadConfig, file_name: str,
     ranks: Ranks = _ALONE,
 ) -> str:  # fmt: skip
-    """The text of a file that `offload.initialize(model, file_name)` takes, and, if the model is
-    one of the built-in ones, `offload train`; of inference one that `offload.dispatch` takes.
+    """Return the text of a file that `offload.initialize(model, file_name)` takes, and `offload
+    train` too if the model is a built-in one; for inference one that `offload.dispatch` takes.
 
     `asked`: the configuration before the machine was looked at; what neither model nor budgets
     decide stays as open as it is there.
@@ -112,7 +112,7 @@ def _compute(estimate: Estimate) -> Iterator[str]:
 
 
 def _budget(estimate: Estimate) -> Iterator[str]:
-    """What was planned with, on the needed side of a round number."""
+    """Yield the budgets of the plan, rounded to the side that is needed."""
     plan = estimate.plan
     yield ""
     yield "# most bytes each tier may hold; interpreter, libraries and activations come on top"
@@ -148,7 +148,7 @@ def _nvme(estimate: Estimate, config: OffloadConfig) -> Iterator[str]:
 
 
 def _disk_kind(path: str) -> str:
-    """`ext4`, or `tmpfs (this is RAM: name a folder on a disk in nvme.paths)`."""
+    """Return `ext4`, or `tmpfs (this is RAM: name a folder on a disk in nvme.paths)`."""
     mount = machine.mount_of(Path(path).expanduser())
     if mount is None:
         return "an unknown file system"
@@ -217,7 +217,7 @@ def _step(estimate: Estimate) -> Iterator[str]:
 
 
 def _rest(config: OffloadConfig) -> Iterator[str]:
-    """Keys that were set to something else than their default, and say nothing of their own."""
+    """Yield the keys that are not at their default, and have no text of their own."""
     said = {
         "device", "precision", "seed", "budget", "nvme", "placement", "optimizer", "clip_grad_norm",
         "gradient_accumulation_steps", "micro_batches", "prefetch", "train", "written_for",
@@ -230,7 +230,7 @@ def _rest(config: OffloadConfig) -> Iterator[str]:
 
 
 def _written_for(estimate: Estimate, source: ModelSource) -> Iterator[str]:
-    """The model, where no `train:` section describes it."""
+    """Yield the model, if no `train:` section describes it."""
     if source.train_model is not None:
         return
     sequence = estimate.workload.sequence
@@ -246,7 +246,7 @@ def _written_for(estimate: Estimate, source: ModelSource) -> Iterator[str]:
 
 
 def _train(estimate: Estimate, source: ModelSource) -> Iterator[str]:
-    """What `offload train` does, where it can build this model."""
+    """Yield the `train:` section, if `offload train` can build this model."""
     if source.train_model is None:
         return
     work = estimate.workload

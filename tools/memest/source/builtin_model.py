@@ -20,13 +20,14 @@ from offload.zero.module_tree import ModuleTree, shape_of
 
 
 def builtin_shape(config: ModelConfig, blocks: Sequence[str] = ()) -> ModelShape:
-    """Its groups and units; where experts are groups of their own, how many compute a token."""
+    """Return the groups and units of the model; if experts are groups of their own, also how many
+    compute a token."""
     shape = shape_of(builtin_tree(config), blocks)
     return replace(shape, experts_per_token=config.experts_per_token) if shape.tables else shape
 
 
 def builtin_tree(config: ModelConfig) -> ModuleTree:
-    """As `offload.gpt.LanguageModel`."""
+    """Return the modules of `offload.gpt.LanguageModel`."""
     tokens = embedding(config.vocab, config.hidden)
     head = linear(config.hidden, config.vocab)
     tie(config.tied, head, tokens)

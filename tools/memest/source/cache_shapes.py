@@ -1,4 +1,4 @@
-"""The cache of keys and values of a model: told by its configuration, or asked of its modules."""
+"""The key/value cache of a model, derived from its configuration or from its modules."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _USUAL_WINDOW_FROM = 28  # `max_window_layers` of Qwen
 
 
 def built_in_cache(model: ModelConfig) -> CacheShape:
-    """Of the model of `offload train`, if it were served with a cache."""
+    """Return the cache of the model of `offload train`, if it were served with one."""
     dim = model.hidden // model.heads
     return alike(model.layers, CachedLayer(model.kv_head_count, dim, dim))
 
 
 def family_cache(family: Family, keys: Keys) -> CacheShape:
-    """Of a decoder whose family is described, as transformers would make it."""
+    """Return the cache of a decoder of a known family, as transformers would create it."""
     if family.is_gpt2:
         heads = keys.size("n_head")
         dim = keys.size("n_embd") // heads
@@ -51,8 +51,8 @@ def _layer_types(family: Family, keys: Keys, layers: int, window: int | None) ->
 
 
 def modules_cache(model: nn.Module) -> CacheShape | None:
-    """Of modules of transformers: what their own forward leaves in the cache that it makes, run
-    without values. None where it leaves none, or where that needs values."""
+    """Return the cache that transformers' modules fill in their own forward, run without values.
+    None if there is none, or if the forward needs values."""
     import torch
 
     from offload.planning.activations.trace import valueless
@@ -76,7 +76,7 @@ def modules_cache(model: nn.Module) -> CacheShape | None:
 
 
 class _Kept(NamedTuple):
-    """Of one layer."""
+    """The cache of one layer."""
 
     window: int | None
     numel: int

@@ -1,4 +1,4 @@
-"""The keys of a model's configuration file, read with their defaults and checked."""
+"""Reads the keys of a model's configuration file, with their defaults, and checks them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from offload.tools.memest.source.error_text import shown
 
 
 class Keys:
-    """Values of a configuration by key, or the family's defaults; ConfigError where one is wrong.
+    """Values of a configuration by key, or the family's defaults; raises ConfigError for a wrong
+    one.
 
-    A key that is absent has its default; `null` means that it follows from other keys.
+    An absent key has its default; `null` means that its value is derived from other keys.
     """
 
     def __init__(
@@ -28,32 +29,32 @@ class Keys:
         self.where = where
 
     def raw(self, key: str) -> Any:
-        """The value as the file has it, unchecked; None where neither file nor family has one."""
+        """Return the value in the file, unchecked; None if neither file nor family has one."""
         return self._values.get(key)
 
     def size(self, key: str, *, most: int = MOST_SIZE) -> int:
-        """A whole number of at least 1."""
+        """Return an integer of at least 1."""
         value = self._values.get(key)
         if value is None:
             raise ConfigError(f"{self.where}: {key} is missing; the number of parameters needs it")
         return self._whole(key, value, 1, most)
 
     def size_or(self, key: str, otherwise: int) -> int:
-        """A whole number of at least 1, or `otherwise` where it is null or absent."""
+        """Return an integer of at least 1, or `otherwise` if it is null or absent."""
         return otherwise if self._values.get(key) is None else self.size(key)
 
     def layers(self, key: str = "num_hidden_layers") -> int:
         return self.size(key, most=MOST_LAYERS)
 
     def flag(self, key: str) -> bool:
-        """True or false; null and absent are false."""
+        """Return a boolean; null and absent are false."""
         value = self._values.get(key)
         if value is None or isinstance(value, bool):
             return bool(value)
         raise ConfigError(f"{self.where}: {key} is {shown(value)}; it must be true or false")
 
     def wholes(self, key: str) -> list[int]:
-        """A list of whole numbers; null and absent are empty."""
+        """Return a list of integers; null and absent are empty."""
         value = self._values.get(key)
         if value is None:
             return []
@@ -62,7 +63,7 @@ class Keys:
         return [self._whole(key, item, 0, MOST_SIZE) for item in value]
 
     def quotient(self, whole: str, part: str) -> int:
-        """`whole / part`, at least 1 (as the libraries do, rounded down)."""
+        """Return `whole / part`, at least 1 and rounded down, as the libraries do."""
         result = self.size(whole) // self.size(part)
         if result == 0:
             raise ConfigError(

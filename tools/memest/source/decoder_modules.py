@@ -1,7 +1,8 @@
-"""Modules that call torch as transformers' (5.17) do, for traces: made from a family's tree.
+"""Modules that call torch as transformers' (5.17) do, for traces: built from a family's tree.
 
-What is alive when depends on which names refer to what, so each `forward` keeps its results under
-as many names, for as long, as the one it stands for. They have no values and are never trained.
+The lifetime of a tensor depends on the names that refer to it, so each `forward` keeps its results
+under as many names, for as long, as the one it stands for. They have no values and are never
+trained.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def model_of(tree: ModuleTree, settings: DecoderSettings) -> nn.Module:
-    """The module that `tree` describes, on the meta device."""
+    """Return the module that `tree` describes, on the meta device."""
     with torch.device("meta"):
         return _built(tree, settings, {})
 
@@ -46,13 +47,13 @@ def _built(
 
 @cache
 def _class_of(name: str) -> type[_Module]:
-    """A class of that name: groups are named by their modules' classes."""
+    """Return a class of that name: groups are named by their modules' classes."""
     base = next(each for suffix, each in _BY_SUFFIX.items() if name.endswith(suffix))
     return type(name, (base,), {})
 
 
 class _Module(nn.Module):
-    """Its parameters and children are put in from outside."""
+    """A module whose parameters and children are set from outside."""
 
     settings: DecoderSettings
 
@@ -61,7 +62,7 @@ class _Module(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def complete(self) -> None:
-        """They all are there."""
+        """Finish the module once all its parameters and children are set."""
 
 
 # ---------------------------------------------------------------- of both kinds
@@ -117,7 +118,7 @@ class _GemmaNorm(_Module):
 
 
 def _check_positions(embeds: Tensor, position_ids: Tensor) -> None:
-    """Whether sequences are packed is asked before every pass; they are not."""
+    """Ask before every pass whether sequences are packed, as transformers does; they are not."""
     if embeds.shape[0] != position_ids.shape[0]:
         position_ids = position_ids.expand(embeds.shape[0], -1)
     before_first = position_ids[:, :1] - 1
@@ -167,7 +168,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _CausalModel(_Module):
-    """A model and its head."""
+    """A decoder model and its head."""
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = False,
@@ -339,7 +340,7 @@ class _PhiMLP(_Module):
 
 # ---------------------------------------------------------------- Mixtral, Qwen 3 MoE
 class _Experts(_Module):
-    """As one grouped product (`grouped_mm_experts_forward`)."""
+    """Experts computed as one grouped product (`grouped_mm_experts_forward`)."""
 
     stands_for_packed_experts = True  # for `discover`
 

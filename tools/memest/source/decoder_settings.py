@@ -1,4 +1,4 @@
-"""Which configurations are traced on modules of our own (`decoder_modules`), and how these run.
+"""The configurations that are traced on modules of memest (`decoder_modules`), and their settings.
 
 Importing transformers takes longer than a trace. Our modules call torch as transformers' (5.17) do:
 a test compares every figure of both traces. Other options are traced on the library's modules.
@@ -27,7 +27,7 @@ _ADD_OPERATIONS = (  # or outputs, where they are asked for
 
 @dataclass(frozen=True)
 class DecoderSettings:
-    """What a forward depends on, apart from the shapes of its parameters."""
+    """The settings that a forward depends on, apart from the shapes of its parameters."""
 
     family: Family
     heads: int
@@ -42,7 +42,7 @@ class DecoderSettings:
 
 
 def own_settings(configuration: ModelConfiguration, sequence: int) -> DecoderSettings | None:
-    """How the model runs on sequences of that length; None if that is not described here."""
+    """Return the settings for sequences of that length; None if the model is not described here."""
     family = configuration.family
     if family is None:
         return None
@@ -58,7 +58,7 @@ def own_settings(configuration: ModelConfiguration, sequence: int) -> DecoderSet
 
 
 def own_model(configuration: ModelConfiguration, sequence: int) -> nn.Module | None:
-    """The model on the meta device, made of our modules; None if it is not described here."""
+    """Return the model on the meta device, of memest's modules; None if not described here."""
     settings = own_settings(configuration, sequence)
     tree = family_tree(configuration)
     if settings is None or tree is None:
@@ -69,7 +69,7 @@ def own_model(configuration: ModelConfiguration, sequence: int) -> nn.Module | N
 
 
 def traced_modules(configuration: ModelConfiguration, sequence: int) -> str:
-    """Where the figures of a pass come from."""
+    """Return a note on the modules that the figures of a pass were traced on."""
     if own_settings(configuration, sequence) is None:
         return "activations and work: a trace of the modules of the installed transformers"
     return (
@@ -79,7 +79,7 @@ def traced_modules(configuration: ModelConfiguration, sequence: int) -> str:
 
 
 def _sees_all(family: Family, keys: Keys, sequence: int) -> bool:
-    """Whether attention sees all earlier tokens: no mask is made then."""
+    """Whether attention sees all earlier tokens: no mask is created then."""
     windowed = {"sliding_attention"} if family.alternates else set()
     if set(keys.raw("layer_types") or ()) - {"full_attention"} - windowed:
         return False
@@ -117,7 +117,7 @@ def _gpt2_settings(family: Family, keys: Keys) -> DecoderSettings | None:
 
 
 def _plain_ropes(family: Family, keys: Keys) -> bool:
-    """Whether whole heads are rotated, by frequencies that do not change as they run."""
+    """Whether whole heads are rotated, by frequencies that do not change during a run."""
     ropes = [keys.raw(name) for name in ("rope_scaling", "rope_parameters")]
     ropes = [rope for rope in ropes if rope is not None]
     return keys.raw("partial_rotary_factor") in (None, 1.0) and all(
@@ -129,7 +129,7 @@ def _plain_ropes(family: Family, keys: Keys) -> bool:
 
 
 def _shares(family: Family, keys: Keys, *names: str) -> list[float] | None:
-    """Numbers from 0 to below 1, 0 where the family does not read one; None for anything else."""
+    """Return numbers in [0, 1), 0 for those that the family does not read; None for others."""
     values: list[Any] = [keys.raw(name) if family.reads(name) else 0.0 for name in names]
     numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in values]
     return values if all(numbers) and all(0 <= value < 1 for value in values) else None

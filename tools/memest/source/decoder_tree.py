@@ -1,4 +1,4 @@
-"""The modules of a decoder whose family is described: names, shapes and tying, without torch."""
+"""The modules of a decoder of a known family: names, shapes and tying, without torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def head_dim(keys: Keys) -> int:
 
 
 def decoder_tree(family: Family, keys: Keys) -> ModuleTree:
-    """The modules of the family's class, for the sizes in `keys`. ConfigError for a wrong one."""
+    """Return the modules of the family's class, sized by `keys`. Raise ConfigError for a wrong
+    one."""
     return _gpt2(keys) if family.is_gpt2 else _Decoder(family, keys).tree()
 
 
 class _Decoder:
-    """Llama's modules, or those of a relative."""
+    """Builds Llama's modules, or those of a relative."""
 
     def __init__(self, family: Family, keys: Keys) -> None:
         self.family, self.keys = family, keys
@@ -107,7 +108,7 @@ class _Decoder:
         return not dense and (layer + 1) % self.keys.size("decoder_sparse_step") == 0
 
     def _experts(self) -> ModuleTree:
-        """A router, and all experts' gated MLPs in two tensors."""
+        """Return a router, and all experts' gated MLPs in two tensors."""
         count, own = self.keys.size("num_local_experts"), "moe_intermediate_size"
         width = self.keys.size(own if self.family.reads(own) else "intermediate_size")
         parts = {

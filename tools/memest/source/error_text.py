@@ -1,4 +1,4 @@
-"""Values and errors of others in an error message of ours: one line, not long."""
+"""Values and foreign errors in an error message: one line, not long."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def shown(value: Any) -> str:
-    """A value as Python writes it."""
+    """Return a value as Python writes it."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def one_line(error: BaseException) -> str:
-    """An error's type and the beginning of its text."""
+    """Return an error's type and the beginning of its text."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

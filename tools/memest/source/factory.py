@@ -1,8 +1,8 @@
 """`module:function`: a user's function that returns an nn.Module.
 
-The one kind of source whose code runs, because the user named it. It is built under
-`torch.device("meta")`: a model of any size takes no memory. What it prints goes to stderr: standard
-output is the answer's.
+This is the only kind of source whose code runs, since the user named it. It is built under
+`torch.device("meta")`: a model of any size takes no memory. Its output goes to stderr: standard
+output is for the answer.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def is_named(source: str) -> bool:
 
 
 def build_named(source: str) -> nn.Module:
-    """Import the module, call the function without arguments, on the meta device.
+    """Import the module, and call the function without arguments, on the meta device.
 
-    Modules of the current folder are found as well. ConfigError, naming the reason, unless it
-    returns an nn.Module whose parameters are all on meta.
+    Modules of the current folder are found as well. Raises ConfigError, naming the reason, unless
+    it returns an nn.Module whose parameters are all on meta.
     """
     function = _imported(source)
     import torch
@@ -84,7 +84,8 @@ def _imported(source: str) -> Any:
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """As `python -m` has it; a console script's path does not begin with the current folder."""
+    """Make modules of the current folder importable, as `python -m` does; the path of a console
+    script does not begin with it."""
     here = str(Path.cwd())
     added = here not in sys.path and "" not in sys.path
     if added:

@@ -1,5 +1,5 @@
-"""Families of decoders whose first answer needs no transformers: how their modules, and the
-way they run, differ from Llama's. Counted without torch, traced on our modules.
+"""Families of decoders whose first answer needs no transformers: how their modules, and the way
+they run, differ from Llama's. They are counted without torch, and traced on memest's modules.
 
 All others are built by the library (`transformers_models`).
 """
@@ -52,7 +52,7 @@ class Family:
 
     @property
     def is_gpt2(self) -> bool:
-        """Learned positions, layer norms and products of Conv1D instead of what Llama has."""
+        """Whether it has learned positions, layer norms and Conv1D, in place of Llama's."""
         return self.prefix == "GPT2"
 
     @property
@@ -61,7 +61,7 @@ class Family:
         return f"{self.prefix}LMHeadModel" if self.is_gpt2 else f"{self.prefix}ForCausalLM"
 
     def reads(self, key: str) -> bool:
-        """Whether the key means anything to this family."""
+        """Whether the key has a meaning in this family."""
         return key in self.defaults
 
     def flag(self, keys: Keys, key: str) -> bool:

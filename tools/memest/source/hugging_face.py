@@ -1,4 +1,4 @@
-"""A model from a Hugging Face `config.json`: counted without torch where its family is known.
+"""Reads a model from a Hugging Face `config.json`, without torch if its family is known.
 
 Nothing is executed from a model folder: classes come from the installed transformers alone,
 `auto_map` (code beside the weights) is never followed.
@@ -41,7 +41,7 @@ class ModelConfiguration:
 
     @property
     def family(self) -> Family | None:
-        """The description of its modules, if there is one that fits."""
+        """The description of its family's modules; None if there is none that fits."""
         family = FAMILIES.get(self.model_type)
         if family is None or self.architecture not in (None, family.architecture):
             return None
@@ -52,7 +52,7 @@ class ModelConfiguration:
 
     @property
     def context(self) -> int | None:
-        """Longest sequence in tokens, where the file or its family says."""
+        """The longest sequence in tokens, if the file or its family states one."""
         inner = self.values.get("text_config")
         family = FAMILIES.get(self.model_type)
         stated = (self.values, inner, family.defaults if family is not None else None)
@@ -61,7 +61,7 @@ class ModelConfiguration:
 
     @property
     def precision(self) -> str | None:
-        """The format of its weights, where the file says one that tiers hold."""
+        """The format of its weights, if the file states one that tiers hold."""
         inner = self.values.get("text_config")
         for values in (self.values, inner if isinstance(inner, dict) else {}):
             named = values.get("dtype", values.get("torch_dtype"))
@@ -71,7 +71,7 @@ class ModelConfiguration:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What in the file was ignored."""
+        """Notes on the keys of the file that are ignored."""
         notes = []
         if "auto_map" in self.values:
             notes.append("auto_map names code in the model folder, which is not executed")
@@ -87,19 +87,20 @@ class ModelConfiguration:
 
 
 def first_size(values: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """The first of some keys that has a size that can be used."""
+    """Return the first size among some keys that can be used."""
     found = (values.get(name) for name in names)
     sizes = (v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0)
     return next(sizes, None)
 
 
 def names_code(key: str) -> bool:
-    """Whether a key chooses code that need not be the library's own."""
+    """Whether a key chooses code outside of the library."""
     return _CODE_KEY.fullmatch(key) is not None
 
 
 def _repositories(values: Any) -> Iterator[tuple[str, str]]:
-    """What would be fetched: `org/repo` under a key that names code, at any depth."""
+    """Yield the repositories whose code would be fetched: `org/repo` under a key that names code,
+    at any depth, with the key."""
     if isinstance(values, list):
         for inner in values:
             yield from _repositories(inner)
@@ -114,7 +115,7 @@ def _repositories(values: Any) -> Iterator[tuple[str, str]]:
 
 
 def check_sizes(values: Any, where: str) -> None:
-    """ConfigError for a size that no model has, before a library would make something of it."""
+    """Raise ConfigError for a size that no model has, before a library uses it."""
     if not isinstance(values, dict):
         return
     for key, value in values.items():
@@ -128,7 +129,7 @@ def check_sizes(values: Any, where: str) -> None:
 
 
 def check_configuration(values: Any, where: str) -> ModelConfiguration:
-    """The top level of parsed JSON. ConfigError if it describes no model."""
+    """Return the top level of parsed JSON. Raise ConfigError if it does not describe a model."""
     if not isinstance(values, dict):
         held = "a list" if isinstance(values, list) else shown(values)
         raise ConfigError(f"{where}: is no model configuration: it holds {held}, not an object")
@@ -150,7 +151,7 @@ def check_configuration(values: Any, where: str) -> ModelConfiguration:
 
 
 def family_tree(configuration: ModelConfiguration) -> ModuleTree | None:
-    """The modules, without torch; None where the family is not described here."""
+    """Return the modules, without torch; None if the family is not described here."""
     family = configuration.family
     if family is None:
         return None
@@ -170,7 +171,7 @@ def _check_experts(keys: Keys) -> None:
 
 
 def check_heads(keys: Keys) -> None:
-    """What every attention needs: heads that divide the width, in groups that divide the heads."""
+    """Raise ConfigError unless the heads divide the width, and the groups divide the heads."""
     hidden = keys.raw("hidden_size") and keys.size("hidden_size")
     heads = keys.raw("num_attention_heads") and keys.size("num_attention_heads")
     if not hidden or not heads:
@@ -188,7 +189,7 @@ def check_heads(keys: Keys) -> None:
 
 
 def unknown_architecture(configuration: ModelConfiguration, known: list[str]) -> ConfigError:
-    """The error for an unknown `model_type`, with the known ones that are spelt like it."""
+    """Return the error for an unknown `model_type`, with the known ones that are spelt like it."""
     like = difflib.get_close_matches(configuration.model_type, known, n=3)
     hint = f"; did you mean {' or '.join(like)}?" if like else ""
     return ConfigError(

@@ -1,4 +1,4 @@
-"""Files that a user names: opened for reading only, up to a size, and never executed.
+"""Files that a user names: they are opened for reading only, up to a size, and never executed.
 
 Formats that hold code (pickles, PyTorch's zip archives) are known by their first bytes and refused
 unopened.
@@ -31,7 +31,7 @@ _MAGIC = {
 
 
 def status_of(path: Path) -> os.stat_result:
-    """What the file system says of `path`; PathError with its reason."""
+    """Return the status of `path`. Raise PathError with the reason if there is none."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def status_of(path: Path) -> os.stat_result:
 
 
 def file_nbytes(path: Path) -> int:
-    """Bytes of a regular file; PathError for anything else."""
+    """Return the bytes of a regular file. Raise PathError for anything else."""
     status = status_of(path)
     if stat.S_ISDIR(status.st_mode):
         raise PathError(f"{path}: is a folder, a file was expected")
@@ -54,7 +54,7 @@ def file_nbytes(path: Path) -> int:
 
 
 def read_start(path: Path, nbytes: int) -> bytes:
-    """The first `nbytes` of a file, or all it has; PathError when it cannot be read."""
+    """Return the first `nbytes` of a file, or all it has. Raise PathError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(nbytes)
@@ -63,7 +63,7 @@ def read_start(path: Path, nbytes: int) -> bytes:
 
 
 def refuse_code(path: Path) -> bytes:
-    """The first 16 bytes of a file; ConfigError if they are those of a format not read here."""
+    """Return a file's first 16 bytes. Raise ConfigError for those of a format that is not read."""
     file_nbytes(path)  # a pipe would be waited for
     start = read_start(path, 16)
     for magic, what in _MAGIC.items():
@@ -76,8 +76,8 @@ def refuse_code(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. PathError if it cannot be read, ConfigError if it is no JSON,
-    or has a key twice.
+    """Return the value of a JSON file. Raise PathError if it cannot be read, ConfigError if it is
+    not JSON or has a key twice.
 
     `Infinity` and `NaN` are read: configurations of state-space models have them. As a size they
     are refused where the size is asked for.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SourceKind(enum.StrEnum):
-    """What a model was read from."""
+    """The kind of source that a model was read from."""
 
     CONFIGURATION = "configuration"  # a Hugging Face config.json
     SAFETENSORS = "safetensors"
@@ -37,7 +37,7 @@ class SourceKind(enum.StrEnum):
 
 
 class UntraceableError(UnsupportedError):
-    """A model whose code cannot be followed without values: its states are known all the same."""
+    """A model whose code cannot be followed without values: only its states are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class ModelSource:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the model's code is known; weights alone do not say what it keeps."""
+        """Whether the model's code is known; weights alone do not reveal what it keeps."""
         return self.build is not None
 
     @property
@@ -73,7 +73,7 @@ class ModelSource:
         return self.kind in (SourceKind.CONFIGURATION, SourceKind.SAFETENSORS)
 
     def without_graph(self, reason: str) -> ModelSource:
-        """The same states of a model whose code cannot be followed, for `reason`."""
+        """Return the same states of a model whose code cannot be followed, for `reason`."""
         note = f"activations are not counted, and there are no times: {reason}"
         return replace(self, build=None, notes=(*self.notes, note))
 
@@ -81,12 +81,12 @@ class ModelSource:
         self, config: OffloadConfig, workload: Workload, device: str | None = None, *,
         trains: bool = True,
     ) -> ActivationFacts:  # fmt: skip
-        """Bytes and operations of one forward and, if it `trains`, backward pass, from the module's
-        own graph; of a forward alone without a cache.
+        """Return the bytes and operations of one forward and, if it `trains`, backward pass, from
+        the module's own graph; or of a forward alone without a cache.
 
-        `device` (cpu, cuda): whose kernels are meant, by default those of `config`, or of this
-        machine. Loads torch and takes seconds unless the answer is on disk. UnsupportedError where
-        no code is known, or where it fails for this input; UntraceableError where it cannot be
+        `device` (cpu, cuda): the device whose kernels run, by default that of `config`, or of this
+        machine. Loads torch and takes seconds unless the answer is on disk. Raises UnsupportedError
+        if no code is known, or if it fails for this input; UntraceableError if it cannot be
         followed.
         """
         if self.build is None:
@@ -110,7 +110,7 @@ def _traced(
     build: Callable[[int], nn.Module], config: OffloadConfig, workload: Workload,
     device: str | None, trains: bool,
 ) -> ActivationFacts | str:  # fmt: skip
-    """The facts, or why the model's code cannot be followed."""
+    """Return the facts, or the reason why the model's code cannot be followed."""
     from offload.planning.activations.trace import trace_activations, trace_forward
 
     model = build(workload.sequence)
@@ -129,7 +129,7 @@ def _traced(
 
 
 def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -> dict[str, Any]:
-    """Everything but the model that a trace depends on."""
+    """Return everything except the model that a trace depends on."""
     chosen = device or config.device
     # torch would say which it is on this machine: without it, what decides that is named
     here = ("/dev/nvidiactl", os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -148,13 +148,13 @@ def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """A name for everything that an answer depends on: `parts`, and the code that finds it."""
+    """Return a key for all inputs of an answer: `parts`, and the code that computes it."""
     return disk_cache.key_of({"code": _code(), **parts})
 
 
 @cache
 def _code() -> str:
-    """A digest of the sources that find shapes and facts: another version, other answers."""
+    """Return a digest of the sources that compute shapes and facts, which answers depend on."""
     root = Path(__file__).parents[3]  # the package: its folders, and links to them
     digest = hashlib.sha256()
     folders = ("config", "planning", "zero", "tools/memest/source")

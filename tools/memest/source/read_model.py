@@ -1,4 +1,4 @@
-"""Every kind of source that memest reads, as a `ModelSource`."""
+"""Reads every kind of source as a `ModelSource`."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
-    """The model that `source` names: a file, a folder or `module:function`.
+    """Return the model that `source` names: a file, a folder or `module:function`.
 
     `blocks`: class names of the repeated blocks, as `groups.blocks`. Nothing of a file is executed.
-    ConfigError with a one-line reason, PathError where a file cannot be read.
+    Raises ConfigError with a one-line reason, PathError if a file cannot be read.
     """
     if not source:
         raise ConfigError("the model's name is empty; name a file, a folder or module:function")
@@ -73,7 +73,7 @@ def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
 
 
 def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
-    """The model that a file describes, by what is in it."""
+    """Return the model that a file describes, by its content."""
     suffix = path.suffix.lower()
     start = refuse_code(path)
     if suffix in (".yaml", ".yml"):
@@ -89,7 +89,7 @@ def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
 
 
 def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
-    """The model of a folder: its config.json, else its safetensors files."""
+    """Return the model of a folder: from its config.json, else from its safetensors files."""
     try:
         names = {entry.name for entry in path.iterdir()}
     except OSError as error:
@@ -110,7 +110,7 @@ def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
 
 
 def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
-    """The model that a function of the user's returns."""
+    """Return the model that a user's function returns."""
     from offload.zero.discovery import discover
 
     model = build_named(source)
@@ -129,8 +129,8 @@ def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
 
 
 def read_yaml(path: Path) -> ModelSource:
-    """The model that an offload configuration was written for, else its built-in one, with the
-    defaults where it names none."""
+    """Return the model that an offload configuration was written for, else its built-in one, with
+    the defaults if it names none."""
     config = OffloadConfig.load(path)
     if config.written_for is not None:
         return read_written_for(config, config.written_for)
@@ -147,10 +147,10 @@ def read_yaml(path: Path) -> ModelSource:
 def read_written_for(
     config: OffloadConfig, written_for: WrittenFor, source: str | None = None
 ) -> ModelSource:
-    """The model that `config` was written for, from `source` or from where it was then.
+    """Return the model that `config` was written for, from `source` or from its path at that time.
 
-    ConfigError where it is not there any more, or is another one. A function that only the
-    configuration names is not called: its code runs where the user names it.
+    Raise ConfigError if it is no longer there, or is another one. A function that only the
+    configuration names is not called: its code runs if the user names it.
     """
     place = source or written_for.source
     if place is None or (source is None and is_named(place)):
@@ -176,7 +176,7 @@ def _name_it(source: str | None) -> str:
 
 
 def read_stated(sizes: StatedSizes) -> ModelSource:
-    """A model of a few stated sizes. ConfigError where they contradict."""
+    """Return a model of a few stated sizes. Raise ConfigError if they contradict each other."""
     stated = model_of(sizes)
     name = f"{counted(stated.shape.numel)} parameters"
     found = _built_in(name, SourceKind.STATED, stated.config, stated.shape, stated.notes)

@@ -30,12 +30,13 @@ class HeaderTensor:
 
     @property
     def trainable(self) -> bool:
-        """Real floating point of at least 16 bits; the rest is quantised, an index or complex."""
+        """Whether it is real floating point of at least 16 bits; other tensors are quantised, an
+        index or complex."""
         return self.dtype in ("F16", "BF16", "F32", "F64")
 
 
 def read_header(path: Path) -> dict[str, HeaderTensor]:
-    """The tensors of a file by name. PathError if it cannot be read, ConfigError if damaged."""
+    """Return a file's tensors by name. Raise PathError if unreadable, ConfigError if damaged."""
     refuse_code(path)
     from safetensors import SafetensorError, safe_open
 
@@ -48,9 +49,10 @@ def read_header(path: Path) -> dict[str, HeaderTensor]:
 
 
 def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
-    """The tensors of the files beside `path` that a parsed `model.safetensors.index.json` names.
+    """Return the tensors of the files beside `path` that a parsed `model.safetensors.index.json`
+    names.
 
-    ConfigError for a file that is missing or lacks a tensor, by name.
+    Raises ConfigError, naming it, for a file that is missing or lacks a tensor.
     """
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -75,7 +77,7 @@ def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
 
 
 def read_files(paths: Sequence[Path]) -> dict[str, HeaderTensor]:
-    """The tensors of several files without an index. ConfigError for a name that is in two."""
+    """Return the tensors of files without an index. Raise ConfigError for a name in two files."""
     tensors: dict[str, HeaderTensor] = {}
     for path in paths:
         for name, tensor in read_header(path).items():

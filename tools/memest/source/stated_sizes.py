@@ -1,4 +1,4 @@
-"""A model from a few numbers: a shape like Llama's with exactly the parameters that are stated."""
+"""A model from a few numbers: a Llama-like shape with exactly the stated parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _LARGEST = {
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters: `7e9`, `7B`, `350M`, `1.5T`, `7_000_000_000`. ConfigError if none."""
+    """Return a number of parameters: `7e9`, `7B`, `350M`, `1.5T`, `7_000_000_000`. Raise
+    ConfigError if it is none."""
     match = _COUNT.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -47,7 +48,7 @@ def parse_count(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StatedSizes:
-    """What is known of a model; the rest follows. Widths and counts of at least 1."""
+    """The known sizes of a model; the others are derived. Widths and counts are at least 1."""
 
     params: int | None = None
     layers: int | None = None
@@ -74,7 +75,7 @@ class StatedSizes:
 
 @dataclass(frozen=True)
 class StatedModel:
-    """A model of the stated sizes. `shape` may have parameters that `train.model` has not."""
+    """A model of the stated sizes. `shape` may have parameters that `train.model` lacks."""
 
     config: ModelConfig
     shape: ModelShape
@@ -82,7 +83,8 @@ class StatedModel:
 
 
 def model_of(sizes: StatedSizes) -> StatedModel:
-    """A model with exactly `sizes.params` parameters. ConfigError where the sizes contradict."""
+    """Return a model with exactly `sizes.params` parameters. Raise ConfigError if the sizes
+    contradict each other."""
     layers, hidden, notes = _depth_and_width(sizes)
     heads = sizes.heads or _heads_for(hidden, sizes.kv_heads)
     base = {
@@ -101,7 +103,7 @@ def model_of(sizes: StatedSizes) -> StatedModel:
 
 
 def _depth_and_width(sizes: StatedSizes) -> tuple[int, int, tuple[str, ...]]:
-    """Layers and hidden, from a Llama-like 12 x layers x hidden^2 where they are not stated."""
+    """Return layers and hidden, from a Llama-like 12 x layers x hidden^2 if they are not stated."""
     layers, hidden, params = sizes.layers, sizes.hidden, sizes.params or 0
     if layers is not None and hidden is not None:
         return layers, hidden, ()
@@ -116,13 +118,13 @@ def _depth_and_width(sizes: StatedSizes) -> tuple[int, int, tuple[str, ...]]:
 
 
 def _even(width: float) -> int:
-    """Close to `width`, and divisible into heads."""
+    """Return an integer close to `width`, and divisible into heads."""
     step = 128 if width >= 512 else 16
     return max(step, round(width / step) * step)
 
 
 def _heads_for(hidden: int, kv_heads: int | None) -> int:
-    """Heads of 128, or of the even size closest to it that the sizes allow."""
+    """Return the number of heads of 128, or of the even size closest to it that the sizes allow."""
     kv = kv_heads or 1
     fitting = [
         heads for heads in divisors(hidden) if heads % kv == 0 and (hidden // heads) % 2 == 0
@@ -136,14 +138,14 @@ def _heads_for(hidden: int, kv_heads: int | None) -> int:
 
 
 def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
-    """Llama 2's, or what two fifths of a small model's parameters suffice for."""
+    """Return Llama 2's vocabulary, or one that takes two fifths of a small model's parameters."""
     if sizes.params is None:
         return _VOCAB
     return max(_LEAST["vocab"], min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))
 
 
 def _mlp_for(params: int, narrowest: ModelConfig) -> int:
-    """The widest MLP with which the model has at most `params` parameters."""
+    """Return the width of the widest MLP with which the model has at most `params` parameters."""
     per_width = 3 * narrowest.hidden * narrowest.layers
     least = shape_of(builtin_tree(narrowest)).numel
     if least > params:
@@ -180,7 +182,7 @@ def _config(values: dict[str, object]) -> ModelConfig:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the smallest first."""
+    """Return all divisors, the smallest first."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     large = [number // n for n in reversed(small) if n * n != number]
     return small + large

@@ -49,7 +49,7 @@ _SPECIAL = ("Infinity", "-Infinity", "NaN")
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """What is known of a model from the modules and the configuration that the library builds."""
+    """The facts about a model from the modules and the configuration that the library builds."""
 
     shape: ModelShape
     context: int | None  # longest sequence in tokens, where its configuration has one
@@ -59,7 +59,7 @@ class LibraryModel:
 def library_model(
     configuration: ModelConfiguration, blocks: Sequence[str], build: Callable[[], nn.Module]
 ) -> tuple[LibraryModel, tuple[str, ...]]:
-    """A model as `build` has it (`build_on_meta`), and a note if that took its time."""
+    """Return the model that `build` builds (`build_on_meta`), and a note if that took long."""
     notes = []
 
     def find() -> LibraryModel:
@@ -76,13 +76,13 @@ def library_model(
 
 
 def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
-    """All that a model's graph depends on."""
+    """Return everything that a model's graph depends on."""
     versions = {name: machine.version_of(name) or "none" for name in ("torch", "transformers")}
     return {"values": _decoded(configuration.values), "versions": versions}
 
 
 def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
-    """The model without memory. ConfigError if transformers does not know or want it."""
+    """Build the model without memory. Raise ConfigError if transformers does not accept it."""
     _require_known(configuration)
     with _quiet_and_offline():
         import torch
@@ -106,7 +106,7 @@ def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
 
 
 def _build(configuration: ModelConfiguration, config: Any) -> Any:
-    """The named class, if it is one of transformers' models, else the causal language model."""
+    """Build the named class, if it is a model of transformers, else the causal language model."""
     import transformers
 
     name = configuration.architecture
@@ -122,7 +122,7 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """A copy without the ignored keys, and with the floats that transformers writes as
+    """Return a copy without the ignored keys, and with the floats that transformers writes as
     `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _SPECIAL:
@@ -133,7 +133,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _require_known(configuration: ModelConfiguration) -> None:
-    """ConfigError, before anything heavy is imported, for a type that the library does not name."""
+    """Raise ConfigError, before any heavy import, for a type that the library does not name."""
     for name in ("torch", "transformers"):
         if machine.version_of(name) is None:
             raise ConfigError(
@@ -146,9 +146,10 @@ def _require_known(configuration: ModelConfiguration) -> None:
 
 
 def _named_types() -> set[str]:
-    """Every string in the library's tables of configurations: more than its types, never fewer.
+    """Return every string in the library's tables of configurations: more than its types, never
+    fewer.
 
-    Empty where the tables are not where they were in transformers 5.
+    The result is empty if the tables are not in the place that they have in transformers 5.
     """
     spec = importlib.util.find_spec("transformers")
     folders = spec.submodule_search_locations if spec is not None else None
@@ -163,7 +164,7 @@ def _named_types() -> set[str]:
 
 @contextlib.contextmanager
 def _quiet_and_offline() -> Iterator[None]:
-    """Without the library's remarks on a configuration, and without the network."""
+    """Silence the library's remarks on a configuration, and disable the network."""
     from huggingface_hub import constants
 
     offline, disabled = constants.HF_HUB_OFFLINE, logging.root.manager.disable

@@ -1,4 +1,4 @@
-"""The pieces that descriptions of architectures are made of."""
+"""The building blocks of descriptions of architectures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
 
 
 def module(class_name: str, **children: ModuleTree) -> ModuleTree:
-    """A module without parameters of its own."""
+    """Return a module without parameters of its own."""
     return ModuleTree(class_name, {}, children)
 
 
 def weights(class_name: str, **shapes: tuple[int, ...]) -> ModuleTree:
-    """A module with parameters of its own and no children."""
+    """Return a module with parameters of its own and no children."""
     return ModuleTree(class_name, {name: TreeParam(shape) for name, shape in shapes.items()})
 
 
@@ -23,7 +23,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> ModuleTree:
 
 
 def conv1d(inputs: int, outputs: int) -> ModuleTree:
-    """A linear layer as GPT-2 has it: the weight lies the other way round."""
+    """Return a linear layer as in GPT-2, with a transposed weight."""
     return weights("Conv1D", weight=(inputs, outputs), bias=(outputs,))
 
 
@@ -36,7 +36,7 @@ def layer_norm(width: int) -> ModuleTree:
 
 
 def repeat(count: int, make: Callable[[int], ModuleTree]) -> ModuleTree:
-    """An nn.ModuleList of `count` blocks; `make` is given each one's index."""
+    """Return an nn.ModuleList of `count` blocks; `make` is given each one's index."""
     blocks = {str(index): make(index) for index in range(count)}
     return ModuleTree("ModuleList", {}, blocks, ModuleKind.CONTAINER)
 

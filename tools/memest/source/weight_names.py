@@ -1,4 +1,5 @@
-"""The modules of a model, from the names of its weights: `model.layers.12.mlp.up_proj.weight`.
+"""Derives the modules of a model from the names of its weights:
+`model.layers.12.mlp.up_proj.weight`.
 
 Children that are all numbers are a list of blocks, as in nn.ModuleList; those that look alike (all
 with modules inside, or all without) count as one class. Tied weights are stored once, so nothing
@@ -28,14 +29,14 @@ _BUFFERS = (
 
 @dataclass(frozen=True)
 class NamedWeights:
-    """Modules found from names, and names that belong to none."""
+    """Modules derived from names, and the names that belong to none."""
 
     tree: ModuleTree
     buffers: tuple[str, ...]  # names taken for buffers
 
 
 def tree_of_names(tensors: Mapping[str, HeaderTensor]) -> NamedWeights:
-    """Modules by dotted names, in the order in which a module would have them."""
+    """Return modules by dotted names, in the order in which a model would have them."""
     root = ModuleTree("")
     buffers = []
     for name, tensor in sorted(tensors.items(), key=lambda item: _order(item[0])):
@@ -58,7 +59,8 @@ def _is_buffer(name: str, tensor: HeaderTensor) -> bool:
 
 
 def _order(name: str) -> list[tuple[int, int, str]]:
-    """Numbers by value; embeddings first and heads last, as in nearly every model."""
+    """Return a key to sort names: numbers by value; embeddings come first and heads last, as in
+    nearly every model."""
     parts: list[tuple[int, int, str]] = []
     for part in name.split("."):
         if part.isdecimal() and len(part) < 10:

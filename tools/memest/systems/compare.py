@@ -35,7 +35,7 @@ ROUGH = "steps of other systems: roughly, all that they can overlap overlapped"
 
 @dataclass(frozen=True)
 class Row:
-    """One system. `places`: of one GPU, of one node's RAM, of one node's disks."""
+    """One system. `places`: the bytes of one GPU, of one node's RAM, of one node's disks."""
 
     system: System
     places: Mapping[Tier, PlaceEstimate]
@@ -52,10 +52,11 @@ def compare(
     model: ModelShape, facts: ActivationFacts, ours: Estimate, profile: HardwareProfile,
     speeds: Speeds | None = None,
 ) -> list[Row]:  # fmt: skip
-    """All systems with the model, batch, precision and recomputation of `ours`, which comes last.
+    """Compare all systems with the model, batch, precision and recomputation of `ours`, which comes
+    last.
 
-    `ours`: what `memest` said of the model, of one rank; what libraries take is for every system as
-    there. `model`: as one rank has it, its experts spread over as many ranks as those of `ours`.
+    `ours`: the estimate of `memest` for one rank; its bytes for libraries are used for every
+    system. `model`: one rank's part, with experts spread over as many ranks as those of `ours`.
     """
     config, workload = ours.config, ours.workload
     recomputed = config.placement.activations.checkpoint is True
@@ -89,7 +90,7 @@ def _framework(ours: Estimate) -> Framework:
 
 
 def _our_row(ours: Estimate, ranks: Ranks, room: Room) -> Row:
-    """RAM and disks of all ranks of a node together."""
+    """Return offload's row: RAM and disks of all ranks of a node together."""
     places = {}
     for tier, place in ours.memory.places.items():
         times = 1 if tier is Tier.DEVICE else ranks.per_node

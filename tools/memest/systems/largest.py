@@ -1,4 +1,4 @@
-"""The largest model of a family that given hardware trains, under each system: `memest max`.
+"""Finds the largest model of a family that given hardware trains, under each system: `memest max`.
 
 Found by bisection over the family's list of shapes; no search, no chance, well under a second.
 """
@@ -85,8 +85,8 @@ def largest(
     family: str, profile: HardwareProfile, system: System, workload: Workload = WORKLOAD,
     speeds: Speeds | None = None,
 ) -> Largest:  # fmt: skip
-    """bf16 with Adam, every block recomputed, fused attention; timed where `speeds`, one rank's,
-    are known. ConfigError for no such family."""
+    """Find the largest shape, in bf16 with Adam, every block recomputed, fused attention; a step is
+    timed if `speeds`, one rank's, are known. Raise ConfigError for an unknown family."""
     ranks, room = ranks_of(profile), room_of(profile)
     name = _family(family)
     experts = max(_LEAST_EXPERTS, ranks.count) if name is FamilyName.MOE else 0
@@ -114,14 +114,15 @@ def largest_of_all(
     family: str, profile: HardwareProfile, workload: Workload = WORKLOAD,
     speeds: Speeds | None = None,
 ) -> list[Largest]:  # fmt: skip
-    """Every system, ours last."""
+    """Find the largest shape under every system, offload last."""
     return [largest(family, profile, each, workload, speeds) for each in (*OTHERS, System.OURS)]
 
 
 def largest_generating(
     family: str, profile: HardwareProfile, generation: Generation, speeds: Speeds | None = None
 ) -> list[Largest]:
-    """Of ours, with weights as they are and in fewer bits; the seconds are of a decoding pass."""
+    """Find the largest shape that generates with offload, with weights as they are and in fewer
+    bits; the seconds are of a decoding pass."""
     ranks, room = ranks_of(profile), room_of(profile)
     if ranks.count > 1:
         raise ConfigError("max --inference: is of one process; leave --gpus and --nodes out")
@@ -151,8 +152,8 @@ def _largest_of(
     shapes: Sequence[Shape], trial: Callable[[Shape], tuple[Trial, OurPlan]], label: str,
     most_numel: float,
 ) -> Largest:  # fmt: skip
-    """From the largest down: a cache may take more in a smaller model of more layers, so that what
-    fits does not end at one size."""
+    """Return the largest shape that fits, tried from the largest down: a cache may take more in a
+    smaller model of more layers, so that fitting is not monotonic in size."""
     beyond: tuple[Tier, ...] = ()
     for shape in reversed(shapes[: bisect.bisect(shapes, most_numel, key=_numel)]):
         tried = trial(shape)[0]
@@ -190,14 +191,14 @@ def largest_shape(
     system: System, family: FamilyName, ranks: Ranks, room: Room, workload: Workload, *,
     experts: int, scores: bool,
 ) -> Largest:  # fmt: skip
-    """As `largest`, for any way of spreading a model over GPUs, with attention scores or without.
-    Not for `System.OURS`."""
+    """Find the largest shape as `largest` does, for any way of spreading a model over GPUs, with or
+    without attention scores. Not for `System.OURS`."""
     trial = _other(system, workload, ranks, room, scores=scores)
     return _search(system, shapes_of(family, experts), trial)
 
 
 def _search(system: System, shapes: Sequence[Shape], trial: Trying, note: str = "") -> Largest:
-    """The last shape that fits before one that does not, by bisection."""
+    """Return the last shape that fits before one that does not, by bisection."""
     tried: dict[Shape, Trial] = {}
 
     def fails(shape: Shape) -> bool:
@@ -259,7 +260,8 @@ def _facts(shape: Shape, workload: Workload) -> ActivationFacts:
 def _step_s(
     system: System, shape: Shape, ranks: Ranks, room: Room, workload: Workload, speeds: Speeds
 ) -> float | None:
-    """Of ours as the planner predicts it; of others roughly, and on one GPU alone."""
+    """Return the seconds of a step: for offload as the planner predicts it; for other systems
+    roughly, and on one GPU alone."""
     facts = _facts(shape, workload)
     if system is System.OURS:
         ours = _our_plan(shape, workload, ranks, room)
@@ -275,7 +277,7 @@ def _step_s(
 
 
 def _room_nbytes(ranks: Ranks, room: Room) -> int:
-    """Of all nodes together."""
+    """Return the bytes of all nodes together."""
     node = room.nvme_nbytes + room.host_nbytes + ranks.per_node * room.device_nbytes
     return node * ranks.nodes
 

@@ -1,9 +1,9 @@
-"""Memory of one model under the systems that people train with, by the formulas of their papers.
+"""The memory of one model under the usual training systems, by the formulas of their papers.
 
-Counted alike for all: a 16-bit parameter, its 16-bit gradient, and in fp32 a master, the states of
-the optimizer and the gradient that the master is stepped with, 2 + 2 + 4 + 8 + 4 = 20 bytes with
-Adam (ZeRO-Infinity, arXiv 2104.07857, section 3; in fp32 throughout no master and one gradient).
-Where each of them lives, and over how many GPUs it is cut up:
+All systems are counted alike: a 16-bit parameter, its 16-bit gradient, and in fp32 a master, the
+states of the optimizer and the gradient that the master is stepped with, 2 + 2 + 4 + 8 + 4 = 20
+bytes with Adam (ZeRO-Infinity, arXiv 2104.07857, section 3; in fp32 throughout no master and one
+gradient). Where each of them lives, and over how many GPUs it is cut up:
 
                       parameter     gradient      fp32 gradient, master, states
     DDP               each GPU      each GPU      each GPU
@@ -46,7 +46,7 @@ FRAGMENTATION = 0.05
 
 
 class System(enum.StrEnum):
-    """A way to train, in the order in which they are compared."""
+    """A training system, in the order of the comparison."""
 
     DDP = "DDP"
     ZERO1 = "ZeRO-1"
@@ -70,20 +70,20 @@ class Numbers:
 
     @property
     def full(self) -> int:
-        """An fp32 copy beside 16-bit parameters; nothing where they are fp32."""
+        """The bytes per element of an fp32 copy beside 16-bit parameters; 0 if they are fp32."""
         return 4 if self.parameter < 4 else 0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model as one GPU of several sees it. Elements; a shard is an even one."""
+    """A model as one GPU of several sees it, in elements; shards are even."""
 
     subject: Subject
     ranks: Ranks
 
     @property
     def whole(self) -> int:
-        """Parameters of which each GPU has all of its part."""
+        """The parameters of which each GPU has all of its part."""
         return self._part(self.subject.numel)
 
     @property
@@ -110,7 +110,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Framework:
-    """What libraries take: of each GPU, and of RAM for each rank."""
+    """The memory that libraries take: on each GPU, and in RAM for each rank."""
 
     gpu_nbytes: int = GPU_FRAMEWORK_NBYTES
     host_nbytes: int = HOST_FRAMEWORK_NBYTES
@@ -125,7 +125,7 @@ def memory_of(
     system: System, subject: Subject, ranks: Ranks, numbers: Numbers,
     framework: Framework = FRAMEWORK,
 ) -> Bytes:  # fmt: skip
-    """Bytes by class, of one GPU, of one node's RAM and of one node's disks.
+    """Return the bytes by class, of one GPU, of one node's RAM and of one node's disks.
 
     `subject.activation_nbytes` stay on the GPU, except where a system moves the inputs of
     recomputed blocks to RAM. Not for `System.OURS`, which the planner counts.
@@ -139,8 +139,8 @@ def memory_of(
 
 
 def with_libraries(held: Held, ranks: Ranks, framework: Framework = FRAMEWORK) -> Bytes:
-    """What one rank holds, its libraries and what its allocators lose added; of RAM and disk what
-    all ranks of a node do."""
+    """Return the bytes that one rank holds, with its libraries and the losses of its allocators
+    added; RAM and disk are those of all ranks of a node."""
     held[DEVICE][M.FRAMEWORK] += framework.gpu_nbytes
     held[HOST][M.FRAMEWORK] += framework.host_nbytes
     for tier in (DEVICE, HOST):
@@ -155,7 +155,8 @@ def with_libraries(held: Held, ranks: Ranks, framework: Framework = FRAMEWORK) -
 
 
 def _activations(held: Held, system: System, subject: Subject, ranks: Ranks) -> None:
-    """Cut over tensor-parallel GPUs (ZeRO-R's partitioned activations, 1910.02054 section 6.1).
+    """Count activations, cut over tensor-parallel GPUs (ZeRO-R's partitioned activations,
+    1910.02054 section 6.1).
 
     ZeRO-Infinity keeps the inputs of recomputed blocks in RAM (2104.07857, section 5.1.2).
     """
@@ -166,27 +167,28 @@ def _activations(held: Held, system: System, subject: Subject, ranks: Ranks) -> 
 
 
 def _bucket(held: Held, sizes: Sizes, numbers: Numbers) -> None:
-    """Gradients are reduced, and leave, through a bucket."""
+    """Count the bucket through which gradients are reduced, and leave."""
     held[DEVICE][M.STAGING] += numbers.parameter * sizes.bucket
 
 
 def _ddp_buckets(held: Held, sizes: Sizes, numbers: Numbers) -> None:
-    """With several GPUs DDP's buckets hold each gradient once more
+    """Count DDP's buckets, which with several GPUs hold each gradient once more
     (`gradient_as_bucket_view=False`, the default)."""
     if sizes.ranks.data > 1:
         held[DEVICE][M.STAGING] += numbers.parameter * sizes.trained
 
 
 def _gathered(held: Held, sizes: Sizes, numbers: Numbers) -> None:
-    """ZeRO-3 gathers module by module and keeps up to a number of elements for reuse; it needs the
-    largest weight and its gradient whole (2104.07857, section 3, model state working memory)."""
+    """Count gathered parameters: ZeRO-3 gathers module by module and keeps up to a number of
+    elements for reuse; it needs the largest weight and its gradient whole (2104.07857, section 3,
+    model state working memory)."""
     largest = sizes.subject.operator_numel
     live = max(largest, min(LIVE_NUMEL, sizes.subject.numel))
     held[DEVICE][M.STAGING] += numbers.parameter * (live + largest + sizes.bucket)
 
 
 def _gathered_from_nvme(held: Held, sizes: Sizes, numbers: Numbers) -> None:
-    """Pinned buffers stream everything: parameters, and one group of elements of the update."""
+    """Count pinned buffers that stream parameters, and one group of elements of the update."""
     _gathered(held, sizes, numbers)
     largest_shard = -(-sizes.subject.operator_numel // sizes.ranks.count)
     swap = min(sizes.shard, max(SWAP_BUFFER_NUMEL, largest_shard))
@@ -195,19 +197,19 @@ def _gathered_from_nvme(held: Held, sizes: Sizes, numbers: Numbers) -> None:
 
 
 def _fsdp_gathered(held: Held, sizes: Sizes, numbers: Numbers) -> None:
-    """The unit at work and the next one, parameters and gradients (2304.11277: at most two
+    """Count the current unit and the next one, parameters and gradients (2304.11277: at most two
     gathers in flight)."""
     held[DEVICE][M.STAGING] += numbers.parameter * 2 * 2 * sizes.subject.block_numel
 
 
 def _two_layers(held: Held, sizes: Sizes, numbers: Numbers) -> None:
-    """MegaTrain's GPU has two layers in turn and the gradients of one."""
+    """Count two alternating layers on MegaTrain's GPU, and the gradients of one."""
     held[DEVICE][M.STAGING] += numbers.parameter * 3 * sizes.subject.block_numel
 
 
 @dataclass(frozen=True)
 class _Homes:
-    """Where a system keeps its states; of what is `shared`, each GPU has a shard."""
+    """The homes of a system's states; each GPU has a shard of those that are `shared`."""
 
     parameters: Tier
     gradients: Tier | None  # None: they leave as they are made

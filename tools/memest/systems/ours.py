@@ -1,4 +1,4 @@
-"""Our own runtime's memory, by the planner that trains, for comparison with other systems.
+"""The memory of offload's runtime, by the planner that trains, for comparison with other systems.
 
 One rank is planned, on its share of the node, with the shards that it would own; what it needs for
 working with the others is in its plan.
@@ -43,7 +43,7 @@ _CLASS = {
 
 @dataclass(frozen=True)
 class OurPlan:
-    """A plan of one rank and the bytes of GPU, node and disks; what of it cannot work."""
+    """A plan of one rank, the bytes of GPU, node and disks, and reasons why it cannot work."""
 
     config: OffloadConfig  # settled
     plan: Plan
@@ -59,9 +59,11 @@ def plan_ours(
     config: OffloadConfig, model: ModelShape, subject: Subject, ranks: Ranks, room: Room,
     framework: Framework = FRAMEWORK,
 ) -> OurPlan:  # fmt: skip
-    """Our runtime on one rank's share of `room`, its budgets what activations and libraries leave.
+    """Plan offload on one rank's share of `room`, with the budgets that activations and libraries
+    leave.
 
-    Budgets that the configuration names are kept. ConfigError if shard groups do not come out even.
+    Budgets that the configuration names are kept. Raise ConfigError if shard groups do not divide
+    the ranks.
     """
     hardware = _hardware(config, room, ranks)
     config = _with_budgets(config, hardware, subject.activation_nbytes, framework)
@@ -82,7 +84,8 @@ def _hardware(config: OffloadConfig, room: Room, ranks: Ranks) -> Hardware:
 def _with_budgets(
     config: OffloadConfig, hardware: Hardware, aside_nbytes: int, framework: Framework
 ) -> OffloadConfig:
-    """Where no budget is named: all that libraries and activations leave."""
+    """Return the configuration with a budget for each tier without one: all that libraries and
+    activations leave."""
 
     def left(nbytes: int, libraries: int, aside: int) -> int:
         return max(0, int((nbytes - libraries) / (1 + FRAGMENTATION)) - aside)
@@ -101,7 +104,7 @@ def _with_budgets(
 
 
 def _held(plan: Plan, subject: Subject, ranks: Ranks, framework: Framework) -> Bytes:
-    """The plan's tiers by class, of a GPU and of a whole node."""
+    """Return the bytes of the plan's tiers by class, of a GPU and of a whole node."""
     held: Held = {tier: defaultdict(int) for tier in Tier}
     for tier, by_class in plan.expected.items():
         place = held[tier]
@@ -118,7 +121,7 @@ def _held(plan: Plan, subject: Subject, ranks: Ranks, framework: Framework) -> B
 
 
 def _master_share(plan: Plan, tier: Tier) -> float:
-    """Of a record, the part that is no state of the optimizer."""
+    """Return the part of a record that is the master, not a state of the optimizer."""
     kept = plan.record_formats[tier]
     numel = 1 << 20
     whole = kept.nbytes(numel)

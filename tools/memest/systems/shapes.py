@@ -1,4 +1,4 @@
-"""Families of models from small to enormous, in shapes that people use.
+"""Families of models from small to enormous, in common shapes.
 
 Each family has a list of widths with the depth at which they are usual (GPT-3, arXiv 2005.14165,
 table 2.1; Megatron-LM, 2104.04473, table 1; ZeRO-Infinity, 2104.07857, table 1; Llama 2 and 3).
@@ -56,7 +56,8 @@ class Shape:
 
     @property
     def attention_numel(self) -> int:
-        """Projections; a quarter of the width for keys and for values in Llama."""
+        """The parameters of the projections; keys and values have a quarter of the width in
+        Llama."""
         h = self.hidden
         return h * h * 5 // 2 if self.family is FamilyName.LLAMA else 4 * h * h + 4 * h
 
@@ -98,7 +99,7 @@ class Shape:
 
 @functools.cache
 def shapes_of(family: FamilyName, experts: int = 0) -> Sequence[Shape]:
-    """The family's shapes, strictly growing. `experts`: per expert layer, for MoE."""
+    """Return the family's shapes, strictly growing. `experts`: per expert layer, for MoE."""
     sizes = _LLAMA_SIZES if family is FamilyName.LLAMA else _GPT_SIZES
     vocabulary = 128_256 if family is FamilyName.LLAMA else 50_304
     count = max(2, experts) if family is FamilyName.MOE else 0
@@ -116,12 +117,12 @@ def shapes_of(family: FamilyName, experts: int = 0) -> Sequence[Shape]:
 
 
 def facts_of(shape: Shape, workload: Workload, *, itemsize: int, scores: bool) -> ActivationFacts:
-    """Activations of one pass with every block recomputed, by formula.
+    """Return the activations of one pass with every block recomputed, by formula.
 
-    Saved are the blocks' inputs. A block at work holds 34 bytes per token and width in 16 bits, and
+    The blocks' inputs are saved. A block at work holds 34 bytes per token and width in 16 bits, and
     5 per token, token and head where attention scores are kept (Korthikanti et al., 2205.05198,
-    equation 1; `scores` false: fused attention, which keeps none). The head holds its logits in
-    16 bits, and with their gradient in fp32.
+    equation 1; `scores` false: fused attention, which keeps none). The head holds its logits in 16
+    bits, and with their gradient in fp32.
     """
     B, S, H = workload.batch, workload.sequence, shape.hidden
     tokens = B * S
@@ -140,7 +141,7 @@ def facts_of(shape: Shape, workload: Workload, *, itemsize: int, scores: bool) -
 
 
 def subject_from(shape: Shape, facts: ActivationFacts) -> Subject:
-    """A shape without making its modules."""
+    """Return the subject of a shape, without building its modules."""
     block = shape.attention_numel + shape.mlp_numel * max(1, shape.experts) + 4 * shape.hidden
     return Subject(
         numel=shape.numel,
@@ -155,8 +156,8 @@ def subject_from(shape: Shape, facts: ActivationFacts) -> Subject:
 
 
 def model_of(shape: Shape) -> ModelShape:
-    """Groups and units, one weight per part of a block. Experts are groups of their own; several
-    of them are one where there are more than 64 in a block."""
+    """Return the groups and units, one weight per part of a block. Experts are separate groups; if
+    a block has more than 64, several of them share a group."""
 
     def group(name: str, table: str, **numels: int) -> GroupShape:
         parts = ((f"{name}.{part}", part, numel) for part, numel in numels.items())
@@ -192,12 +193,12 @@ def model_of(shape: Shape) -> ModelShape:
 
 
 def _matrix(numel: int, width: int) -> tuple[int, ...]:
-    """All weights of a part as one, of rows as wide as the model."""
+    """Return the shape of all weights of a part as one, with rows as wide as the model."""
     return (numel // width, width) if numel % width == 0 else (numel,)
 
 
 def cache_of(shape: Shape) -> CacheShape:
-    """Keys and values of a model that generates."""
+    """Return the key/value cache of a model that generates."""
     width = shape.hidden // 4 if shape.family is FamilyName.LLAMA else shape.hidden
     return alike(shape.layers, CachedLayer(1, width, width))
 
@@ -205,8 +206,9 @@ def cache_of(shape: Shape) -> CacheShape:
 def generation_of(
     shape: Shape, generation: Generation, *, itemsize: int
 ) -> GenerationFacts:  # fmt: skip
-    """Passes without gradients, by formula: a block holds its input twice, and the two products
-    that make its MLP's middle; the head the logits of each sequence's last token, in fp32, too."""
+    """Return the facts of passes without gradients, by formula: a block holds its input twice, and
+    the two products in its MLP's middle; the head holds the logits of each sequence's last token,
+    also in fp32."""
 
     def forward(work: Workload) -> ActivationFacts:
         tokens = work.batch * work.sequence

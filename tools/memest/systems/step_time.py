@@ -1,4 +1,4 @@
-"""What one step takes under other systems on one GPU (or CPU), roughly.
+"""The time of one step under other systems on one GPU (or CPU), roughly.
 
 Arithmetic and links at the sustained rates of `Speeds`, everything that a system can overlap
 overlapped, nothing else lost. For 8 B parameters on an RTX 4090, 1,024 tokens a sequence, runs that
@@ -32,7 +32,7 @@ def rough_step_s(
     system: System, subject: Subject, facts: ActivationFacts, workload: Workload, precision: str,
     numbers: Numbers, speeds: Speeds,
 ) -> float | None:  # fmt: skip
-    """Seconds; None for a system of which nothing is known here."""
+    """Return the seconds of a step; None for a system whose time is not known here."""
     forward_s = pass_s(facts.forward, precision, speeds)
     backward_s = pass_s(facts.backward, precision, speeds)
     passes_s = workload.passes * (forward_s + backward_s)

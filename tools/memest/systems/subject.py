@@ -1,4 +1,5 @@
-"""What the memory of every system depends on: a model, its ranks, and the room of the machine."""
+"""The facts that the memory of every system depends on: a model, its ranks, and the machine's
+room."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from offload.zero.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Subject:
-    """A model at a batch. Activations in bytes, of one GPU; parameters counted whole."""
+    """A model with a batch. Activations are in bytes, of one GPU; parameters are counted whole."""
 
     numel: int
     numel_trainable: int
@@ -47,12 +48,12 @@ class Ranks:
 
     @property
     def data(self) -> int:
-        """Copies of the dense parameters that ordinary data parallelism keeps."""
+        """The copies of the dense parameters that plain data parallelism keeps."""
         return max(1, self.count // self.tensor)
 
 
 def subject_of(model: ModelShape, facts: ActivationFacts, *, recomputed: bool) -> Subject:
-    """The numbers of a model's shape, as one rank has it, and of one forward and backward pass."""
+    """Return the sizes of a model's shape on one rank, and of one forward and backward pass."""
     numels = [group.numel for group in model.groups]
     root = sum(numels[index] for unit in model.units if not unit.name for index in unit.groups)
     units: list[int] = []  # others gather a block with its experts
@@ -105,15 +106,16 @@ class Room:
 
 
 def room_of(profile: HardwareProfile) -> Room:
-    """The capacities that our planner has, too: every system is compared at the same ones."""
+    """Return the capacities that offload's planner uses: all systems are compared at the same
+    ones."""
     return Room(profile.gpu_free_nbytes, profile.usable_ram_nbytes, profile.nvme_nbytes)
 
 
 def places_of(
     held: Mapping[Tier, Mapping[MemoryClass, int]], room: Room, ranks_per_node: int
 ) -> Mapping[Tier, PlaceEstimate]:
-    """The bytes that a system holds in each tier, and the tier's capacity. Without a GPU the bytes
-    meant for it are in RAM.
+    """Return the bytes that a system holds in each tier, and the tier's capacity. Without a GPU its
+    bytes are in RAM.
 
     `held`: of one GPU, of one node's RAM and of one node's disks.
     """
@@ -129,7 +131,7 @@ def places_of(
 
 
 def too_full(places: Mapping[Tier, PlaceEstimate]) -> Iterator[Tier]:
-    """The tiers whose bytes exceed their capacity."""
+    """Yield the tiers whose bytes exceed their capacity."""
     for tier, place in places.items():
         if place.peak_nbytes > place.capacity_nbytes:
             yield tier
