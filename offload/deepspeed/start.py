@@ -143,7 +143,7 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
     return engine
 
 
-# by engine, what was frozen for it
+# parameters frozen for each engine
 _frozen: weakref.WeakKeyDictionary[TieredModel, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
 

@@ -189,7 +189,7 @@ class _EngineMaker:
         current = next((e for e in tiers_of(module) if isinstance(e, Engine)), None)
         mine = current is not None and current.module is module
         if current is not None and mine and client is None and _computes_alike(current, loaded):
-            self.engine = current  # to evaluate, whoever trains
+            self.engine = current  # for evaluation, whichever trainer trains
             return current
         self.engine = engine_for(
             module, loaded, parameters=None if client is None else client.groups,

@@ -143,7 +143,7 @@ class _PendingState:
         self._file.close()
         if error is None or isinstance(error, StuckError):  # it would wait for the same disk
             return
-        with suppress(OSError, OffloadError):  # what led here is the error
+        with suppress(OSError, OffloadError):  # the first error counts
             if is_there(self._path):  # else it has its name
                 discard(self._states)
                 remove_file(self._path)

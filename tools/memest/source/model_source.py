@@ -53,7 +53,7 @@ class ModelSource:
     fingerprint: str  # of all that the model's graph depends on
     location: str | None = None  # where it was read from, so that it can be read again
     context: int | None = None  # longest sequence in tokens, where one is known
-    notes: tuple[str, ...] = ()  # what was assumed, ignored, or took long
+    notes: tuple[str, ...] = ()  # assumptions, ignored entries, long steps
     config: OffloadConfig | None = None  # of an offload YAML
     train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does
     # modules on the meta device whose trace is the model's for sequences of a length; loads torch
