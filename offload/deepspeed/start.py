@@ -49,7 +49,7 @@ def initialize(
     configuration. `model_parameters`: parameters or param groups; trainable parameters that are in
     none are frozen, since no step changes them.
 
-    Raises ConfigError naming every key that is unknown or refused, UnsupportedError for an
+    Raise ConfigError naming every key that is unknown or refused, UnsupportedError for an
     optimizer without a rule, and what `offload.initialize` raises.
     """
     if not isinstance(model, nn.Module):

@@ -134,7 +134,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Save as Accelerator does. States of engines are streamed into folders inside.
 
-        Raises StateError while gradients wait for a step: save where `sync_gradients` is true.
+        Raise StateError while gradients wait for a step: save where `sync_gradients` is true.
         """
         from offload.checkpoint.model import check_stepped
 

@@ -129,7 +129,7 @@ def open_pretrained(
     that the files have in codes of 4 or 8 bits (`offload.quantised`) are decoded when they are
     read, and the model is one with ordinary weights.
 
-    Raises ConfigError if `folder` is no such folder (pickles and names of a hub are not read),
+    Raise ConfigError if `folder` is no such folder (pickles and names of a hub are not read),
     UnsupportedError for other quantised weights, CheckpointError if weights do not fit the model or
     their quantisation.
     """

@@ -85,7 +85,7 @@ class ModelSource:
         the module's own graph; or of a forward alone without a cache.
 
         `device` (cpu, cuda): the device whose kernels run, by default that of `config`, or of this
-        machine. Loads torch and takes seconds unless the answer is on disk. Raises UnsupportedError
+        machine. Loads torch and takes seconds unless the answer is on disk. Raise UnsupportedError
         if no code is known, or if it fails for this input; UntraceableError if it cannot be
         followed.
         """
