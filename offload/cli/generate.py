@@ -148,7 +148,7 @@ class _Generation:
         forecast = forecast_generation(found.config, found.shape, found.facts, asked)
         if forecast is None:
             return config, None
-        for short in forecast.planned.shortfalls:  # what budgets lack dispatch refuses
+        for short in forecast.planned.shortfalls:  # dispatch refuses budgets that are too small
             _log.warning("%s", short.message)
         return forecast.config, forecast
 

@@ -31,7 +31,7 @@ class PlannedModel:
     config: OffloadConfig
     shape: ModelShape
     workload: Workload
-    facts: FactsOf | None  # what a pass takes; None: its code is not known
+    facts: FactsOf | None  # of a pass; None: the model's code is not known
 
 
 def built_in(config: OffloadConfig) -> PlannedModel:
@@ -76,7 +76,7 @@ class GeneratingModel:
     name: str
     config: OffloadConfig
     shape: ModelShape
-    facts: GenerationFactsOf | None  # what its passes take; None: its code is not known
+    facts: GenerationFactsOf | None  # of its passes; None: the model's code is not known
     context: int | None  # longest sequence in tokens, where one is known
 
 

@@ -71,7 +71,7 @@ class Kind:
 
     text: str
     unit: str = ""
-    absent: str = ""  # what no value means
+    absent: str = ""  # the meaning of no value
 
 
 def about(

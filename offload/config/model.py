@@ -718,7 +718,7 @@ class OffloadConfig(Section):
     ) -> OffloadConfig:
         """Load a YAML file, a mapping or an OffloadConfig; `overrides` are `key=value`.
 
-        Raises ConfigError (PathError for an unreadable file); its message names file, line and key.
+        Raise ConfigError (PathError for an unreadable file); its message names file, line and key.
         """
         if isinstance(source, OffloadConfig):
             if not overrides:

@@ -66,7 +66,7 @@ def reference() -> Key:
 def explained(name: str) -> Key:
     """Return the key `name`, such as `optimizer.states`; "" is the whole configuration.
 
-    Raises ConfigError naming the nearest keys if there is no such key.
+    Raise ConfigError naming the nearest keys if there is no such key.
     """
     known = {key.name: key for key in reference().all()}
     if name not in known:

@@ -30,7 +30,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "name": ("type",), "learning_rate": ("lr",), "batch_size": ("batch",),
 }  # fmt: skip
 _NONE_NEAR = {"fp8", "adafactor"}  # a name that looks alike is something else
-# Keys of other programs, and ours.
+# Keys of other programs, and offload's keys.
 _KEYS: dict[str, str] = {
     **dict.fromkeys(
         ("max_grad_norm", "gradient_clipping", "grad_clip", "max_norm", "gradient_clip_val"),

@@ -89,7 +89,7 @@ def _as_deepspeed_writes(folder: Path) -> Iterator[None]:
     except OffloadError as error:
         if str(error).isprintable():
             raise
-        raise CheckpointError(plain(str(error), 1000)) from None  # it names what is in the files
+        raise CheckpointError(plain(str(error), 1000)) from None  # the message quotes the files
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError,
             AssertionError, StopIteration) as error:  # fmt: skip
         raise CheckpointError(

@@ -16,9 +16,9 @@ from typing import Any
 class Fate(StrEnum):
     """The way in which a key is migrated."""
 
-    MAPPED = "becomes"  # a key of ours, or a scheduler that is printed
+    MAPPED = "becomes"  # a key of offload, or a printed scheduler
     UNNEEDED = "needs no key"  # the result is the same without it
-    WARNED = "warned about"  # dropped, and said
+    WARNED = "warned about"  # dropped, with a warning
     REFUSED = "refused"  # training without it would be another training
 
 
@@ -79,7 +79,7 @@ class Key:
     name: str
     fate: Fate
     note: str  # what becomes of it, for the docs and for the comment in the YAML
-    becomes: str = ""  # our key
+    becomes: str = ""  # offload's key
     read: Read = anything
     harmless: tuple[Any, ...] = ()
     also: tuple[str, ...] = ()  # other names of the same key

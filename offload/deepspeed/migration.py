@@ -27,7 +27,7 @@ _DEFAULT_SUB_GROUP = 10**9
 _MOST_FILE_NBYTES = 1 << 20
 _TIER_OF = {"cpu": "host", "nvme": "nvme"}
 _TYPES = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
-# What DeepSpeed's classes have where the file says nothing; ours may differ.
+# Defaults of DeepSpeed's classes; offload's may differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "weight_decay": 0.0},
     "adam": {"lr": 1e-3, "weight_decay": 0.0},
@@ -41,17 +41,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 class Migration:
     """The result of migrating a file."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # our configuration
+    values: dict[str, Any] = field(default_factory=dict)  # the configuration of offload
     warnings: list[str] = field(default_factory=list)
-    for_loops: list[str] = field(default_factory=list)  # what a loop of one's own has to do
-    autos: dict[str, Key] = field(default_factory=dict)  # what transformers' Trainer fills in
+    for_loops: list[str] = field(default_factory=list)  # tasks of a user's own loop
+    autos: dict[str, Key] = field(default_factory=dict)  # filled in by transformers' Trainer
     filled: list[str] = field(default_factory=list)  # comments of these
     schedule: Schedule | None = None
     has_optimizer: bool = False
     batches: Batches | None = None  # where the file has them
     said: dict[str, Any] = field(default_factory=dict)  # every key that the file gave: its value
-    comments: dict[str, list[str]] = field(default_factory=dict)  # of our keys
-    rest: list[str] = field(default_factory=list)  # comments of keys that became none of ours
+    comments: dict[str, list[str]] = field(default_factory=dict)  # of offload's keys
+    rest: list[str] = field(default_factory=list)  # comments of keys without a counterpart
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value in the file; `default` if it is absent or auto."""

@@ -116,7 +116,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
     },
 }  # fmt: skip
-# What transformers' Trainer fills in of them, and its nearest `lr_scheduler_type`.
+# Parameters that transformers' Trainer fills in, and its nearest `lr_scheduler_type`.
 FILLED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 TRAINERS = {
     "WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",

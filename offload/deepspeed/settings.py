@@ -19,7 +19,7 @@ from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
 _CLASSES = {**CLASSES, FusedLion: "lion"}
-# Keys of our optimizer section that say how states are kept, and no client's optimizer has.
+# Keys of the optimizer section on how states are kept, which no client's optimizer has.
 _OF_STATES = ("master", "states", "chunk", "in_backward")
 
 

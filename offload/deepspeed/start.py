@@ -49,7 +49,7 @@ def initialize(
     configuration. `model_parameters`: parameters or param groups; trainable parameters that are in
     none are frozen, since no step changes them.
 
-    Raises ConfigError naming every key that is unknown or refused, UnsupportedError for an
+    Raise ConfigError naming every key that is unknown or refused, UnsupportedError for an
     optimizer without a rule, and what `offload.initialize` raises.
     """
     if not isinstance(model, nn.Module):
@@ -143,7 +143,7 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
     return engine
 
 
-# by engine, what was frozen for it
+# parameters frozen for each engine
 _frozen: weakref.WeakKeyDictionary[TieredModel, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
 

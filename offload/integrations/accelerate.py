@@ -134,7 +134,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Save as Accelerator does. States of engines are streamed into folders inside.
 
-        Raises StateError while gradients wait for a step: save where `sync_gradients` is true.
+        Raise StateError while gradients wait for a step: save where `sync_gradients` is true.
         """
         from offload.checkpoint.model import check_stepped
 
@@ -145,7 +145,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         with self._without_engines():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for number, engine in enumerate(self.engines):
-            # what was prepared or registered is accelerate's to save
+            # accelerate saves prepared and registered objects
             saved = self._schedulers or self._custom_objects
             engine.save_checkpoint(Path(folder) / _name(number), state={} if saved else None)
         return folder

@@ -100,7 +100,7 @@ class ChangedWeights:
         made = encoded(name, tensor, self._change.target, expert=name in self._experts)
         for end, part in made.items():
             write(_part(name, end), part.contiguous().view(-1).view(torch.uint8))
-        machine.trim_memory()  # else what was freed of each tensor adds up
+        machine.trim_memory()  # else freed memory of each tensor adds up
 
 
 def _part(name: str, end: str) -> str:
@@ -123,7 +123,7 @@ def _linear_layers(
         if not isinstance(module, nn.Linear):
             continue
         weight = f"{name}.weight"
-        # what files have in another shape (fused) stays as it is
+        # weights in another shape in files (fused) stay as they are
         may = weight in saved.names and type(module) is nn.Linear
         if may and weight not in shared and not change.skips(weight):
             chosen.append(weight)

@@ -48,7 +48,7 @@ def compress(
     (not in bitsandbytes), except those that `skip` names (modules, or ends of their names; by
     default `lm_head`).
 
-    Raises ConfigError for options that do not work with this model, PathError if `out` cannot be
+    Raise ConfigError for options that do not work with this model, PathError if `out` cannot be
     created, CheckpointError for values that the format cannot hold.
     """
     from offload.integrations.hub_format import ModelInHubFormat

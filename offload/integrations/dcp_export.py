@@ -38,7 +38,7 @@ from offload.kernels.variants import Master
 from offload.zero.records import RecordFormat
 
 APP, OURS, MANIFEST_KEY = "app", "offload", "manifest"
-# Of a manifest, what does not follow from the tensors.
+# Entries of a manifest that do not follow from the tensors.
 ABOUT = (
     "offload", "precision", "steps_taken", "steps_skipped", "loss_scale", "optimizer", "model",
     "buffers", "parameters", "run",

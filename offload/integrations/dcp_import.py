@@ -54,7 +54,7 @@ def import_dcp(
     return the path written.
 
     `kind`: the optimizer, and `tied`: the parameter of each alias, if the folder is not
-    of `export-dcp`. Raises CheckpointError or ConfigError, with nothing written, for a folder that
+    of `export-dcp`. Raise CheckpointError or ConfigError, with nothing written, for a folder that
     cannot be read so; the message suggests a remedy.
     """
     with DcpFolder(source) as folder:

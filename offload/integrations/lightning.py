@@ -189,7 +189,7 @@ class _EngineMaker:
         current = next((e for e in tiers_of(module) if isinstance(e, Engine)), None)
         mine = current is not None and current.module is module
         if current is not None and mine and client is None and _computes_alike(current, loaded):
-            self.engine = current  # to evaluate, whoever trains
+            self.engine = current  # for evaluation, whichever trainer trains
             return current
         self.engine = engine_for(
             module, loaded, parameters=None if client is None else client.groups,
@@ -574,7 +574,7 @@ def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
     the optimizer's states.
 
     The weights are those that the model computed with, all names of tied ones, each compared with
-    its hash; the disk of `file` needs room for them twice. Raises CheckpointError if a part of it
+    its hash; the disk of `file` needs room for them twice. Raise CheckpointError if a part of it
     is missing or damaged, or if Lightning's part has objects beside tensors and plain values
     (hyperparameters of a class, a callback's) and `trust` is not set: reading them runs code that
     the file names, so set it for a trusted author only.

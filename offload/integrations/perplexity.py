@@ -54,7 +54,7 @@ def perplexity(
     together: weights of a model on nvme are read once for all of them. Memory: the logits of batch
     x window tokens, in fp32.
 
-    Raises ConfigError for impossible sizes, UnsupportedError for a model without logits.
+    Raise ConfigError for impossible sizes, UnsupportedError for a model without logits.
     """
     ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(-1)
     _check(model, ids.numel(), window, stride, batch)

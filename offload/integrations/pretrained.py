@@ -51,7 +51,7 @@ _QUANTISED = (
     "quantised folders are read by what their config.json says, and storage in offload's "
     "configuration quantises frozen weights"
 )
-# Of transformers' from_pretrained, and what to do instead.
+# Arguments of transformers' from_pretrained, and their alternatives here.
 _REFUSED = {
     "config": "give the model's settings by name (num_labels=3)",
     "state_dict": "build the model, load them, and call offload.initialize(model, config)",
@@ -129,7 +129,7 @@ def open_pretrained(
     that the files have in codes of 4 or 8 bits (`offload.quantised`) are decoded when they are
     read, and the model is one with ordinary weights.
 
-    Raises ConfigError if `folder` is no such folder (pickles and names of a hub are not read),
+    Raise ConfigError if `folder` is no such folder (pickles and names of a hub are not read),
     UnsupportedError for other quantised weights, CheckpointError if weights do not fit the model or
     their quantisation.
     """
@@ -142,7 +142,7 @@ def open_pretrained(
         raise ConfigError(f"{name}=: {_REFUSED[name]}")
     variant = kwargs.pop("variant", None)
     text = read_json(folder / CONFIG)
-    settings_of(text, folder)  # what is not read is refused before a class is looked for
+    settings_of(text, folder)  # unsupported formats are refused before a class is looked for
     files = _files(folder, variant, text.get("transformers_weights"))
     check_counts(text, most_tensors(files), folder / CONFIG)
     with _understood(folder / CONFIG):
@@ -159,7 +159,7 @@ def _opened(
     tensors = lazy_tensors(files, quantised, transposed)
     generation_class = transformers.GenerationConfig
     if (folder / GENERATION_CONFIG).is_file():
-        read_json(folder / GENERATION_CONFIG)  # what transformers would not, is refused before
+        read_json(folder / GENERATION_CONFIG)  # refuses files that transformers would accept
         generation = generation_class.from_pretrained(str(folder))
     else:  # config.json may hold what is for `generate`, which `settings` leaves out
         generation = generation_class.from_model_config(read_json(folder / CONFIG))

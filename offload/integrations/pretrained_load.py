@@ -28,7 +28,7 @@ _SHOWN = 5
 def load_weights(engine: Engine, folder: Path) -> None:
     """Overwrite the model's parameters and persistent buffers with those of `folder`.
 
-    Raises CheckpointError, with nothing changed, unless it has them all, under the model's own
+    Raise CheckpointError, with nothing changed, unless it has them all, under the model's own
     names or those of transformers' files.
     """
     model = engine.module

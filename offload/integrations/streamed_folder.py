@@ -76,7 +76,7 @@ def save(
     """Save the engine's states, and `state` by `torch.save`. With several ranks, all have to call
     it; the one that `writes` writes, and `agree` sends its text to all.
 
-    Raises PathError if `path` is not a folder here, or has other contents; and errors of
+    Raise PathError if `path` is not a folder here, or has other contents; and errors of
     `engine.save_checkpoint`.
     """
     if "://" in str(path):
@@ -143,7 +143,7 @@ class _PendingState:
         self._file.close()
         if error is None or isinstance(error, StuckError):  # it would wait for the same disk
             return
-        with suppress(OSError, OffloadError):  # what led here is the error
+        with suppress(OSError, OffloadError):  # the first error counts
             if is_there(self._path):  # else it has its name
                 discard(self._states)
                 remove_file(self._path)
@@ -231,7 +231,7 @@ def remove(path: Any) -> None:
 def load_weights(engine: Engine, states: Path) -> None:
     """Load parameters and persistent buffers alone, for any optimizer.
 
-    Raises CheckpointError unless `states` has them all, in the model's shapes, and no others.
+    Raise CheckpointError unless `states` has them all, in the model's shapes, and no others.
     """
     params = dict(engine.module.named_parameters(remove_duplicate=False))
     others = model.other_tensors(engine)

@@ -46,7 +46,7 @@ _PRECISIONS: dict[torch.dtype | None, str] = {torch.bfloat16: "bf16", torch.floa
 def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> OffloadConfig:
     """Return the configuration for training `model` with these arguments.
 
-    Raises ConfigError if the two name different values, UnsupportedError for an `optim` without a
+    Raise ConfigError if the two name different values, UnsupportedError for an `optim` without a
     counterpart here.
     """
     config = OffloadConfig.load(source)  # its errors name file, line and key

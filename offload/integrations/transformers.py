@@ -327,7 +327,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         self._check_saving(engine)
         super().save_model(output_dir, _internal_call)
         if engine.runtime.ranks is not None and not self.args.should_save:
-            stream_weights(engine, lambda *_: None)  # this rank's part of what the first one writes
+            stream_weights(engine, lambda *_: None)  # this rank's part of the first one's files
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if is_adapted(self.engine.module):  # the states of adapters alone

@@ -121,7 +121,7 @@ class Gate(nn.Module):
     load: Tensor
     choice_bias: Tensor
     stepped_from: Tensor  # fingerprint of the weight when the bias was updated last
-    shared_load: Tensor  # of `load`, what is of all ranks already
+    shared_load: Tensor  # the part of `load` that is of all ranks already
 
     def __init__(self, hidden_size: int, options: GateOptions, seed: int | None = None) -> None:
         """Without `seed`, it is drawn from torch's generator."""

@@ -26,7 +26,7 @@ class Routing:
     slots: Tensor  # TK int64, the place in the expert's buffer, where kept
     capacity: int | None  # places of an expert; None: as many as it needs
     l_aux: Tensor  # fp32 scalar, differentiable
-    shares: Tensor  # TE fp32, differentiable: what the loss takes for probabilities
+    shares: Tensor  # TE fp32, differentiable: the loss's probabilities
     exp_counts: Tensor  # E int64, routes to each expert before any was dropped
 
     def combine_weights(self) -> Tensor:

@@ -35,7 +35,7 @@ _GET = "get the whole folder again"
 def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
     """Return the quantisation settings of config.json; None if the weights are not quantised.
 
-    Raises UnsupportedError for formats that are not read.
+    Raise UnsupportedError for formats that are not read.
     """
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, Mapping) else None
@@ -63,7 +63,7 @@ def settings_in(folder: Path) -> Mapping[str, Any] | None:
 def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -> dict[str, Matrix]:
     """Return the quantised weights by their names; all of their parts are taken out of `stored`.
 
-    Raises CheckpointError if tensors and `settings` disagree, UnsupportedError for unsupported
+    Raise CheckpointError if tensors and `settings` disagree, UnsupportedError for unsupported
     formats. Nothing of the size of a weight is read or allocated.
     """
     found = {} if settings is None else _READ[settings["quant_method"]](settings, Parts(stored))

@@ -156,7 +156,7 @@ def _workload_of(
     work: WorkOptions, source: ModelSource, config: OffloadConfig
 ) -> tuple[Workload, list[str]]:
     """Return the input of a step, and the assumptions in it."""
-    # a configuration that was written for a model says what it was written with
+    # a configuration written for a model states its workload
     given = config.train if source.kind is SourceKind.YAML else config.written_for
     longest = min(_USUAL_SEQUENCE, source.context or _USUAL_SEQUENCE)
     batch = work.batch or (given.batch if given else 1)

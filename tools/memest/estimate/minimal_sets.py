@@ -35,7 +35,7 @@ def minimal_sets(
         return answers[chosen]
 
     found: list[Chosen] = []
-    with suppress(_EnoughTriedError):  # what is not known to be minimal is left out
+    with suppress(_EnoughTriedError):  # sets not known to be minimal are left out
         _search(knobs, try_set, found, enough)
     return [tuple(knobs[i][r] for i, r in chosen) for chosen in found]
 

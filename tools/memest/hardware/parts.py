@@ -128,7 +128,7 @@ def _gpu(
     return GpuPart(name, mib * MIB, flops, gb_per_s * GB, link, host, source)
 
 
-# Memory is what nvidia-smi calls total. Names in order of age.
+# Memory is nvidia-smi's total. Names are in order of age.
 GPUS = (
     _gpu("V100-32", 32768, (15.7, 125.0), 900, PCIE3, SERVER_2018,
          "NVIDIA V100 data sheet (SXM)", bf16=False),
@@ -156,7 +156,7 @@ def _ssd(
 
 GEN3 = _ssd("Gen3 SSD", 2 * TB, 3500, 1750, 1200,
             "Samsung 970 EVO Plus 2 TB data sheet; write beyond its TurboWrite buffer")  # fmt: skip
-# Beyond their caches consumer drives write at about a fifth of what is printed; few makers say so.
+# Beyond their caches consumer drives write at about a fifth of their rating; few makers say so.
 _BEYOND_CACHE = 0.2
 GEN4 = _ssd("Gen4 SSD", 2 * TB, 7450, 6900 * _BEYOND_CACHE, 1200,
             "Samsung 990 PRO 2 TB data sheet; write beyond its cache: a fifth of 6900 MB/s, "

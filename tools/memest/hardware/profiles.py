@@ -18,9 +18,9 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest.hardware.parts import NCCL, GpuPart, LinkPart, SsdPart
 from offload.zero.sharding import ALONE, Sharding
 
-# What of a rated peak a training step reaches in the long run.
+# The share of a rated peak that a training step reaches in the long run.
 MATMUL_SHARE = 0.5  # PaLM (2204.02311) counts 46 % of the peak, Megatron-LM (2104.04473) 44-52 %
-MEMORY_SHARE = 0.8  # GPU and host: STREAM copies reach 75-90 % of what the modules are rated at
+MEMORY_SHARE = 0.8  # GPU and host: STREAM copies reach 75-90 % of the modules' ratings
 LINK_SHARE = 0.8  # pinned copies of megabytes: 12.3 of 15.75, 25 of 31.5 GB/s
 NETWORK_SHARE = 0.8  # of links between ranks: assumed to be as good as that of copies
 SSD_SHARE = 0.9  # large requests, several in flight, through a file system
@@ -52,7 +52,7 @@ class HardwareProfile:
     whole: bool = False  # a machine by name: no option gives it other GPUs
     reserve_nbytes: int | None = None  # of RAM, kept for the system; None: the default
     own_ram: bool = False  # the RAM is this machine's, as this process sees it
-    notes: tuple[str, ...] = ()  # what was assumed
+    notes: tuple[str, ...] = ()  # assumptions
 
     @property
     def text(self) -> str:

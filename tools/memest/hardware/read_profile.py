@@ -37,7 +37,7 @@ def read_profile(
     `gpu`, or `profile`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`;
     `ram`: a size, of which `reserve` (a size, 0 in a container) is kept for the system; `nvme`: a
     size, a drive (`Gen4 SSD`) or several (`4 x Gen4 SSD`); `ssd`: the drives, of which `nvme` then
-    says how much is free. Raises ConfigError, naming the option, for anything else.
+    says how much is free. Raise ConfigError, naming the option, for anything else.
     """
     named = gpu if profile is None else profile
     open_ = ram is None or (nvme is None and ssd is None)

@@ -17,8 +17,8 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest.show.sheet import Bar, Bars, Piece
 from offload.tools.memest.show.view import duration, filled, share, used_text
 
-LEAST_WIDTH = 0.004  # of a piece that is there at all: it can be seen, and pointed at
-_MOST_CAPACITIES = 3.0  # that a drawing is long: what is longer is broken off
+LEAST_WIDTH = 0.004  # of any piece, so that it can be seen, and pointed at
+_MOST_CAPACITIES = 3.0  # the length of a drawing: longer bars are broken off
 _FEW_TICKS = 3  # so that their texts have room on a narrow page
 _BROKEN = f"a broken bar goes on beyond {_MOST_CAPACITIES:g} capacities"
 _OF_BYTES = "a line is a capacity; one that is not drawn lies beyond the longest bar"
@@ -109,7 +109,7 @@ def step_length(step: StepEstimate) -> float:
 
 def _of_capacity(held: Held, length: float, value: str) -> Bar:
     place = held.place
-    # of a place that is not there, what it would hold fills the drawing
+    # the bytes of a missing place fill the drawing
     peak = min(filled(place) / length, 1e6) if place.capacity_nbytes else 1.0
     track = 1 / length if place.capacity_nbytes else 0.0
     return Bar(

@@ -32,7 +32,7 @@ def is_named(source: str) -> bool:
 def build_named(source: str) -> nn.Module:
     """Import the module, and call the function without arguments, on the meta device.
 
-    Modules of the current folder are found as well. Raises ConfigError, naming the reason, unless
+    Modules of the current folder are found as well. Raise ConfigError, naming the reason, unless
     it returns an nn.Module whose parameters are all on meta.
     """
     function = _imported(source)

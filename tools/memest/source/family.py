@@ -39,7 +39,7 @@ class Family:
     norms: Norms = BEFORE
     scaled_embedding: bool = False
     mixture: tuple[str, ...] = ()  # a router and experts instead of the MLP, in module order
-    # what runs: other values of these keys are not described here
+    # the values of these keys that are described; others are not
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     ropes: tuple[str, ...] = (
         "default",

@@ -53,7 +53,7 @@ class ModelSource:
     fingerprint: str  # of all that the model's graph depends on
     location: str | None = None  # where it was read from, so that it can be read again
     context: int | None = None  # longest sequence in tokens, where one is known
-    notes: tuple[str, ...] = ()  # what was assumed, ignored, or took long
+    notes: tuple[str, ...] = ()  # assumptions, ignored entries, long steps
     config: OffloadConfig | None = None  # of an offload YAML
     train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does
     # modules on the meta device whose trace is the model's for sequences of a length; loads torch
@@ -85,7 +85,7 @@ class ModelSource:
         the module's own graph; or of a forward alone without a cache.
 
         `device` (cpu, cuda): the device whose kernels run, by default that of `config`, or of this
-        machine. Loads torch and takes seconds unless the answer is on disk. Raises UnsupportedError
+        machine. Loads torch and takes seconds unless the answer is on disk. Raise UnsupportedError
         if no code is known, or if it fails for this input; UntraceableError if it cannot be
         followed.
         """

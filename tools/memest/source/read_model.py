@@ -58,7 +58,7 @@ def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
     """Return the model that `source` names: a file, a folder or `module:function`.
 
     `blocks`: class names of the repeated blocks, as `groups.blocks`. Nothing of a file is executed.
-    Raises ConfigError with a one-line reason, PathError if a file cannot be read.
+    Raise ConfigError with a one-line reason, PathError if a file cannot be read.
     """
     if not source:
         raise ConfigError("the model's name is empty; name a file, a folder or module:function")

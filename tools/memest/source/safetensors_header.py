@@ -52,7 +52,7 @@ def read_index(index: Any, path: Path) -> dict[str, HeaderTensor]:
     """Return the tensors of the files beside `path` that a parsed `model.safetensors.index.json`
     names.
 
-    Raises ConfigError, naming it, for a file that is missing or lacks a tensor.
+    Raise ConfigError, naming it, for a file that is missing or lacks a tensor.
     """
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -59,10 +59,10 @@ class Largest:
     system: System
     shape: Shape | None  # None: not even the smallest of the family fits
     places: Mapping[Tier, PlaceEstimate]  # with that model; without one, with the smallest
-    bound: tuple[Tier, ...]  # what the next larger model does not fit into
+    bound: tuple[Tier, ...]  # the places that the next larger model does not fit into
     note: str = ""
     label: str = ""  # instead of the system's name
-    step_s: float | None = None  # of one step of it, or pass; None: not known
+    step_s: float | None = None  # seconds of one step or pass; None: not known
     tokens: int = 0  # of a step, of all ranks
 
     @property
@@ -282,7 +282,7 @@ def _room_nbytes(ranks: Ranks, room: Room) -> int:
     return node * ranks.nodes
 
 
-# A parameter of ours takes more: in bf16 weight 2, remainder of the master 2, moments of Adam 8.
+# A parameter in offload takes more: in bf16 weight 2, master's remainder 2, moments of Adam 8.
 _LEAST_BYTES = 8
 SERVING = Framework(host_nbytes=1 << 30)  # Python, PyTorch, transformers: half of it, measured
 _LEAST_STORED = {None: 2.0, "int8": 1.0, "int4": 0.5}  # of one that is not trained

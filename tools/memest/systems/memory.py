@@ -41,7 +41,7 @@ UPDATE_BUFFERS, UPDATE_NUMEL = 4, 1_000_000_000  # offload_optimizer.buffer_coun
 # A CUDA context, cuBLAS's workspace and NCCL's channels; an interpreter with PyTorch and CUDA.
 GPU_FRAMEWORK_NBYTES = 1 << 30
 HOST_FRAMEWORK_NBYTES = 3 << 30
-# What a caching allocator holds and cannot use; ZeRO's paper has seen up to 30 % (section 3.2).
+# Memory that a caching allocator holds unused; ZeRO's paper saw up to 30 % (section 3.2).
 FRAGMENTATION = 0.05
 
 

@@ -24,7 +24,7 @@ class Subject:
     operator_numel: int  # of the largest weight
     saved_nbytes: int  # activations that autograd holds when forward ends
     working_nbytes: int  # activations beside them, at most
-    recomputed: bool  # blocks are recomputed: what is saved are their inputs
+    recomputed: bool  # blocks are recomputed: their inputs are saved
     expert_numel: int = 0  # of `numel`, parameters that expert parallelism spreads
 
     @property
