@@ -40,7 +40,7 @@ class Mount:
 
     @property
     def is_memory(self) -> bool:
-        """Whether what lies there takes RAM."""
+        """Whether files on it take RAM."""
         return self.kind in _MEMORY_FILE_SYSTEMS
 
     @property
@@ -125,7 +125,7 @@ def free_memory_nbytes(root: Path = _ROOT) -> int:
 
 
 def free_swap_nbytes(root: Path = _ROOT) -> int:
-    """Of the whole machine."""
+    """Return the free swap space of the whole machine, in bytes."""
     return _meminfo("SwapFree", root) or 0
 
 
@@ -176,7 +176,7 @@ def cpu_model(root: Path = _ROOT) -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """None where it is not installed."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -229,7 +229,7 @@ class ProcessMemory:
 
 
 def process_memory(root: Path = _ROOT) -> ProcessMemory:
-    """As it is now."""
+    """Return the RAM of this process now."""
     lines = (_read(root / "proc/self/status") or "").splitlines()
     pairs = (line.split() for line in lines if line.endswith(" kB"))
     kib = {name: int(number) for name, number, _ in pairs}
@@ -291,7 +291,7 @@ def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:
 
 
 class OtherPrograms:
-    """What others than this process take of the machine's cores, from the making of this on."""
+    """Measures the share of the machine's cores that other programs take, from its creation on."""
 
     MUCH = 0.3  # of the cores: times that are measured or predicted without them are not kept to
 
@@ -300,7 +300,7 @@ class OtherPrograms:
 
     @property
     def share(self) -> float:
-        """Of all cores; 0 where next to no time has passed."""
+        """The share of all cores; 0 if almost no time has passed."""
         busy, own, every = (
             now - then for now, then in zip(_cpu_seconds(), self._before, strict=True)
         )
@@ -308,7 +308,7 @@ class OtherPrograms:
 
     @property
     def note(self) -> str:
-        """A sentence for who reads a predicted time; empty where they take little."""
+        """A sentence for readers of a predicted time; empty if other programs take little."""
         share = self.share if world_size() == 1 else 0.0  # else other ranks are others
         if share <= self.MUCH:
             return ""
@@ -319,7 +319,8 @@ class OtherPrograms:
 
 
 def _cpu_seconds() -> tuple[float, float, float]:
-    """That all cores were busy, that they were for this process, and all that there were."""
+    """Return the seconds for which all cores were busy, those that this process took, and their
+    total."""
     times = psutil.cpu_times()
     every = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     idle = times.idle + getattr(times, "iowait", 0.0)
@@ -327,8 +328,8 @@ def _cpu_seconds() -> tuple[float, float, float]:
 
 
 def swap_folder(root: Path = _ROOT) -> Path:
-    """Where swap files are if no folder is named: the temporary folder, or /var/tmp where that one
-    is RAM and TMPDIR does not ask for it."""
+    """Return the folder for swap files if none is named: the temporary folder, or /var/tmp if the
+    temporary folder is RAM and TMPDIR does not ask for it."""
     temporary, on_disk = Path(tempfile.gettempdir()), Path("/var/tmp")
     if "TMPDIR" in os.environ or not _is_memory(temporary, root):
         return temporary
@@ -387,7 +388,7 @@ def _upwards(point: Path, mounted: str, path: str) -> Iterator[Path]:
 
 
 def _used_nbytes(folder: Path) -> tuple[int, int]:
-    """In use, and of that page cache."""
+    """Return the bytes in use, and how many of them are page cache."""
     used = read_int(folder / "memory.current") or read_int(folder / "memory.usage_in_bytes") or 0
     stats = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
     # inactive page cache is given back on demand
@@ -413,7 +414,7 @@ def _affinity_count() -> int:
 
 
 def _meminfo(name: str, root: Path) -> int | None:
-    """Bytes of a line of /proc/meminfo."""
+    """Return the bytes that a line of /proc/meminfo gives."""
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == f"{name}:" and words[1].isdigit():

@@ -96,7 +96,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. ConfigError for numbers that cannot work or parameters not managed here."""
+        """Add a param group, as in torch. Raises ConfigError for numbers that cannot work or
+        parameters not managed here."""
         # torch's own method without the wrapper that keeps the compiler out of it: that imports
         # torch._dynamo, two seconds and 80 MiB for nothing, since nothing here is compiled
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
@@ -117,8 +118,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """The group's numbers. Raises here, before any update is pending, for numbers that no
-        update can use."""
+        """Return the group's numbers. Raises here, before any update is pending, for numbers that
+        no update can use."""
         _check_numbers(group)
         needed, kept = set(self._kind.scalars.kept_for(group)), set(self._states)
         if not needed <= kept or "max_exp_avg_sq" in kept - needed:
@@ -132,9 +133,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return hyper
 
     def hyper_of(self) -> HyperOf:
-        """Each parameter's numbers as the param groups have them now; None if it is in none.
+        """Return a function for each parameter's numbers as the param groups have them now; None
+        for a parameter in no group.
 
-        ValueError and UnsupportedError for numbers that no update could be made with.
+        Raises ValueError or UnsupportedError for numbers that no update could be made with.
         """
         hypers: dict[int, Hyper] = {}
         for group in self.param_groups:
@@ -147,10 +149,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Update all parameters that have gradients. Returns the closure's loss, if given.
 
         It returns when the norm is known and every update is decided; each update runs before its
-        group is read next. What fails in one is raised there. StateError inside `engine.gathered`,
-        and for too few passes since the last step where gradient_accumulation_steps says more.
-        NonfiniteError at the end of a skipped step, if it is the last of `max_skipped_steps` in a
-        row.
+        group is read next, and its errors are raised there. Raises StateError inside
+        `engine.gathered`, and for fewer passes since the last step than gradient_accumulation_steps
+        says; NonfiniteError at the end of a skipped step, if it is the last of `max_skipped_steps`
+        in a row.
         """
         loss = None
         if closure is not None:
@@ -173,7 +175,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @uncompiled
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; a pending update keeps the gradients that it still has to read."""
+        """Clear all gradients, as in torch; a pending update keeps those that it still has to
+        read."""
         params = self._managed()
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would ask us
             gradients = [] if set_to_none else [param.grad for param in params]
@@ -186,9 +189,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._runtime.drop_cleared_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """States and param groups, in torch's format, as copies that later steps do not change.
+        """Return states and param groups, in torch's format, as copies that later steps do not
+        change.
 
-        Whole in RAM: `engine.save_checkpoint` streams instead.
+        They are whole in RAM: `engine.save_checkpoint` streams instead.
         """
         index = 0
         packed_groups, state = [], {}
@@ -207,7 +211,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Take over what `state_dict` of an optimizer of the same parameters returned, this one's
         or one of torch.optim's.
 
-        ValueError or UnsupportedError, and nothing is changed, where it is of another kind, or of
+        Raises ValueError or UnsupportedError, and changes nothing, if it is of another kind, or of
         other parameters.
         """
         check_sizes(self.param_groups, state_dict)
@@ -233,7 +237,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             group.update(found)
 
     def check_numbers(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-        """ValueError or UnsupportedError unless saved numbers can take the place of a param
+        """Raise ValueError or UnsupportedError unless saved numbers can take the place of a param
         group's."""
         check_kind(self._type, {**self.defaults, **group}, numbers)
         try:
@@ -253,7 +257,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return Kept(spec.name, tuple(spec.shape), self._states, self._kind.scalars.counts_steps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Called by copy and pickle. UnsupportedError."""
+        """Raise UnsupportedError. Called by copy and pickle."""
         raise UnsupportedError(
             "an optimizer of offload cannot be copied or pickled: its states live in the tiers of "
             "its engine; keep optimizer.state_dict(), or engine.save_checkpoint(path)"
@@ -277,7 +281,7 @@ def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:
 
 
 def _check_numbers(group: dict[str, Any]) -> None:
-    """ValueError, as torch words it, for numbers outside their range."""
+    """Raise ValueError, as torch words it, for numbers outside their range."""
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")

@@ -18,7 +18,8 @@ _OVERWRITING = frozenset({"normal_", "uniform_", "fill_", "zero_", "random_", "e
 
 
 class Notes:
-    """Which shadows were written to, by their keys, and which ones first of all as a whole."""
+    """Notes which shadows were written to, by their keys, and which were overwritten as a whole
+    first."""
 
     def __init__(self) -> None:
         self.forget()
@@ -42,7 +43,8 @@ class Notes:
 
 
 class Shadow(torch.Tensor):
-    """`key` stands for whose memory this is; None: of a result."""
+    """A tensor without values. `key` stands for the memory that it belongs to; None for a
+    result."""
 
     meta: torch.Tensor
     key: object
