@@ -71,8 +71,8 @@ def add_decoded(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) ->
 
 
 def _or_nan(scales: torch.Tensor) -> torch.Tensor:
-    """As it is, or NaN where it is not finite: an infinite scale times a code of 0 would hide some
-    elements."""
+    """Return the scales, with NaN for those that are not finite: an infinite scale times a code of
+    0 would hide some elements."""
     return torch.where(scales.isfinite(), scales, float("nan"))
 
 

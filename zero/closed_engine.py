@@ -25,8 +25,8 @@ class Refusal:
         self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]],
         also: Sequence[Callable[[], None]], why: str,
     ) -> None:  # fmt: skip
-        """`params` with their own classes; `also` is called when the model is given away. `why`
-        they have no values."""
+        """`params` come with their own classes; `also` is called when the model is given away, and
+        `why` explains why it has no values."""
         self._why = why
         self._params = params
         self._also = also
@@ -44,7 +44,7 @@ class Refusal:
 
     @staticmethod
     def of(model: nn.Module) -> list[Refusal]:
-        """Those of closed engines that a model or parts of it had."""
+        """Return the refusals that closed engines left on a model or parts of it."""
         hooks = [h for module in model.modules() for h in module._forward_pre_hooks.values()]
         return list(dict.fromkeys(hook for hook in hooks if isinstance(hook, Refusal)))
 
@@ -54,7 +54,7 @@ class Refusal:
     def lift(self, model: nn.Module) -> None:
         """Let another engine take over the closed engine's modules and parameters in `model`.
 
-        StateError if a graph of the closed engine still holds a parameter.
+        Raises StateError if a graph of the closed engine still holds a parameter.
         """
         here = {id(param) for param in model.parameters()}
         with torch._C.DisableTorchFunctionSubclass():
@@ -71,7 +71,8 @@ class Refusal:
 
 
 def _empty(param: nn.Parameter) -> None:
-    """On the meta device, the same object."""
+    """Move a parameter to the meta device; it stays the same object. Raises StateError if it
+    cannot."""
     if is_dtensor(param):
         raise StateError(
             "a closed engine's model of DTensors cannot be given to another one; build it anew"

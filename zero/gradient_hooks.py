@@ -36,7 +36,7 @@ class GradientHooks:
 
     @uninterrupted
     def came(self, param: torch.Tensor) -> None:
-        """Autograd has given a gradient of `param`."""
+        """Note that autograd has given a gradient of `param`."""
         with self._store.one_thread:
             found = self._store.group_of(param)
             assert found is not None, "hooked as one of a group"
@@ -49,7 +49,8 @@ class GradientHooks:
 
 
 class _Hook:
-    """The garbage collector does not see what a tensor's hook keeps: this one keeps nothing."""
+    """A hook that keeps nothing alive: the garbage collector does not see what a tensor's hook
+    keeps."""
 
     def __init__(self, hooks: GradientHooks) -> None:
         self._hooks = weakref.ref(hooks)
@@ -62,7 +63,7 @@ class _Hook:
 
 
 def refuse_graph(name: str) -> NoReturn:
-    """UnsupportedError: a gradient has a graph of its own."""
+    """Raise UnsupportedError: a gradient has a graph of its own."""
     raise UnsupportedError(
         f"backward(create_graph=True): the gradient of {name} would have to keep its graph, and "
         "gradients leave for their tier as they come; use torch.autograd.grad(loss, tensors, "

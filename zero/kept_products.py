@@ -109,7 +109,7 @@ class _Watch(TorchDispatchMode):
         self._take = take
 
     def __exit__(self, *error: Any) -> None:
-        """Also if it was taken off already, and others are on the stack."""
+        """Leave, even if it was taken off already and others are on the stack."""
         if self in _get_current_dispatch_mode_stack():
             super().__exit__(*error)
 
@@ -135,8 +135,8 @@ class watches_taken_off:  # noqa: N801 - as other contexts, and not a generator
 
 
 def _is_dear(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether to keep the results. Not those of random operations: if attention is not computed
-    again it draws no random numbers, and the dropout after it would draw them."""
+    """Return whether to keep the results. Those of random operations are not kept: if attention is
+    not computed again it draws no random numbers, and the dropout after it would draw them."""
     schema: Any = getattr(op, "_schema", None)
     if schema is None:  # an operation of higher order
         return False
@@ -162,11 +162,12 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_lost(outputs: Any | None) -> bool:
-    """Whether a call's outputs were changed in place: inside of its block (None) or outside."""
+    """Return whether a call's outputs were changed in place: inside of its block (None) or
+    outside."""
     leaves = pytree.tree_leaves(outputs)
     return outputs is None or any(leaf.changed for leaf in leaves if isinstance(leaf, _Kept))
 
 
 def _restored(outputs: Any) -> Any:
-    """New tensors each time: autograd writes its graph into what an operation returns."""
+    """Return new tensors each time: autograd writes its graph into what an operation returns."""
     return pytree.tree_map_only(_Kept, lambda saved: _detached(saved.tensor()), outputs)
