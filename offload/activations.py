@@ -21,8 +21,7 @@ _log = logging.getLogger("offload")
 
 
 class Activations:
-    """The activation settings of one model: blocks are recomputed, caches are off, inputs and
-    buffers stay in place."""
+    """Settings of one model: blocks are recomputed, caches are off, inputs and buffers stay put."""
 
     def __init__(
         self, model: nn.Module, discovery: Discovery, config: OffloadConfig,
@@ -53,8 +52,7 @@ class Activations:
 
 
 def _spare_inputs(model: nn.Module, tier: ActivationTier) -> Any:
-    """Keep inputs and buffers out of the tier: they belong to the caller and to the model, so
-    moving them would free nothing."""
+    """Keep the caller's inputs and the model's buffers out of tiers: that would free nothing."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():

@@ -124,8 +124,7 @@ class Child:
         self._log.close()
 
     def _line(self, timeout_s: float) -> bytes | None:
-        """Return a line of output. Never blocks longer than `timeout_s`: half a line may be all
-        that arrives."""
+        """Return a line of output. Never blocks longer: half a line may be all that arrives."""
         pipe, ends = _pipe(self._process.stdout), time.monotonic() + timeout_s
         while b"\n" not in self._unread:
             if not wait([pipe.fileno()], max(0.0, ends - time.monotonic())):
@@ -138,8 +137,7 @@ class Child:
         return line
 
     def _end(self) -> str:
-        """Describe how a process ended that gives no more answers. Its own threads may delay the
-        end."""
+        """Describe the end of a process without more answers. Its own threads may delay it."""
         try:
             return f"ended early {_ended(self._process.wait(_CLOSE_TIMEOUT_S))}"
         except subprocess.TimeoutExpired:
@@ -157,8 +155,7 @@ class Child:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of this process with the folder of this package first in
-    PYTHONPATH."""
+    """Return this process's environment with the folder of this package first in PYTHONPATH."""
     others = os.environ.get("PYTHONPATH")
     paths = [str(repository()), *(others.split(os.pathsep) if others else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -73,10 +73,9 @@ class ClientOptimizer:
         return {**named, **self.section}
 
     def lend(self, engine: Engine, schedulers: Sequence[Any] = ()) -> None:
-        """Let the engine's optimizer replace the given one. A program that kept the given optimizer
-        changes the engine's param groups, and so do `schedulers`, which were made with it, until
-        the engine is closed or begins anew. `detach` returns the schedulers to the given
-        optimizer."""
+        """Let the engine's optimizer replace the given one. A program that kept that one changes
+        the engine's param groups, and so do its `schedulers`, until the engine is closed or begins
+        anew. `detach` lets schedulers have the given optimizer again."""
         given, optimizer = self.given, engine.optimizer
         if given.state:
             optimizer.load_state_dict(given.state_dict())

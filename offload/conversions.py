@@ -121,8 +121,7 @@ def _refuse_others(call: str, name: str, is_now: torch.Tensor, becomes: torch.Te
 
 
 def _name_of(function: Callable[[Any], Any]) -> str:
-    """Return the name of the `nn.Module` method that passes `function`; empty for other
-    functions."""
+    """Return the name of the `nn.Module` method that passes `function`; empty for others."""
     if getattr(function, "__module__", "") != nn.Module.__module__:
         return ""
     kind, _, rest = getattr(function, "__qualname__", "").partition(".")

@@ -126,8 +126,7 @@ class DeviceHomes:
         }
 
     def uses(self) -> dict[str, LinkUse]:
-        """Return how each direction spent its time, over both pairs; empty without an
-        accelerator."""
+        """Return how each direction spent its time, over both pairs; empty on a CPU."""
         if not accelerator.is_accelerator(self._device):
             return {}
         return {way: times.use() for way, times in self._times.items()}
@@ -139,8 +138,7 @@ class DeviceHomes:
         return [stream.lane for links in both for stream in (links.to_device, links.to_host)]
 
     def await_progress(self, otherwise: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a wait function for a pool that is out of room: copies in transit hold memory at
-        both ends."""
+        """Return a wait function for a full pool: copies in transit hold memory at both ends."""
 
         def wait() -> bool:
             streams = (self.links.to_device, self.links.to_host)

@@ -222,14 +222,12 @@ class Engine(TieredModel):
         self._refuse_wrappers()
 
     def _watch_structure(self, runtime: Runtime) -> None:
-        """Check before each step that the parameters are still those that the engine was made
-        with."""
+        """Check before each step that the model still has the parameters that it began with."""
         structure = ModelStructure(self.module, runtime.store.spec_of)
         self.optimizer.register_step_pre_hook(lambda *_: structure.check())
 
     def _share_loads(self, ranks: Ranks) -> None:
-        """After each step, let gates that balance by their experts' loads count all ranks'
-        tokens."""
+        """Let gates that balance by their experts' loads count all ranks' tokens, after a step."""
         modules = self.module.modules()
         gates = [each for each in modules if isinstance(each, Gate) and each.balances]
 
@@ -683,8 +681,7 @@ class Engine(TieredModel):
         return super()._to_be_called() + ([] if watch is None else [watch.close])
 
     def close(self, keep: Keep | None = None) -> None:
-        """Close the engine as `TieredModel.close` does, after a save in the background, which a
-        Ctrl-C meanwhile ends."""
+        """Close as `TieredModel.close` does, after a save in the background, which Ctrl-C ends."""
         try:
             self._saves.wait()
         except KeyboardInterrupt:
@@ -786,8 +783,7 @@ def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _plain(loss: torch.Tensor) -> torch.Tensor:
-    """Return `loss` as a plain tensor: a subclass's `backward` may scale, too
-    (`deepspeed.fp16_loss`)."""
+    """Return a plain tensor: a subclass's `backward` may scale, too (`deepspeed.fp16_loss`)."""
     return loss.as_subclass(torch.Tensor)
 
 
@@ -810,8 +806,7 @@ def _listed(parameters: ParamGroups | None) -> Any:
 def _alike(
     config: OffloadConfig, discovery: Discovery, model: nn.Module, spread: SpreadExperts
 ) -> dict[str, str]:
-    """Return the settings that ranks have to agree on; budgets, placements and folders are each
-    rank's own."""
+    """Return the settings that ranks must agree on, not budgets, placements and folders."""
     keys: dict[str, Any] = {
         "precision": config.precision,
         "seed": config.seed,

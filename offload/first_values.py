@@ -107,8 +107,7 @@ class FirstValues:
         return value
 
     def _noted(self, spec: ParamSpec, value: torch.Tensor, is_quantised: bool) -> torch.Tensor:
-        """Return `value`; a quantised one that will be stored in other codes is noted, as it is
-        rounded once more."""
+        """Return `value`, noting a quantised one that its codes in the tier round once more."""
         weights = spec.stored if is_quantised else None
         if weights is not None and not keeps(value.to(self._dtype), weights):
             self._rounded.append(spec)
@@ -165,8 +164,7 @@ def _load_unmanaged(named: Mapping[str, nn.Parameter], files: SafetensorsWeights
 
 
 def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
-    """Load persistent buffers from the files that have them. Raises CheckpointError if one does not
-    fit."""
+    """Load persistent buffers that files have. Raises CheckpointError if one does not fit."""
     absent, otherwise = [], {}
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():

@@ -26,8 +26,7 @@ _WRAPPERS = frozenset({
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise UnsupportedError if there is a wrapper around the model or a part of it, or such a
-    hook."""
+    """Raise UnsupportedError if there is a wrapper around the model or a part, or such a hook."""
     for name, module in model.named_modules():
         if _moves_parameters(module):
             _refuse(module)
@@ -63,8 +62,7 @@ def _moves_parameters(module: Any) -> bool:
 
 
 def _has_moving_hooks(module: nn.Module) -> bool:
-    """Return whether a hook moves weights. One that only moves inputs to a device, or the model as
-    a whole, does not count."""
+    """Return whether a hook moves weights, not only inputs or the model as a whole."""
     hook = getattr(module, "_hf_hook", None)
     return any(
         getattr(each, "offload", False) is True or type(each).__name__ == "LayerwiseCastingHook"

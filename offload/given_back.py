@@ -185,8 +185,7 @@ class GivenBack:
 
     # ---------------------------------------------------------------- into the model
     def install(self) -> None:
-        """Give the model its parameters back, and remove everything of the tiers from its
-        modules."""
+        """Give the model its parameters back; nothing of the tiers stays on its modules."""
         with (
             torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), exchanging(),
         ):  # fmt: skip

@@ -336,6 +336,5 @@ def _norm(config: ModelConfig) -> nn.Module:
 
 
 def _residual_std(config: ModelConfig) -> float:
-    """Return the standard deviation for layers that add to the residual, as in GPT-2: smaller by 1
-    / sqrt(number of additions)."""
+    """Return a smaller std for additions to the residual, as GPT-2: by 1 / sqrt(their number)."""
     return float(config.init_std * (2 * config.layers) ** -0.5)

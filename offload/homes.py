@@ -295,8 +295,7 @@ class TieredHomes:
         self._device.pool.await_progress = self._device.await_progress(for_updates)
 
     def gradient_sums(self) -> torch.Tensor:
-        """Return room for the fp32 sums of one block's gradients over its micro-batches (1D, where
-        it computes)."""
+        """Return fp32 room for a block's gradients over micro-batches (1D, where it computes)."""
         pool = self._device.pool if self.plan.gpu else self.pool
         lease = pool.demand(self.plan.sums_nbytes, "gradient sums", StateClass.STAGING)
         self._staging.append(lease)
@@ -446,8 +445,7 @@ def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:
     """Return the configured folders, or `machine.swap_folder()`. `{rank}` and `{local_rank}` in a
-    path stand for this process's rank in the process group, and for the one that `torchrun` gave
-    it."""
+    path stand for this process's rank in the process group, and for that of `torchrun`."""
     if not nvme.paths:
         return [str(machine.swap_folder())]
     return [_of_rank(path, *_numbers()) for path in nvme.paths]
@@ -519,8 +517,7 @@ def this_machine(
 
 
 def ranks_here() -> int:
-    """Return how many ranks run on this machine, as `torchrun` says; otherwise the number of
-    all."""
+    """Return how many ranks run on this machine, as `torchrun` says; else how many there are."""
     world = torch.distributed
     if not (world.is_available() and world.is_initialized()):
         return 1
@@ -529,8 +526,7 @@ def ranks_here() -> int:
 
 @functools.cache
 def _bandwidth(folders: tuple[Path, ...], timeout_s: float) -> Bandwidth:
-    """Return the bandwidth of all paths together, measured once per process, in about a fifth of a
-    second each."""
+    """Measure the bandwidth of all paths together, once per process: a fifth of a second each."""
     measured = [measure_bandwidth(folder, timeout_s=timeout_s) for folder in folders]
     return Bandwidth(
         sum(each.read_bytes_per_s for each in measured),
@@ -539,8 +535,7 @@ def _bandwidth(folders: tuple[Path, ...], timeout_s: float) -> Bandwidth:
 
 
 def compute_device(config: OffloadConfig) -> torch.device:
-    """Return the device where the model computes. Raises ConfigError if the configured accelerator
-    is missing."""
+    """Return the device to compute on. Raises ConfigError if the configured one is missing."""
     kind = accelerator.default_type() if config.device == "auto" else config.device
     if kind == "cpu":
         return torch.device("cpu")

@@ -261,8 +261,7 @@ def _check_usable(found: weakref.ref[WeightStore]) -> None:
 
 
 def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
-    """Return the cached layers of the model. Raises UnsupportedError if it has no known KV
-    cache."""
+    """Return the model's cached layers. Raises UnsupportedError if no KV cache is known."""
     found: tuple[CachedLayer, ...] = ()
     if "transformers" in sys.modules:  # else it is none of its models
         from offload import kv_cache

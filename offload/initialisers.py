@@ -133,8 +133,7 @@ class Initialisers:
 
     @contextmanager
     def twins_installed(self) -> Iterator[None]:
-        """Inside, the model's tensors are replaced by twins: writing to them does not change the
-        model."""
+        """Inside, twins replace the model's tensors: writes to them do not change the model."""
         try:
             for entry in self.entries:
                 entry.install(entry.twin)
@@ -195,8 +194,7 @@ class Initialisers:
 
     # ---------------------------------------------------------------- what cannot be initialised
     def refuse(self, entries: Iterable[Entry]) -> None:
-        """Raise UnsupportedError unless calls write all of `entries`, as often as the constructor
-        did."""
+        """Raise UnsupportedError unless calls write `entries` as often as the constructor did."""
         entries = [entry for entry in entries if entry.is_meta]
         _refuse_unwritten([entry for entry in entries if not self._is_written(entry)])
         _refuse_otherwise([entry for entry in entries if not self._is_as_constructed(entry)])
@@ -212,8 +210,7 @@ class Initialisers:
         return any(id(owner.module) in self._failed for owner in entry.owners)
 
     def _is_as_constructed(self, entry: Entry) -> bool:
-        """Return whether calls account for all writes to a tensor. Copies begin to count anew: the
-        last calls alone may do so."""
+        """Return whether calls account for all writes, or the last ones, if it was copied."""
         kinds = {call.kind for call in self._calls_of(entry)}
         overwritten = Kind.TRANSFORMERS in kinds and Kind.RESET not in kinds
         if entry.version == 0 or self._is_unknown(entry) or overwritten:
@@ -312,8 +309,7 @@ def _listed(entries: list[Entry]) -> str:
 
 # -------------------------------------------------------------------------------- the tensors
 def _entries(model: nn.Module) -> list[Entry]:
-    """Return one entry per tensor. Tensors that a Hugging Face model ties have two, one tied to the
-    other."""
+    """Return one entry per tensor, and a second, tied one for ties of a Hugging Face model."""
     tied = _tied_names(model)
     sources: dict[int, Entry] = {}
     targets: dict[int, Entry] = {}
@@ -381,8 +377,7 @@ def _reset(module: nn.Module) -> Iterator[Call]:
 
 
 def _model_calls(module: nn.Module) -> Iterator[Call]:
-    """Yield the calls of `self.apply(self._init_weights)`, or of a method that goes through the
-    modules itself."""
+    """Yield calls of `self.apply(self._init_weights)`, or of a method that does all modules."""
     method = getattr(module, "_init_weights", None)
     if not callable(method):
         return

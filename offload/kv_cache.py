@@ -380,8 +380,7 @@ class PagedStaticSlidingLayer(_Paged, StaticSlidingWindowLayer):  # type: ignore
 
 # ---------------------------------------------------------------- exchanging layers
 def _paged(layer: Any, store: KVStore, name: str) -> CacheLayerMixin:
-    """Return the same layer in tiers, with its contents; the layer itself if it holds no keys or
-    values."""
+    """Return the layer in tiers, with its contents; itself if it has no keys or values."""
     kind = type(layer)
     made: Any
     if issubclass(kind, _Paged) or kind is LinearAttentionLayer:

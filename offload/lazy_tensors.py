@@ -86,8 +86,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """The result of an operation, or one of its results, by `number`. `args` hold sources in place
-    of tensors."""
+    """One result of an operation, by `number` if it has several. `args` hold sources of tensors."""
 
     func: Any
     args: tuple[Any, ...]
@@ -252,8 +251,7 @@ class LazyTensor(torch.Tensor):
         return found
 
     def pieces(self, numel: int) -> Iterator[torch.Tensor]:
-        """Yield the values in order, 1D, `numel` at a time; they are read in pieces if no operation
-        was applied."""
+        """Yield the values in order, 1D, `numel` at a time, read so if nothing was done to them."""
         source = self.source
         if isinstance(source, Stored):
             yield from source.pieces(numel)
@@ -340,8 +338,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LazyTensor]:
 
 
 def _write(func: Any, args: Any, kwargs: dict[str, Any], written: list[LazyTensor]) -> Any:
-    """Bring the tensors that are written to into RAM, and write there. Results noted before keep
-    the old values."""
+    """Bring written tensors into RAM, and write there. Results noted before keep the old values."""
     new = {id(t.memory): t.memory.source.read(rounded=True).clone() for t in written}
 
     def given(value: Any) -> Any:

@@ -114,8 +114,7 @@ def _is_unlocked(path: Path) -> bool:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Return whether it is a file or folder of this user, and no link: the library makes no
-    links."""
+    """Return whether it is a file or folder of this user; the library makes no links."""
     plain = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
     return plain and status.st_uid == os.geteuid()
 

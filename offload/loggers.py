@@ -39,8 +39,7 @@ AnyLogger = Logger | Callable[[dict[str, Any], int], Any]
 
 
 def loggers_of(given: Any) -> list[Logger]:
-    """Return each object of a list as a `Logger`. Raises ConfigError for an object that is not
-    one."""
+    """Return each of a list of objects as a `Logger`. Raises ConfigError for any other object."""
     if callable(given) or hasattr(given, "log") or isinstance(given, str):
         raise ConfigError(f"loggers: {given!r} is not a list; put it into one")
     return [_logger(each) for each in given]
@@ -75,8 +74,7 @@ class _Called:
 
 @contextmanager
 def closing_all(loggers: Iterable[Logger]) -> Iterator[None]:
-    """At the end of the block, close every logger that has a `close`, even if closing another one
-    fails."""
+    """Close every logger that has a `close` at the end of the block, even if another one fails."""
     with ExitStack() as stack:
         for logger in loggers:
             close = getattr(logger, "close", None)

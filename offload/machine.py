@@ -319,8 +319,7 @@ class OtherPrograms:
 
 
 def _cpu_seconds() -> tuple[float, float, float]:
-    """Return the seconds for which all cores were busy, those that this process took, and their
-    total."""
+    """Return the seconds of all cores that were busy, of this process, and in total."""
     times = psutil.cpu_times()
     every = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     idle = times.idle + getattr(times, "iowait", 0.0)

@@ -56,8 +56,7 @@ class MetaInitialiser:
         _refuse_attributes(self._model, self._entry)
 
     def values(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Return values for those of `params` (by name, all of one group) that have none, in
-        RAM."""
+        """Return values, in RAM, for those of `params` (by name, all of one group) without any."""
         entries = {name: self._entry[id(param)] for name, param in params.items()}
         entries = {name: entry for name, entry in entries.items() if entry.is_meta}
         found = self._initialise(entries.values())

@@ -23,8 +23,7 @@ from offload.zero.weight_values import WeightValues
 
 
 class StateDictHooks:
-    """The hooks for state dicts of one model. They are installed on creation, and `remove` takes
-    them off."""
+    """The state dict hooks of one model, installed on creation and taken off by `remove`."""
 
     def __init__(self, model: nn.Module, store: WeightStore, values: WeightValues) -> None:
         self._model = weakref.ref(model)
@@ -46,8 +45,7 @@ class StateDictHooks:
                 self._install(module)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Called by `copy.deepcopy(model)`, which copies the hooks; the copy would hold
-        placeholders."""
+        """Called by `copy.deepcopy(model)` with the hooks; the copy would hold placeholders."""
         raise UnsupportedError(f"the model cannot be deep-copied: {NO_COPIES}")
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:

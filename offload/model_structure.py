@@ -33,8 +33,7 @@ class ModelStructure:
         self._note(_named(model))
 
     def check(self) -> None:
-        """Raise UnsupportedError, which names them, for trainable parameters that no update would
-        see."""
+        """Raise UnsupportedError, naming trainable parameters that no update would see."""
         if not self._is_as_noted():
             before = self._named
             self._note(_named(self._model))

@@ -175,8 +175,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @uncompiled
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, as in torch; a pending update keeps those that it still has to
-        read."""
+        """Clear gradients, as in torch; a pending update keeps those that it has yet to read."""
         params = self._managed()
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would ask us
             gradients = [] if set_to_none else [param.grad for param in params]

@@ -232,8 +232,7 @@ class _States:
         self._set[name] = None
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Write all states. Raises ValueError, and changes nothing, unless they can be taken
-        over."""
+        """Write all states. Raises ValueError, and changes nothing, unless they fit."""
         given = [getattr(value, "source", None) for value in state.values()]
         if given and all(each is not None and each is self._sources.get(name)
                          for name, each in zip(state, given, strict=True)):  # fmt: skip
@@ -278,8 +277,7 @@ class OptimizerEntries(_Mapping):
         )
 
     def __getitem__(self, param: Any) -> Any:
-        """Return a parameter's states. One without states gets an empty entry, which is kept, as in
-        torch."""
+        """Return a parameter's states; without any, a new empty entry is kept, as in torch."""
         if not dict.__contains__(self, param):
             dict.__setitem__(self, param, self._made(param))
         return dict.__getitem__(self, param)
@@ -323,8 +321,7 @@ class OptimizerEntries(_Mapping):
             self._values.write_state(param, {})
 
     def forget(self, param: Any) -> None:
-        """Drop an entry whose states are about to change: what was given out keeps the present
-        ones."""
+        """Drop an entry whose states are about to change. Given-out ones keep their values."""
         entry = dict.pop(self, param, None)
         tiers = getattr(entry, "_tiers", None)
         if tiers is not None:

@@ -100,8 +100,7 @@ def _choose(module: nn.Module, implementation: str) -> None:
 
 
 class _Chosen(str):
-    """The name of this implementation in a configuration. Copies of it, pickled ones too, have the
-    default's."""
+    """The name of this implementation in a configuration. Its copies have the default's."""
 
     modules = 0  # that have weights attached, maybe of several models
 

@@ -11,8 +11,7 @@ StrPath = str | os.PathLike[str]
 
 
 def path_of(given: StrPath, argument: str) -> Path:
-    """Return `given` as a Path. Raises PathError, which names the `argument`, for bytes, None and
-    other objects."""
+    """Return a Path. Raises PathError, naming the `argument`, for bytes, None and other objects."""
     return Path(path_text(given, argument))
 
 

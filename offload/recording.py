@@ -48,8 +48,7 @@ class Recorded:
 
 
 def rows_of(events: Iterable[Event]) -> list[list[Event]]:
-    """Arrange events, given by their beginning, on as few rows as have no two that overlap in
-    part."""
+    """Arrange events, sorted by beginning, on the fewest rows without partial overlaps."""
     rows: list[list[Event]] = []
     open_: list[list[float]] = []  # of each row, the ends of the events around now
     for event in events:

@@ -105,8 +105,7 @@ class SafetensorsWeights:
         return self._named(spec).is_quantised
 
     def get(self, spec: ParamSpec) -> torch.Tensor:
-        """Return a parameter's values. Raises CheckpointError if the tensor is missing, has another
-        shape or other numbers."""
+        """Return values. Raises CheckpointError if missing, or of another shape or numbers."""
         tensor = self._named(spec)
         check_shape(spec.name, tuple(tensor.shape), spec.shape)
         return self._checked(spec.name, tensor.value())
@@ -146,8 +145,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a tensor to another kind of numbers. Raises CheckpointError unless each value stays
-    what it is."""
+    """Convert to other numbers. Raises CheckpointError unless each value stays what it is."""
     if not tensor.is_complex():
         converted = tensor.to(dtype)
         if torch.equal(converted.to(tensor.dtype), tensor) and torch.equal(

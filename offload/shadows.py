@@ -18,8 +18,7 @@ _OVERWRITING = frozenset({"normal_", "uniform_", "fill_", "zero_", "random_", "e
 
 
 class Notes:
-    """Notes which shadows were written to, by their keys, and which were overwritten as a whole
-    first."""
+    """Notes which shadows, by key, were written to, and which first of all as a whole."""
 
     def __init__(self) -> None:
         self.forget()
@@ -43,8 +42,7 @@ class Notes:
 
 
 class Shadow(torch.Tensor):
-    """A tensor without values. `key` stands for the memory that it belongs to; None for a
-    result."""
+    """A tensor without values. `key` stands for its memory; None for a result."""
 
     meta: torch.Tensor
     key: object

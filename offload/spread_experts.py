@@ -57,8 +57,7 @@ class SpreadExperts:
         self._tables[prefix] = _Table(module.first, len(module))
 
     def _check_all_in_lists(self, model: nn.Module) -> None:
-        """Raise UnsupportedError for tensors of experts that the engine does not move: a checkpoint
-        has no place for each rank's own."""
+        """Refuse experts' tensors that the engine does not move: checkpoints hold one rank's."""
         others = [(name, "buffer") for name, _ in model.named_buffers(remove_duplicate=False)]
         others += [
             (name, "parameter without gradients")
@@ -115,8 +114,7 @@ class SpreadExperts:
         return None
 
     def name_on(self, rank: int, name: str) -> str:
-        """Return the name on another rank of the expert at the same place as that of `name`
-        here."""
+        """Return the name, on another rank, of the expert at the same place as `name` here."""
         found = self._table_of(name)
         if found is None:
             return name

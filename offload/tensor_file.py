@@ -51,8 +51,7 @@ class TensorFile:
         self.read_into(buffer, tensor.offset_bytes + offset_bytes)
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
-        """Fill `buffer` from `offset_bytes` on. Raises CheckpointError if the file ends before
-        that, or StorageError."""
+        """Fill `buffer` from the file. Raises CheckpointError if it ends early, or StorageError."""
         read_all(self._fd, buffer, offset_bytes, self.path)
 
 
@@ -126,8 +125,7 @@ class Stored:
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
-    """Return every tensor of safetensors files. Raises CheckpointError for a name that two of them
-    have."""
+    """Return every tensor of safetensors files. Raises CheckpointError if two share a name."""
     found: dict[str, Stored] = {}
     for path in files:
         file = TensorFile(path)
@@ -156,8 +154,7 @@ def checkpoint_at(path: Path) -> tuple[Path, Path] | None:
 
 
 def _is_ours(part: Path) -> bool:
-    """Return whether a part belongs to a checkpoint: other files in its folder (an export, say) do
-    not."""
+    """Return whether a checkpoint has this part; other files in its folder are not its own."""
     return str(part) in (".", PARAMETERS) or is_data_file(str(part))
 
 

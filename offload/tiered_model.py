@@ -126,8 +126,7 @@ class TieredModel(abc.ABC):
         self._tensor_parallel = found
 
     def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
-        """Make the plan: each state's tier. Raises BudgetError, ConfigError or PathError if there
-        is none."""
+        """Make the plan of tiers. Raises BudgetError, ConfigError or PathError if there is none."""
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         shape = discovery.shape()
@@ -141,8 +140,7 @@ class TieredModel(abc.ABC):
         self, discovery: Discovery, dtype: torch.dtype, weights: StrPath | None,
         lazy: LazyWeights, only: torch.dtype | None = None,
     ) -> FirstValues:  # fmt: skip
-        """Return the sources of the values. Parameters on the meta device become real ones, without
-        memory."""
+        """Return the sources of values. Meta parameters become real ones, without memory."""
         first = FirstValues(self.module, self.config.seed, dtype, weights, lazy, discovery.packed)
         make_real(_named(self.module, discovery), dtype, self.device, only)
         return first
@@ -210,8 +208,7 @@ class TieredModel(abc.ABC):
                 store.on_close.append(partial(setattr, experts, "on_chosen", None))
 
     def _refuse(self, refuse: Callable[[WeightStore], RemovableHandle]) -> None:
-        """Refuse what others must not do to this model's parameters, until it is closed or
-        dropped."""
+        """Refuse uses of this model's parameters by others, until it is closed or dropped."""
         refusal = refuse(self.store)
         self._refusals.append(refusal)
         weakref.finalize(self, refusal.remove)
@@ -334,8 +331,7 @@ class TieredModel(abc.ABC):
         self.close("host" if fits else "file")
 
     def _prepared(self, keep: Keep | None) -> Callable[[], None] | None:
-        """Return a function that takes the parameters out of the tiers; None if they are
-        dropped."""
+        """Return a function that moves parameters out of the tiers; None to drop them."""
         if keep == "drop" or self._store is None:
             return None
         if keep is None and self._ranks is not None:

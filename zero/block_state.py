@@ -208,8 +208,7 @@ def _is_exchangeable(value: Any) -> bool:
 
 
 def _without_graph(value: Any) -> Any:
-    """Return a detached copy: with its graph, the tensors kept by one pass would keep the pass
-    before."""
+    """Return a detached copy: its graph would let tensors kept by one pass keep the pass before."""
     if not isinstance(value, torch.Tensor) or value.grad_fn is None:
         return value
     return value.detach().requires_grad_(value.requires_grad)
@@ -222,8 +221,7 @@ def _is_copied(tensor: torch.Tensor) -> bool:
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return copies of those tensors that can be copied, by their id. Views of one memory stay
-    so."""
+    """Return copies of the tensors that can be copied, by id. Shared memory stays shared."""
     by_memory: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         if _is_copied(tensor):

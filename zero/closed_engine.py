@@ -26,7 +26,7 @@ class Refusal:
         also: Sequence[Callable[[], None]], why: str,
     ) -> None:  # fmt: skip
         """`params` come with their own classes; `also` is called when the model is given away, and
-        `why` explains why it has no values."""
+        `why` says why parameters have no values."""
         self._why = why
         self._params = params
         self._also = also
@@ -71,8 +71,7 @@ class Refusal:
 
 
 def _empty(param: nn.Parameter) -> None:
-    """Move a parameter to the meta device; it stays the same object. Raises StateError if it
-    cannot."""
+    """Move a parameter to the meta device, as the same object. Raises StateError if it is held."""
     if is_dtensor(param):
         raise StateError(
             "a closed engine's model of DTensors cannot be given to another one; build it anew"

@@ -147,8 +147,7 @@ def _embedding(
 
 
 def multiplies(x: torch.Tensor, part: CodedPart) -> bool:
-    """Return whether `linear` takes less time for `x` than decoding and
-    `torch.nn.functional.linear`."""
+    """Return whether `linear` takes less time for `x` than decoding and torch's `linear`."""
     rows = math.prod(x.shape[:-1])
     weights = part.weights
     if weights is None or len(part.spec.shape) != 2 or not 0 < rows <= MOST_ROWS:

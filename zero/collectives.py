@@ -144,8 +144,7 @@ class Collectives:
     def _reduce_codes(
         self, contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Set `out` to the sum of all contributions, sent as codes. `room` has `codes_nbytes`
-        twice."""
+        """Set `out` to the sum of all contributions as codes; `room` has `codes_nbytes` twice."""
         ranks, numel = self.reduce_group.size(), contribution.numel()
         nbytes = codes_nbytes(numel) - numel
         sizes = (numel, numel, nbytes, nbytes)
@@ -164,7 +163,7 @@ class Collectives:
 
 
 def _named(name: str) -> str:
-    """Return the name of a group for messages; that of the model's own parameters is empty."""
+    """Return a group's name for messages; `name` is empty for the model's own parameters."""
     return name if name and not name.startswith(" ") else f"the model's own{name or ' parameters'}"
 
 
@@ -221,8 +220,7 @@ def all_gather_flat(whole: torch.Tensor, own: torch.Tensor, group: Group) -> Non
 
 
 def _sends_faster(whole: torch.Tensor, group: Group) -> bool:
-    """Return whether each shard is better sent to every rank: Gloo's all-gather takes two to three
-    times as long."""
+    """Return whether sends are faster: Gloo's all-gather takes two to three times as long."""
     return whole.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 

@@ -136,8 +136,7 @@ class Discovery:
 def shapes_of(
     params: Iterable[tuple[tuple[str, ...], nn.Parameter]], *, frozen: bool = False
 ) -> tuple[ParamShape, ...]:
-    """Return `(names, parameter)` pairs without their values; for DTensors, the parts that this
-    rank has."""
+    """Return `(names, parameter)` pairs without values; for DTensors, this rank's parts."""
     return tuple(
         ParamShape(names, tuple(local_of(p).shape), p.requires_grad and not frozen)
         for names, p in params
@@ -303,8 +302,8 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def _asks_the_registry(module: nn.Module) -> bool:
-    """Return whether transformers' own decorator made this forward, and it asks the registry with
-    this implementation: not FP8's registry, and no subclass or patch that computes by itself."""
+    """Return whether transformers' own decorator made this forward, and it asks the registry that
+    has this implementation: not FP8's, and no subclass or patch that computes by itself."""
     forward = getattr(module.forward, "__func__", None)
     cells = getattr(forward, "__closure__", None) or ()
     return any(type(cell.cell_contents).__name__ == "ExpertsInterface" for cell in cells)

@@ -29,7 +29,6 @@ class ExpertAccess:
 
     @contextmanager
     def using(self, expert: int) -> Iterator[Mapping[str, nn.Parameter]]:
-        """Provide the rows of one expert, gathered inside, by the names of the module's
-        parameters."""
+        """Provide one expert's rows, gathered inside, by the names of the module's parameters."""
         with self._store.expert(self._table.groups[expert]):
             yield self._table.rows_of(expert)

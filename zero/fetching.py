@@ -105,8 +105,7 @@ class Fetcher:
         self._any_moves |= not item.state.in_place
 
     def next_use(self, index: int) -> float:
-        """Return the uses until an item is needed; infinity if it is not expected. For any
-        thread."""
+        """Return the uses until an item is needed; infinity if unexpected. For any thread."""
         if index in (self._needed, self._needed_choice):
             return _NOW
         announced = self._announced.get(index)
@@ -118,7 +117,7 @@ class Fetcher:
         self.trace.begin_forward()
 
     def need(self, item: Fetchable, *, backward: bool = False) -> None:
-        """Note that `item` is used now: move its update to the front or begin to bring it."""
+        """Note that `item` is used now; move its update to the front or begin to bring it."""
         index = item.index
         self._needed_choice = index if index in self._choices else None
         if self._needed_choice is None:
@@ -158,8 +157,7 @@ class Fetcher:
     def _bring_all(
         self, coming: Iterable[tuple[int, float]], priority: Priority = Priority.NORMAL
     ) -> bool:
-        """Bring items, given with their next uses, as far as there is room. Returns whether all had
-        room."""
+        """Bring items with these next uses, while there is room. Returns whether all had room."""
         for index, next_use in coming:
             if self.updates.is_pending(index):
                 continue  # its update brings it

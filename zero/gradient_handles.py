@@ -343,8 +343,7 @@ class GradientHandles:
         return not source.zeroed and not self._has(source.state, source.index)
 
     def _is_kept(self, key: Place) -> bool:
-        """Return whether there are other references to a handle, or to its source, than this
-        table's."""
+        """Return whether anything but this table refers to a handle, or to its source."""
         handle, source = self._handles[key], self._sources[key]
         # a local variable, an entry of a dictionary, an argument; the source has the handle, too
         return sys.getrefcount(handle) > 3 or sys.getrefcount(source) > 4

@@ -49,8 +49,7 @@ class GradientHooks:
 
 
 class _Hook:
-    """A hook that keeps nothing alive: the garbage collector does not see what a tensor's hook
-    keeps."""
+    """A hook without references: the garbage collector does not see those of tensors' hooks."""
 
     def __init__(self, hooks: GradientHooks) -> None:
         self._hooks = weakref.ref(hooks)

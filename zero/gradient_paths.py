@@ -177,8 +177,7 @@ class LeavingPath(_OnDevice):
         return self._runs[itemsize]
 
     def _copy_in_pieces(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Copy a gradient that is larger than a buffer, piece by piece. Blocks of the norm are not
-        cut."""
+        """Copy a gradient that is larger than a buffer. Blocks of the norm are not cut."""
         itemsize, numel = target.itemsize, target.numel()
         partials = self._for_kernel(index)
         step = self._outbox.nbytes // itemsize // NORM_BLOCK * NORM_BLOCK

@@ -59,7 +59,7 @@ def _hold_plain(param: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _outside_inference(function: Callable[[ParamGroup], None]) -> Callable[[ParamGroup], None]:
-    """Run a function outside of inference mode, where parameters would become inference tensors."""
+    """Run `function` outside of inference mode: parameters must not become inference tensors."""
 
     @functools.wraps(function)
     def call(group: ParamGroup) -> None:
@@ -93,8 +93,7 @@ class RankCopies:
         the same order, also those that only some of them use."""
 
     def overwritten(self) -> None:
-        """Note that every rank has overwritten the whole buffer: each part counts as its owner
-        wrote it."""
+        """Note that all ranks overwrote the whole buffer: each part counts as its owner's."""
 
     def on_last_release(self) -> None:
         """Note that no module or caller uses the whole buffer any more, for now."""
@@ -331,8 +330,7 @@ class ParamGroup:
             self.copies.on_last_release()
 
     def hold(self, user: int) -> None:
-        """Enter, as `enter` does, for a pass repeated without data: nothing computes with the
-        parameters."""
+        """Enter for a pass repeated without data: nothing computes with the parameters."""
         self._held_for.add(user)
 
     def let_go(self, user: int) -> None:

@@ -291,8 +291,7 @@ def _was_written(handle: Handle) -> bool:
 
 
 def _name_of(handle: Handle) -> str:
-    """Return the name of the parameter that a handle is a view of; the group's, if no parameter has
-    its dtype."""
+    """Return the name of a handle's parameter; the group's, if no parameter has its dtype."""
     found = next((name for _, name in _params_of(handle)), handle.group.name)
     return f"{found}, saved in shape {tuple(handle.shape)},"
 

@@ -330,8 +330,7 @@ def _may_take_the_fast_path(encoder: nn.Module) -> bool:
 
 
 def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
-    """Yield modules with parameters inside of a unit, each once, with the innermost unit around
-    it."""
+    """Yield modules with parameters inside of units, each once, with their innermost unit."""
     seen = {id(unit.module) for unit in units}
     for unit in sorted(units, key=lambda unit: -unit.name.count(".") if unit.name else 1):
         for inner in unit.module.modules():
@@ -428,8 +427,7 @@ class _Guard:
 
     @break_graph
     def _between_hooks(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a module between its hooks, as torch does, in less time: torch takes longer than a
-        small layer."""
+        """Call a module between its hooks as torch does, which takes longer than a small layer."""
         result = None
         try:
             self.before(self._module, args)

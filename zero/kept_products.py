@@ -162,8 +162,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_lost(outputs: Any | None) -> bool:
-    """Return whether a call's outputs were changed in place: inside of its block (None) or
-    outside."""
+    """Return whether outputs of a call were changed in place: in its block (None) or outside."""
     leaves = pytree.tree_leaves(outputs)
     return outputs is None or any(leaf.changed for leaf in leaves if isinstance(leaf, _Kept))
 

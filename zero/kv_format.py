@@ -179,8 +179,7 @@ class Int8Format(PageFormat):
     exact = False
 
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return words [batch, heads, tokens, groups] and codes [batch, heads, tokens, coded
-        dim]."""
+        """Return words [batch, heads, tokens, groups], codes [batch, heads, tokens, coded dim]."""
         coded = coded_dim(shape.dim)
         words = self._view(part, shape, coded // group_of(shape.dim), dtype=torch.int32)
         behind = part[words.numel() * words.itemsize :]
@@ -210,8 +209,7 @@ class Int8Format(PageFormat):
 
 
 def _encode(shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return words and codes of vectors [..., dim], which are first rounded to the model's
-    format."""
+    """Return words and codes of vectors [..., dim], rounded to the model's format first."""
     coded, size = coded_dim(shape.dim), group_of(shape.dim)
     values = functional.pad(states.to(shape.dtype), (0, coded - shape.dim)).contiguous()
     words = values.new_empty((*values.shape[:-1], coded // size), dtype=torch.int32)

@@ -275,8 +275,8 @@ class KVPages:
             self._store.left(self)
 
     def _give_up(self) -> None:
-        """Close after bytes were lost, also what says so itself, which would keep the error and all
-        that its traceback refers to."""
+        """Close after bytes were lost, also states that raise that error: they would keep it, and
+        all that its traceback refers to."""
         with suppress(OffloadError):
             self.close()
 

@@ -16,8 +16,7 @@ def coded_dim(dim: int) -> int:
 
 
 def group_of(dim: int) -> int:
-    """Return the elements of such a vector that share a scale: the largest group that divides
-    it."""
+    """Return how many elements of such a vector share a scale: the largest group that fits."""
     return next(size for size in _GROUPS if not coded_dim(dim) % size)
 
 

@@ -246,7 +246,7 @@ class KVStore:
         return slab.free.pop()
 
     def _new_slab(self, name: str, size: int) -> _Slab:
-        """Allocate as many pages as there are layers, or as find room together; else one."""
+        """Allocate a slab of a page for each layer, or of as many as find room, or of one."""
         slabs = -(-self._layers * size // _SLAB_NBYTES)
         cells = -(-self._layers // slabs)
         room = self._homes.kv_room_nbytes() // (_OPEN_SHARE * size)

@@ -101,8 +101,7 @@ class Layout:
         return self.shard_trainable + self.shard_frozen
 
     def chunks(self, chunk_numel: int) -> list[range]:
-        """Return one rank's trainable elements in pieces of `chunk_numel`, counted from its
-        first."""
+        """Return one rank's trainable elements in pieces of `chunk_numel`, counted from 0."""
         end = self.shard_trainable
         starts = range(0, end, chunk_numel)
         return [range(start, min(start + chunk_numel, end)) for start in starts]

@@ -36,8 +36,7 @@ class MemoryAlarm:
     def spread(
         self, exchange: Callable[[list[float]], np.ndarray], numbers: Sequence[float]
     ) -> np.ndarray:
-        """Return `exchange(numbers)`, one row per rank, and exchange what each rank knows with
-        them."""
+        """Return `exchange(numbers)`, one row per rank; what each rank knows goes with them."""
         rows = exchange([*numbers, *self._known])
         for left, rank in rows[:, -2:].tolist():
             if left != _ENOUGH:
@@ -46,8 +45,7 @@ class MemoryAlarm:
         return rows[:, :-2]
 
     def check(self) -> None:
-        """Raise LowMemoryError, on all ranks, once after each step in which one of them is
-        short."""
+        """Raise LowMemoryError, on all ranks, once after each step in which one is short."""
         (left, rank), self._known = self._known, (_ENOUGH, 0.0)
         if left != _ENOUGH:
             raise LowMemoryError(

@@ -71,8 +71,7 @@ class SplitArgument(Protocol):
         ...
 
     def join(self) -> None:
-        """Note that every sample was in one part, in this order, and the block has computed with
-        them."""
+        """Note that every sample was in one part, in this order, and has been computed."""
         ...
 
     def trial(self) -> SplitArgument:
@@ -191,8 +190,7 @@ class _BatchedBlock:
         return self.own_forward(*args, **kwargs)
 
     def flattened(self, values: Any) -> tuple[list[Any], pytree.TreeSpec]:
-        """Flatten `values`. Some caches are trees of tensors to torch: those that are split stay
-        whole."""
+        """Flatten `values`. Split arguments stay whole, even caches that are trees to torch."""
         return pytree.tree_flatten(values, is_leaf=lambda each: self._splitter_of(each) is not None)
 
     def _splitter_of(self, value: Any) -> Callable[[Any, int], SplitArgument] | None:
@@ -217,8 +215,7 @@ class _BatchedBlock:
         return self.backward(self.unit.groups, bool(self._waiting))
 
     def _batch(self, leaves: Sequence[Any], *, training: bool) -> int:
-        """Return the first dimension of the first tensor. Raises UnsupportedError for other
-        objects."""
+        """Return the first tensor's first dimension. Raises UnsupportedError for other objects."""
         for leaf in leaves:
             splits = self._splitter_of(leaf) is not None
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and (training or not splits):
@@ -291,7 +288,7 @@ class _Pieces:
         return part
 
     def whole_of(self, leaf: Any) -> Any:
-        """Return the argument if a block returns a part of one, else `leaf`."""
+        """Return the whole argument for a part that a block returns; any other leaf as it is."""
         return self._wholes.get(id(leaf), leaf)
 
 
@@ -429,8 +426,7 @@ class _OverPieces(torch.autograd.Function):
 def _entered(
     pieces: _Pieces, number: int, differentiable: Sequence[int], sink: list[_InputGradients]
 ) -> tuple[Any, Any]:
-    """Return one piece's (args, kwargs), its differentiable inputs at the beginning of a new
-    graph."""
+    """Return one piece's (args, kwargs), with differentiable inputs at the start of a new graph."""
     span = pieces.spans[number]
     leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in pieces.leaves]
     args = pieces.call(number, leaves)

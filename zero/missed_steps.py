@@ -174,6 +174,5 @@ class _Log:
 
 @lru_cache(maxsize=4 * MOST_MISSED)  # experts of all layers ask for the same
 def _numbers(hyper: Hyper, step: int) -> Scalars:
-    """Return the numbers of an update with a gradient of zeros: no clipping or loss scale changes
-    it."""
+    """Return the numbers of an update with a zero gradient: clipping and loss scale change none."""
     return hyper.scalars(step, 1.0)

@@ -111,8 +111,7 @@ class ModelShape:
         return replace(self, groups=tuple(groups))
 
     def with_adapters(self, rank: int) -> ModelShape:
-        """Return the same model frozen, with two trained matrices of LoRA's beside each one of a
-        block."""
+        """Return the model frozen, with two trained LoRA matrices beside each one of a block."""
         repeated = {index for unit in self.units if unit.repeated for index in unit.groups}
         groups = (
             replace(group, params=(*group.params, *_adapters(group, rank)))
@@ -123,8 +122,8 @@ class ModelShape:
         return replace(self, groups=tuple(groups))
 
     def spread(self, ep_size: int) -> ModelShape:
-        """Return the part of the first of `ep_size` ranks when the experts of every table, a
-        multiple of that, are spread over them: others have as many, under other numbers."""
+        """Return the first rank's part of the model when the experts of every table are spread over
+        `ep_size` ranks, which divides their number: others have as many, under other numbers."""
         here = {index for t in self.tables.values() for index in t[: len(t) // ep_size]}
         kept = [i for i, group in enumerate(self.groups) if not group.table or i in here]
         numbers = {index: number for number, index in enumerate(kept)}

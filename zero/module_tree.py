@@ -182,8 +182,7 @@ def names_of(root: ModuleTree) -> dict[int, tuple[str, ...]]:
 
 
 def check_classes(block_classes: Sequence[str], root: ModuleTree) -> None:
-    """Raise ConfigError if a named class is none of the model's; it lists those that could be
-    meant."""
+    """Raise ConfigError for a class that is not the model's, listing those that may be meant."""
     if not block_classes:
         return
     found = {m.class_name for m in root.modules() if next(m.parameters(), None) is not None}
@@ -324,8 +323,7 @@ def _is_list(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:
 
 
 def _is_apart(params: Sequence[TreeParam], names: dict[int, tuple[str, ...]]) -> bool:
-    """Return whether the parameters of experts are worth moving one by one, and in no other
-    place."""
+    """Return whether experts' parameters are worth moving one by one, and in no other place."""
     managed = all(param.managed and len(names[id(param)]) == 1 for param in params)
     return managed and sum(param.numel for param in params) > SMALL_TABLE_NUMEL
 

@@ -107,8 +107,7 @@ class GradientNorms:
         return self._states[group].group.layout.params[index].name
 
     def _all(self, loss_scale: float) -> torch.Tensor:
-        """Return the norms in order, the same on every rank; 0 for a parameter without a
-        gradient."""
+        """Return the norms in order, the same on every rank; 0 where there is no gradient."""
         if self._norms is None:
             squares = [self._square_of(places) for places in self._order]
             self.alarm.look()

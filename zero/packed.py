@@ -30,8 +30,7 @@ class PackedParam:
 
     @classmethod
     def of(cls, param: nn.Parameter, names: tuple[str, ...]) -> PackedParam:
-        """Make a packed parameter. Its rows begin as views of its values, each with a version of
-        its own."""
+        """Make a packed parameter; its rows begin as views, each with a version of its own."""
         rows = [nn.Parameter(row.data, param.requires_grad) for row in param.detach()]
         return cls(param, names, rows, type(param))
 
@@ -41,7 +40,7 @@ class PackedParam:
 
     @property
     def spec(self) -> ParamSpec:
-        """The parameter's place, as if it lay in a buffer of its own."""
+        """The parameter's spec, as if it lay in a buffer of its own."""
         group, index = self.places[0]
         trainable = group.layout.params[index].trainable
         return ParamSpec(self.names, tuple(self.param.shape), 0, trainable)

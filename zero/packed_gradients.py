@@ -32,8 +32,7 @@ T = TypeVar("T")
 
 
 def there(reference: weakref.ref[T]) -> T:
-    """Return an object of the engine, for a gradient's handle. Raises StateError if it was
-    dropped."""
+    """Return what a gradient's handle refers to. Raises StateError if the engine was dropped."""
     found = reference()
     if found is None:
         raise StateError(
@@ -144,8 +143,8 @@ class PackedGradients:
                         row.grad = own
 
     def _part(self, packed: PackedParam) -> None:
-        """Part a handle from `.grad`, which was set to something else. A user who has kept it, or
-        views of it, gets a copy of its value."""
+        """Separate a handle from `.grad`, which was set to something else. A user who has kept it,
+        or views of it, gets a copy of its value."""
         handle = self._shown.pop(packed)
         source = handle.source
         # a local variable, an argument; the handle has the source, too

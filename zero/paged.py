@@ -96,8 +96,7 @@ def from_start(start: int, size: Any, stride: Any, storage_offset: int | None = 
 
 
 class PagedTensor(torch.Tensor):
-    """A tensor in a tier (see the module's text). Operations on one, or with one among others, give
-    plain tensors."""
+    """A tensor in a tier (see above). Operations on one, or with one, give plain tensors."""
 
     source: Source
     views: tuple[_View, ...]
@@ -177,8 +176,7 @@ class PagedTensor(torch.Tensor):
         return self._like().new_tensor(*args, **kwargs)
 
     def _like(self) -> torch.Tensor:
-        """Return an empty plain tensor: PyTorch makes none like one that has a dispatch key of its
-        own."""
+        """Return a plain tensor: PyTorch makes none like one with a dispatch key of its own."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def values(self) -> torch.Tensor:
@@ -278,8 +276,7 @@ def _gives_views(operation: Operation) -> bool:
 def _in_parts(
     paged: PagedTensor, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Decompose an operation, which PyTorch does not do in inference mode; it may give a copy
-    (`to`)."""
+    """Decompose an operation as inference mode does not: it may give a copy (`to`)."""
     found = operation.decompose(*args, **kwargs)
     for each in found if isinstance(found, (list, tuple)) else [found]:
         if isinstance(each, PagedTensor) and paged.requires_grad:

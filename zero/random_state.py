@@ -31,8 +31,7 @@ _NUMPY: np.random.RandomState = np.random.mtrand._rand
 
 
 def generators_of(module: nn.Module) -> list[Generator]:
-    """Return Python's and NumPy's generators, and those with a state that a block keeps for
-    itself."""
+    """Return Python's and NumPy's generators, and those with a state that a block has."""
     return [_PYTHON, _NUMPY, *_own_generators(module).values()]
 
 
@@ -101,8 +100,7 @@ def _is_generator(kind: type) -> bool:
 
 
 def state_of(generator: Generator) -> Any:
-    """Return the state that decides what a generator draws next, and which children it spawns
-    next."""
+    """Return a state that decides a generator's next draws, and its next children."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):

@@ -96,8 +96,7 @@ class RankRecords:
         self._publishing, self._reading = _client(self.store), _client(self.store)
 
     def publish(self, record: RankRecord) -> Departure | None:
-        """Publish a record. Returns which rank has left because of an error, the last one that did.
-        For one thread."""
+        """Publish a record. Returns the last rank that left for an error. For one thread."""
         self._publishing.set(f"{self._prefix}/{self._rank}", record.to_text())
         key = f"{self._prefix}/departure"
         if record.left and not record.blames:

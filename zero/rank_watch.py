@@ -191,8 +191,7 @@ class RankWatch:
         return explained
 
     def parted(self, why: str) -> RankError:
-        """Return the error after which no collective is begun any more, here and, for the same
-        reason, on all other ranks."""
+        """Return the error for this and all other ranks: no collective is begun any more."""
         error = RankError(f"rank {self._rank}: {why}", ranks=(self._rank, *self._others))
         with self._lock:
             self._failure = self._failure or error

@@ -147,8 +147,7 @@ class RankWeights:
             group.on_hold = self._note_hold
 
     def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
-        """Note that a module has entered a group, or left it: a group that it holds is not given
-        up."""
+        """Note that a module has entered or left a group: while held, it is not given up."""
         self._log.note(partial(group.hold if entered else group.let_go, id(user)))
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
@@ -157,8 +156,7 @@ class RankWeights:
             group.copies.refresh()
 
     def use(self, group: ParamGroup, *, backward: bool) -> None:
-        """Note that `group` is needed now: issue the collectives that all ranks issue for this
-        use."""
+        """Issue the collectives that all ranks issue for a use of `group`, now."""
         self._log.note(partial(self._replay_use, group, backward=backward))
         self._use(group, backward=backward)
 
@@ -230,8 +228,7 @@ class RankWeights:
         return [self._gatherer.order]
 
     def ending(self) -> Callable[[], None]:
-        """Return a function that does what `finish` and `close` do, for an engine that is gone: it
-        keeps no model."""
+        """Return a function that does what `finish` and `close` do, and keeps no model."""
         return partial(_end, self.orders(), self.ranks, self.collectives)
 
     def finish(self) -> None:

@@ -52,8 +52,7 @@ class Holder(Protocol):
 
 
 class Recomputation:
-    """The recomputation of every repeated block, installed on creation. `remove` takes it out
-    again."""
+    """Recomputation of every repeated block, from creation until `remove`."""
 
     def __init__(
         self, units: Sequence[Unit], holder: Holder, *, selective: bool, keeper: Keeper | None

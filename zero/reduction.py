@@ -100,8 +100,7 @@ class ReducedGradients:
 
     @property
     def holds_any(self) -> bool:
-        """Whether there are gradients, also if they are other ranks' of which this rank has a
-        part."""
+        """Whether there are gradients, this rank's or others' of which it has a part."""
         return self.submitted or self.has_any
 
     def close(self) -> bool:
@@ -153,8 +152,7 @@ class ReducedGradients:
         self.own.spend()
 
     def read(self, index: int) -> torch.Tensor | None:
-        """Return a copy of this rank's part of a gradient that was reduced; None if there is
-        none."""
+        """Return a copy of this rank's part of a reduced gradient; None if there is none."""
         there = index in self._numbers and self.passes[index]
         return self.own.read(self._numbers[index]) if there else None
 
@@ -613,8 +611,7 @@ class Reductions:
         return self._order[::-1]
 
     def discard(self) -> None:
-        """Drop gradients, by `zero_grad` instead of a step: the round in progress is reduced all
-        the same."""
+        """Drop gradients instead of a step: the round in progress is reduced all the same."""
         for group in self._groups:
             group.when_issued = None  # nothing is updated with it
         self.finish()

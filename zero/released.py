@@ -204,8 +204,7 @@ class ReleasedParameters:
         return self._use_values(function, name, args, kwargs)
 
     def _use_below(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that read parameters below Python, or a function that needs no
-        values."""
+        """Run an operation that reads parameters below Python, or needs no values."""
         if operation is SHARE_DATA and args[0] is not args[1] and type(args[1]) in self._released:
             self._refuse_sharing(args[1])
         name = name_of(operation)
@@ -357,8 +356,7 @@ class ReleasedParameters:
     def _in_graph(
         self, function: Function, name: str, args: Any, kwargs: Any, params: Sequence[nn.Parameter]
     ) -> Any:
-        """Run an operation that autograd records: its gradient comes to the parameters as
-        always."""
+        """Run an operation that autograd records: parameters get its gradient as always."""
         refuse_in_transforms(self._name_of(params[0]))
         with self._values.reading(params):
             for param in params:

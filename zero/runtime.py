@@ -79,8 +79,7 @@ class Homes(WeightHomes, Protocol):
     def record_format(self, index: int, chunk: int) -> RecordFormat: ...
 
     def device_work(self) -> DeviceWork:
-        """Return the streams and memory of the device that updates and gradients use beside the
-        model."""
+        """Return the device's streams and memory for updates and gradients beside the model."""
         ...
 
     def gradient_sums(self) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Pieces(Protocol):
 
     @property
     def split(self) -> Sequence[bool]:
-        """The leaves that are split."""
+        """Whether each of the leaves is split."""
         ...
 
     def call(self, number: int, leaves: Sequence[Any]) -> tuple[Any, Any]: ...
@@ -119,8 +119,7 @@ class _Question:
         return self._of_some(pair) if len(self._pieces.spans) > 2 else self._outputs(pair)
 
     def _of_some(self, call: tuple[Any, Any]) -> list[Tensor]:
-        """Return the outputs for a part of the batch. Raises UnsupportedError if the block fails on
-        it."""
+        """Return the outputs for a part of the batch. Raises UnsupportedError if it fails."""
         try:
             return self._outputs(call)
         except torch.OutOfMemoryError:
@@ -190,8 +189,7 @@ class _Question:
         return [exchanged(leaf) if split else leaf for leaf, split in pairs]
 
     def _first_piece(self, leaves: Sequence[Any]) -> dict[str, tuple[Tensor, torch.dtype]]:
-        """Return the first piece's output, of two, and sketches of the gradients that come from
-        it."""
+        """Return the first piece's output, of two, and sketches of the gradients from it."""
         span = self._pieces.spans[0]
         inputs = {n: x.requires_grad_() for n, x in enumerate(leaves) if _is_float(x)}
         # copies: a block may write to its inputs, not to leaves
@@ -269,8 +267,7 @@ def _take_sketch(
 def _add_sketch(
     found: dict[str, tuple[Tensor, torch.dtype]], name: str, gradient: Tensor
 ) -> None:  # fmt: skip
-    """Add sums and norms of a gradient's parts; none if it is not finite, which any sample may
-    cause."""
+    """Add sums and norms of a gradient's parts; none if not finite, as any sample may cause."""
     parts = gradient.detach().reshape(-1).tensor_split(_SKETCH_PARTS)
     sums = [part.sum(dtype=torch.float64) for part in parts]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]

@@ -56,8 +56,7 @@ class SaveGate:
             return index in self._held and index not in self._admitted
 
     def want(self, index: int) -> None:
-        """Note that a group is needed now: the save takes it next, if it may not be overwritten
-        yet."""
+        """Note that a group is needed now: the save takes it next, if it holds it back."""
         if not self._held:
             return
         with self._lock:

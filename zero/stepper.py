@@ -394,8 +394,7 @@ class Stepper:
         self._short_step = passes if is_short else None
 
     def _wait_for_reading_updates(self) -> None:
-        """Wait for updates: a group has one at a time, and zero_grad counts from when it was
-        called."""
+        """Wait for updates: a group has one at a time, and zero_grad counts from its call."""
         with self._lock:
             reading = sorted(self._read_by_update - self._ahead)
         reading = [index for index in reading if index not in self.trials]

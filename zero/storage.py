@@ -85,8 +85,7 @@ class Storage:
 
 
 def _is_matrix(param: ParamShape) -> bool:
-    """Return whether it is a weight of a linear layer or an embedding; for packed experts, also all
-    of them."""
+    """Return whether it is a weight of a linear layer or embedding, or of all packed experts."""
     if 0 in param.shape:
         return False
     if len(param.shape) == 3:

@@ -52,7 +52,7 @@ class WeightHomes(Protocol):
         stride: int | None = None,
     ) -> State:  # fmt: skip
         """Return the state of a group's parameters. Elements behind `edge` are not updated;
-        `stride` are those of each of the parts that are pieces of their own."""
+        `stride` counts those of each of the parts that are pieces of their own."""
         ...
 
 
@@ -288,8 +288,7 @@ class WeightStore:
 
     # ---------------------------------------------------------------- the whole
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int] | None:
-        """Return a parameter's group and its index there; None if it is in none (see
-        `packed_of`)."""
+        """Return a parameter's group and index; None if it is in none (see `packed_of`)."""
         return self._where.get(id(param))
 
     def packed_of(self, param: torch.Tensor) -> PackedParam | None:
@@ -349,8 +348,8 @@ class WeightStore:
 
     def close(self, why: str | None = None) -> None:
         """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.
-        `why` is the reason for hooks of their own to raise with, as the model has no values then;
-        None if it gets them."""
+        `why` is raised by hooks of their own, as the model has no values then; None if it gets
+        them."""
         self.refuse_use()
         try:
             self.ranks.finish()

@@ -12,8 +12,7 @@ _HARMLESS = "Vmap"  # nothing is differentiated
 
 
 def refuse_transforms() -> None:
-    """Raise UnsupportedError if a call in progress is differentiated by anything but autograd's
-    graph."""
+    """Raise UnsupportedError if anything but autograd's graph differentiates a call in progress."""
     stack = torch._C._functorch.get_interpreter_stack()
     if not stack and forward_ad._current_level < 0:
         return

@@ -34,7 +34,7 @@ _LONGEST_PAUSE = 64  # steps
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of an update: for the parameters that have a gradient, in their order."""
+    """The terms of an update, for the parameters that have a gradient, in their order."""
 
     having: tuple[int, ...]
     hypers: tuple[Hyper | None, ...]
@@ -111,8 +111,7 @@ class Trials:
         return iter(list(self._terms))
 
     def takes(self, state: OptimizerState) -> bool:
-        """Return whether the group can be updated now and be as it was again, if there is
-        memory."""
+        """Return whether the group can be updated now and then restored, if memory suffices."""
         group, nbytes = state.group, self._nbytes[state.group.index]
         return (
             self.on and nbytes is not None and self._spare.holds(nbytes) and not group.is_entered

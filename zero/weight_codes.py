@@ -29,8 +29,7 @@ class WeightCodes:
     run: Runner = serial
 
     def runner(self, part: CodedPart) -> Runner:
-        """Return the runner of work on a parameter: small ones are not worth waking a thread
-        for."""
+        """Return the runner for a parameter: small ones are not worth waking a thread for."""
         return self.run if part.spec.numel >= _SHARED_NUMEL else serial
 
     def stored_nbytes(self, nbytes: int) -> int:
