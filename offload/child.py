@@ -162,7 +162,7 @@ def child_environment() -> dict[str, str]:
 
 
 def repository() -> Path:
-    """The folder that holds the package: a checkout's root, or where packages are installed."""
+    """Return the folder that holds the package: a checkout's root, or an installation's."""
     return Path(offload.__file__).resolve().parent.parent
 
 

@@ -100,7 +100,7 @@ class ClientOptimizer:
             _attach(scheduler, self.given)
 
     def is_lent_to(self, engine: Engine | None) -> bool:
-        """Whether the given optimizer's states are those of this engine's optimizer."""
+        """Return whether the given optimizer's states are those of this engine's optimizer."""
         lent = _lent.get(self.given)
         return engine is not None and lent is not None and lent() is engine.optimizer
 
@@ -152,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def equal_numbers(ours: Any, theirs: Any) -> bool:
-    """Whether two settings are the same, as written in different formats."""
+    """Return whether two settings are the same, as written in different formats."""
     try:
         if isinstance(ours, list | tuple):
             return [float(each) for each in ours] == [float(each) for each in theirs]

@@ -118,7 +118,7 @@ class DeviceHomes:
         return lease.tensor
 
     def moved_nbytes(self) -> dict[str, int]:
-        """Bytes over both pairs of links since the start."""
+        """Return the bytes over both pairs of links since the start."""
         both = (self.links, self._update_links)
         return {
             _TO_DEVICE: sum(links.to_device.moved_nbytes for links in both),
@@ -133,7 +133,7 @@ class DeviceHomes:
 
     # ---------------------------------------------------------------- waiting
     def lanes(self) -> list[Lane]:
-        """The links that the model's thread waits for."""
+        """Return the links that the model's thread waits for."""
         both = (self.links, self._update_links)
         return [stream.lane for links in both for stream in (links.to_device, links.to_host)]
 

@@ -378,15 +378,15 @@ class Engine(TieredModel):
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()` in every precision; scales `loss` (one element) under fp16. It is not
-        divided: of N passes for a step, divide it by N."""
+        """Call `loss.backward()` in every precision; scales `loss` (one element) under fp16. It is
+        not divided: of N passes for a step, divide it by N."""
         with self._open().scaled_backward() as scale:
             _plain(loss if scale == 1.0 else loss * scale).backward()
         self.note_pass(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` as `backward` scales it, for a `backward()` of your own on the result, or on a sum
-        with it; the same object where the precision needs no scaling."""
+        """Return `loss` as `backward` scales it, for a `backward()` of your own on the result, or
+        on a sum with it; the same object if the precision needs no scaling."""
         runtime = self._open()
         if runtime.loss_scale is None:
             return loss
@@ -462,11 +462,11 @@ class Engine(TieredModel):
         return self._open().store.recorder is not None
 
     def waits(self) -> dict[str, float]:
-        """Seconds for which the model's thread has waited, as in `Report.waits`."""
+        """Return the seconds for which the model's thread has waited, as in `Report.waits`."""
         return waits_s([*self._homes.lanes(), *self._open().lanes()])
 
     def links(self) -> dict[str, LinkUse]:
-        """How each link has spent its time, as in `Report.links`."""
+        """Return how each link has spent its time, as in `Report.links`."""
         self._check_open()
         return self._homes.link_uses()
 
@@ -643,10 +643,10 @@ class Engine(TieredModel):
     def load_checkpoint(self, path: StrPath) -> dict[str, Any]:
         """Take over what `save_checkpoint` wrote, under any placement and number of ranks, and
         return its `state` (empty if it had none). All of it is compared with its hashes as it is
-        read. Random numbers go on as they were, and what was registered gets its state last.
+        read. Random numbers go on as they were, and registered objects get their states last.
 
-        CheckpointError, and nothing is changed, if it is of another model or not all there. After
-        one that names damage, or a StorageError, the engine does nothing (StateError) until
+        Raises CheckpointError, and changes nothing, if it is of another model or not all there.
+        After one that names damage, or a StorageError, the engine does nothing (StateError) until
         another checkpoint is loaded.
         """
         from offload.checkpoint import load

@@ -98,7 +98,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def at(cls, length: int, head: int, theta: float, like: Tensor) -> Rotary:
-        """The table for positions 0..length-1, computed in fp32, in the type of `like`."""
+        """Return the table for positions 0..length-1, computed in fp32, in the type of `like`."""
         even = torch.arange(0, head, 2, device=like.device, dtype=torch.float32)
         positions = torch.arange(length, device=like.device, dtype=torch.float32)
         angles = torch.outer(positions, theta ** (-even / head)).repeat(1, 2)
@@ -272,7 +272,7 @@ def build_meta_model(config: OffloadConfig) -> LanguageModel:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Elements of all parameters, tied ones counted once."""
+    """Return the elements of all parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -269,7 +269,7 @@ class TieredHomes:
         return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes, spare)
 
     def device_work(self) -> DeviceWork:
-        """The streams and memory of the device that updates and gradients use beside the model."""
+        """Return the device's streams and memory for updates and gradients beside the model."""
         return self._device.work()
 
     def free_nvme_nbytes(self) -> int:
@@ -321,7 +321,7 @@ class TieredHomes:
         return SharedMemory(pool, planned.gather_nbytes, workspace, self._device.links.fences)
 
     def staging(self) -> list[torch.Tensor]:
-        """The update's buffers (1D uint8, host memory)."""
+        """Return the update's buffers (1D uint8, host memory)."""
         buffers = []
         for index in range(self.plan.staging_buffers):
             buffers.append(
@@ -334,12 +334,12 @@ class TieredHomes:
         return [lease.tensor for lease in buffers]
 
     def held_nbytes(self) -> dict[str, int]:
-        """Bytes that each tier holds now."""
+        """Return the bytes that each tier holds now."""
         with self.lock:
             return {str(tier): each.used_nbytes for tier, each in self.ledger.accounts.items()}
 
     def bytes_moved(self) -> dict[str, int]:
-        """Bytes over each link since the start."""
+        """Return the bytes over each link since the start."""
         io = self.store.statistics().io if self.store is not None else None
         return {
             "nvme read": io.read_nbytes if io is not None else 0,
@@ -349,13 +349,13 @@ class TieredHomes:
         }
 
     def link_uses(self) -> dict[str, LinkUse]:
-        """How each link spent its time since the start: files, all paths together, and copies."""
+        """Return how each link spent its time so far: files, all paths together, and copies."""
         files = {} if self.store is None else {str(WaitFor.FILES): self.store.backend.use()}
         return {**files, **self._device.uses()}
 
     def bytes_saved(self) -> dict[str, int]:
-        """Bytes that did not have to cross a link, because they were still where they are used, or
-        were used up before they were written."""
+        """Return the bytes that did not have to cross a link, because they were still where they
+        are used, or were used up before they were written."""
         host, device = self.pool.traffic, self._device.pool.traffic
         return {
             "nvme read": host.saved_reads_nbytes,
@@ -364,7 +364,7 @@ class TieredHomes:
         }
 
     def left_nbytes(self) -> int | None:
-        """Bytes of RAM that are left, if these are too few; otherwise None."""
+        """Return the bytes of RAM that are left, if these are too few; otherwise None."""
         short = self.guard.short
         return None if short is None else short.last_nbytes
 
@@ -373,7 +373,7 @@ class TieredHomes:
         self.guard.check()
 
     def lanes(self) -> list[Lane]:
-        """The lanes that the model's thread waits for: files, and links of the device."""
+        """Return the lanes that the model's thread waits for: files, and links of the device."""
         files = [] if self.store is None else [self.store.backend.lane]
         return [*files, *self._device.lanes()]
 

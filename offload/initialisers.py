@@ -97,7 +97,7 @@ class Entry:
         return all(o.get(is_parameter=self.is_parameter) is tensor for o in self.owners)
 
     def like(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` as a tensor of this kind, with what was hung on the original."""
+        """Return `values` as a tensor of this kind, with what was hung on the original."""
         if not self.is_parameter:
             return values
         made = nn.Parameter(values, requires_grad=self.tensor.requires_grad)

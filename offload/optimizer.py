@@ -265,8 +265,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
 @functools.cache
 def optimizer_class(kind: str) -> type[OffloadOptimizer]:
-    """The class of an `optimizer.type`: it has the name of torch's class with that rule (AdamW,
-    SGD), by which loggers name what they log."""
+    """Return the class of an `optimizer.type`: it has the name of torch's class with that rule
+    (AdamW, SGD), by which loggers name what they log."""
     named = {name.lower(): name for name in dir(torch.optim)}
     body = {"__doc__": OffloadOptimizer.__doc__, "__module__": OffloadOptimizer.__module__}
     return type(named.get(kind, kind.capitalize()), (OffloadOptimizer,), body)

@@ -196,7 +196,7 @@ class _States:
         )
 
     def names(self) -> tuple[str, ...]:
-        """The names of the states that exist, as in `state_dict`, and of those that were set."""
+        """Return the names of the states that exist, as in `state_dict`, or that were set."""
         found = self._values.state_names(self._param)
         return tuple(dict.fromkeys((*found, *self._set))) if self._set else found
 

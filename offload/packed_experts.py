@@ -116,8 +116,8 @@ class _Attached:
         self._params = {name: getattr(module, name) for name in weight_names(module)}
 
     def stand_for(self, module: nn.Module) -> bool:
-        """Whether the module would compute with the parameters that these are the slices of, not
-        with a parametrization (PEFT's adapters) or other tensors (`torch.func.functional_call`)."""
+        """Return whether the module would compute with the parameters that these are slices of, not
+        with a parametrization (PEFT's adapters) or others (`torch.func.functional_call`)."""
         own = module._parameters
         return all(own.get(name) is param for name, param in self._params.items())
 

@@ -68,7 +68,7 @@ class SafetensorsWeights:
         return self._tensors[name].value()
 
     def has_other_shape(self, name: str, like: torch.Tensor) -> bool:
-        """Whether the files have a tensor of this name, not of the shape of `like`."""
+        """Return whether the files have a tensor of this name, not of the shape of `like`."""
         return self.has(name) and self._tensors[name].shape != like.shape
 
     def check_names(self, model: nn.Module, others: Collection[str] = ()) -> None:

@@ -481,7 +481,7 @@ def _announce(
 
 
 def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
-    """Before allocating: refuse settings that this machine cannot run, and warn about slow ones."""
+    """Refuse, before allocating, settings that cannot run here, and warn about slow ones."""
     here = [p for p in model.parameters() if p.device.type == "cpu"]
     freed = sum(local_of(p).nbytes for p in here)
     found = preflight(plan, config.nvme, nvme_paths(config.nvme), freed_nbytes=freed)

@@ -148,7 +148,7 @@ class BlockState:
         self._exchange(lambda value: _copied(value, {}))
 
     def settle(self) -> None:
-        """The forward is over: large tensors that it left as they were need no copy."""
+        """Drop the copies of large tensors that the forward, which is over, left as they were."""
         for name, tensor in self._tensors():
             kept = self._kept.get(id(tensor))
             if kept is not None and _is_large(kept) and _same_bits(kept, tensor):
@@ -158,7 +158,7 @@ class BlockState:
         self._kept = {}
 
     def changed(self) -> list[str]:
-        """Parameters, and tensors without a copy, that were changed in place since."""
+        """Return the names of parameters and uncopied tensors that were changed in place since."""
         return [each.name for each in self._watched if each.tensor._version != each.version]
 
     @contextmanager

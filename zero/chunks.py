@@ -106,8 +106,8 @@ class ChunkBytes:
             self.in_place = self.home.host_piece(self.piece)
 
     def wait(self) -> torch.Tensor:
-        """The bytes in host memory (1D uint8), once they have arrived and nothing reads them any
-        more."""
+        """Return the bytes in host memory (1D uint8), once they have arrived and nothing reads them
+        any more."""
         if self.before is not None:
             self.before.wait()
         if self.in_place is not None:
@@ -118,7 +118,7 @@ class ChunkBytes:
         return self.staged
 
     def device_bytes(self) -> torch.Tensor:
-        """The bytes on the device (1D uint8), valid in stream order."""
+        """Return the bytes on the device (1D uint8), valid in stream order."""
         found = self.on_device if self.on_device is not None else self.copied
         assert found is not None, "there, or copied there"
         return found
@@ -162,7 +162,7 @@ class Chunk:
         return both if self.gradient is None else (*both, self.gradient)
 
     def segments(self) -> Iterator[tuple[Segment, slice]]:
-        """The chunk's segments, counted in elements from its start."""
+        """Yield the chunk's segments, counted in elements from its start."""
         for segment in self.update.segments:
             lo = max(segment.start, self.elements.start) - self.elements.start
             hi = min(segment.stop, self.elements.stop) - self.elements.start

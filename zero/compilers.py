@@ -49,5 +49,5 @@ def break_graph(function: Function) -> Function:
 
 @break_graph
 def is_active() -> bool:
-    """Whether what this thread runs may be compiled."""
+    """Return whether code on this thread may be compiled."""
     return _compiler_of_frames() is not None

@@ -155,8 +155,8 @@ def _adapters_in(model: nn.Module) -> Iterator[str]:
 
 
 def managed(param: nn.Parameter, only: torch.dtype | None = None) -> bool:
-    """Whether the engine moves a parameter: real floating point only (integers and complex numbers
-    stay in the model), in the format `only` if there is one."""
+    """Return whether the engine moves a parameter: real floating point only (integers and complex
+    numbers stay in the model), in the format `only` if there is one."""
     moves = param.is_floating_point() and not param.is_sparse
     return moves and (only is None or param.dtype is only)
 

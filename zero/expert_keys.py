@@ -1,4 +1,4 @@
-"""How many experts a router chooses for a token, from a model's configuration."""
+"""The number of experts that a router chooses for a token, from a model's configuration."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ class GradientHandles:
         return _CUT_SHORT if self._is_incomplete(source) else None
 
     def _is_incomplete(self, source: GradientSource) -> bool:
-        """Whether parts from other micro-batches are still missing."""
+        """Return whether parts from other micro-batches are still missing."""
         return not source.zeroed and not self._has(source.state, source.index)
 
     def _is_kept(self, key: Place) -> bool:
@@ -495,7 +495,7 @@ class GradientHandles:
         return self._stepper.gradient_norm_of([source.key]).to(device)
 
     def _is_shared(self, key: Place) -> bool:
-        """Whether other ranks have gradients of this parameter, too."""
+        """Return whether other ranks have gradients of this parameter, too."""
         return isinstance(self._states[key[0]].gradients, ReducedGradients)
 
     def _agree(self, source: GradientSource) -> None:

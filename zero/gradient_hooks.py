@@ -71,7 +71,7 @@ def refuse_graph(name: str) -> NoReturn:
 
 
 def is_trained_here(param: nn.Parameter) -> bool:
-    """Whether an engine fetches a parameter's values, or waits for its gradients."""
+    """Return whether an engine fetches a parameter's values, or waits for its gradients."""
     if is_released(param):
         return True
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}

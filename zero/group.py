@@ -179,7 +179,7 @@ class ParamGroup:
         self._views: list[torch.Tensor] = []
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
-        """The parameters with their original classes."""
+        """Return the parameters with their original classes."""
         return [(p, kinds.own) for p, kinds in zip(self.params, self._classes, strict=True)]
 
     @property

@@ -2,7 +2,7 @@
 
 `aten::linear` saves `weight.t()`, a view that would keep the whole gathered buffer alive until
 backward. A handle `(group, shape, stride, offset)` becomes a view of the buffer that the group has
-by then. Other saved tensors go to the hooks that were active before ours if there are any
+by then. Other saved tensors go to the hooks that were active before these if there are any
 (`save_on_cpu`, a checkpoint around the whole model), else to the keeper of activations if there is
 one and it takes them; else they stay. DTensors stay: a write in place is not counted at the local
 tensor, so a keeper could not tell two versions apart.
@@ -176,8 +176,8 @@ class HandleTable:
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
     def views(self) -> AbstractContextManager[Any]:
-        """A context for recomputation in a backward pass: views of buffers stay views, and no
-        tensor is parked, since backward needs them at once.
+        """Return a context for recomputation in a backward pass: views of buffers stay views, and
+        no tensor is parked, since backward needs them at once.
 
         A leaf is saved as the object itself, and a released parameter has no values: save the view
         that it is now.
@@ -197,9 +197,9 @@ class HandleTable:
 
     @contextmanager
     def of_expert(self) -> Iterator[None]:
-        """Around the computation of one expert, in both passes of a checkpoint: its matrices become
-        handles and are no tensors of the checkpoint's. That would hold those of all experts of a
-        block in memory at once, from its second pass until its backward is over."""
+        """Compute one expert inside, in both passes of a checkpoint: its matrices become handles,
+        not tensors of the checkpoint, which would hold those of all experts of a block in memory at
+        once, from its second pass until its backward is over."""
         outer = active_hooks()
         self._experts += 1
         try:

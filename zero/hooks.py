@@ -91,7 +91,7 @@ class UnitHooks:
 
     @staticmethod
     def has_an_engine(module: nn.Module) -> bool:
-        """Whether an engine that is open calls for a module's parameters."""
+        """Return whether an engine that is open calls for a module's parameters."""
         return any(_hooks_of(module))
 
     @staticmethod
@@ -440,7 +440,7 @@ class _Guard:
 
     @break_graph
     def _is_bare(self) -> bool:
-        """Whether a call is its forward between these two hooks, without hooks of others, a
+        """Return whether a call is its forward between these two hooks, without hooks of others, a
         compiler or a tracer."""
         module = self._module
         return self._installed is None and not (

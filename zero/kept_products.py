@@ -62,7 +62,7 @@ class KeepProducts:
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Around the block's forward."""
+        """Keep products of the block's forward, which runs inside."""
         with _Watch(self._keep):
             yield
         self.calls = [(op, self._settled(outputs)) for op, outputs in self.calls]
@@ -84,7 +84,8 @@ class KeepProducts:
 
     @contextmanager
     def calls_again(self) -> Iterator[None]:
-        """Around the block's forward when it is computed again; may be entered several times."""
+        """Use the kept products in the block's forward, computed again inside, as often as
+        needed."""
         left = iter(self.calls)
 
         def replay(op: Any, run: Callable[[], Any]) -> Any:

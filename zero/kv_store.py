@@ -61,7 +61,7 @@ class KVHomes(Protocol):
         ...
 
     def kv_room_nbytes(self) -> int:
-        """Memory that open pages and what attention reads may take."""
+        """Return the memory that open pages and what attention reads may take."""
         ...
 
     @property

@@ -66,7 +66,7 @@ class MissedSteps:
         return {} if log is None else log.take(state, graded)
 
     def lacks(self, state: OptimizerState) -> bool:
-        """Whether a group has missed any step."""
+        """Return whether a group has missed any step."""
         log = self._log_of.get(state.group.index)
         return log is not None and log.lacks(state)
 

@@ -332,7 +332,7 @@ def _on_values(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _one_by_one(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A foreach operation, tensor by tensor: the values of all of them at once might not fit."""
+    """Run a foreach operation, tensor by tensor: the values of all at once might not fit."""
     count = len(args[0])
 
     def one(arg: Any, number: int) -> Any:

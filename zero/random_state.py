@@ -77,7 +77,7 @@ class RandomState:
             self._put(now, [state_of(each) for each in self._generators])
 
     def moved(self) -> bool:
-        """Whether anything was drawn since."""
+        """Return whether anything was drawn since."""
         now = [state_of(each) for each in self._generators]
         return not all(map(_is_same, now, self._first))
 

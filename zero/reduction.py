@@ -401,7 +401,7 @@ class Reductions:
 
     def _agree_on_cleared(self, use: str, name: str) -> None:
         """Drop on all ranks the gradients that users cleared on any rank since the last round.
-        RankError if other ranks, which could see it, have not."""
+        Raises RankError if other ranks, which could see it, have not."""
         any_here = [any(group.cleared.any() for group in self._groups)]
         what = f"which gradients were cleared before {use}"
         if not self._ranks.exchange(any_here, f"whether and {what}", name).any():

@@ -91,8 +91,8 @@ class Homes(WeightHomes, Protocol):
         ...
 
     def left_nbytes(self) -> int | None:
-        """The bytes of memory that can be taken before this process is killed, if these are few;
-        otherwise None."""
+        """Return the bytes of memory that can be taken before this process is killed, if these are
+        few; otherwise None."""
         ...
 
     def check_memory(self) -> None:

@@ -28,8 +28,8 @@ def leave_checkpoints(error: BaseException) -> None:
     """End the contexts of checkpoints that `error` has come through, the innermost first.
 
     Before torch 2.13 a checkpoint leaves that to the collection of its generator: its hooks, and
-    those below them, would be active until nobody has the error any more, and be taken off twice
-    if an interrupt took them off before.
+    those below them, would be active as long as the error is referenced, and be taken off twice if
+    an interrupt took them off before.
     """
     frames, trace = [], error.__traceback__
     while trace is not None:

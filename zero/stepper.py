@@ -221,7 +221,7 @@ class Stepper:
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.
 
-        Returns as soon as that is decided; parameters are read only after their own update.
+        Returns as soon as that is decided; parameters are read only after their own update. Raises
         StateError, with nothing changed, if `hyper_of` differs from what updates ahead were made
         with.
         """
@@ -287,7 +287,7 @@ class Stepper:
     def zero_grad(self) -> None:
         """Forget all gradients, each as soon as a pending update has read it.
 
-        StateError if updates have begun ahead of a step that was never taken.
+        Raises StateError if updates have begun ahead of a step that was never taken.
         """
         self._refuse_to_drop(self._ahead)
         self.trials.take_back_all()

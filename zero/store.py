@@ -329,7 +329,8 @@ class WeightStore:
         return None if found is None else found[0].layout.params[found[1]]
 
     def in_use(self) -> list[str]:
-        """Return the names of what a forward or `gathered` has entered and not left."""
+        """Return the names of groups and packed parameters that a forward or `gathered` still
+        uses."""
         used = [group.name or "the model" for group in self.groups if group.is_entered]
         return used + [packed.name for packed in self.packed if packed.is_shown]
 
