@@ -144,7 +144,7 @@ def _parameters_stay() -> Iterator[None]:
 
 
 class _Asking:
-    """A module's `_apply` that checks first. Copies of the module convert by themselves."""
+    """A module's `_apply`. Copies of the module convert by themselves."""
 
     def __init__(self, module: nn.Module, conversions: Conversions) -> None:
         self._module = module

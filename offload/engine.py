@@ -343,9 +343,8 @@ class Engine(TieredModel):
         self, parameters: ParamGroups | None, config: OptimizerConfig, *, keeps_states: bool = False
     ) -> None:
         """Train as a new engine of the same model: without gradients, optimizer states, step
-        counts, or registered objects. `optimizer` becomes another object, with the numbers of
-        `config`; the previous one can step no more. With `keeps_states`, the optimizer's states
-        stay."""
+        counts, or what was registered. `optimizer` is another object, with the numbers of `config`;
+        the one before can step no more. `keeps_states`: of the optimizer's states."""
         runtime, trained = self._open(), _listed(parameters)
         self._saves.wait()
         for call in reversed(self._to_be_called()):

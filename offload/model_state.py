@@ -45,7 +45,7 @@ class StateDictHooks:
                 self._install(module)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Called by `copy.deepcopy(model)` with the hooks; the copy would hold placeholders."""
+        """`copy.deepcopy(model)` comes here with the hooks; the copy would hold placeholders."""
         raise UnsupportedError(f"the model cannot be deep-copied: {NO_COPIES}")
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -96,10 +96,9 @@ class TierTraffic:
 
     `tiers` are device, host and nvme, whether used or not. `bytes_moved` is by link, since the
     beginning (`nvme read`, `nvme write`, `host to device`, ...), `bytes_saved` those that did not
-    have to cross it. A use of a group came in the order of the last step or pass
-    (`prefetch_hits`) or in
-    another (`prefetch_misses`); `evictions` counts copies that made room for others. `placements`
-    says in words where each class of state lives.
+    have to cross it. A use of a group came in the order of the last step or pass (`prefetch_hits`)
+    or in another (`prefetch_misses`); `evictions` counts copies that made room for others.
+    `placements` says in words where each class of state lives.
 
     `waits` are seconds for which the thread that computes has waited since the beginning: for
     `nvme` (transfers from and to files), `link` (copies between host and device), `update` (a

@@ -355,8 +355,8 @@ class TieredModel(abc.ABC):
         return partial(self._take, back, place, is_wanted=keep is not None)
 
     def _place(self, back: GivenBack, keep: Keep | None) -> Place:
-        """Return the destination of the parameters. Raises BudgetError, PathError or NoSpaceError,
-        on all ranks, if one has no room."""
+        """Where the parameters go. BudgetError, PathError or NoSpaceError, on all ranks, where one
+        has no room."""
         refusal: OffloadError | None = None
         place: Place | None = None
         if keep is None and not back.fits and not back.missing_in_ram():

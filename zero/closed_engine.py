@@ -25,8 +25,8 @@ class Refusal:
         self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]],
         also: Sequence[Callable[[], None]], why: str,
     ) -> None:  # fmt: skip
-        """`params` come with their own classes; `also` is called when the model is given away, and
-        `why` says why parameters have no values."""
+        """`params` with their own classes; `also` is called when the model is given away. `why`
+        they have no values."""
         self._why = why
         self._params = params
         self._also = also

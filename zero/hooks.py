@@ -96,7 +96,7 @@ class UnitHooks:
 
     @staticmethod
     def owner_of(module: nn.Module) -> object | None:
-        """Return the owner of the hooks on a module, if there are any and it is there."""
+        """The owner of the hooks on a module, if there are any and it is there."""
         return next((hook.owner() for hook in _hooks_of(module)), None)
 
     def _install(self, unit: Unit) -> None:

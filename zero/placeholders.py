@@ -41,7 +41,7 @@ class _WithKey(torch.Tensor):
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a contiguous tensor's sizes and strides over a storage without memory."""
+    """Sizes and strides of a contiguous tensor, over a storage without memory."""
     _listen()
     shapes = torch.empty(shape, dtype=dtype, device=torch.device("meta"))
     wrapper = torch.Tensor._make_wrapper_subclass(

@@ -123,7 +123,7 @@ class ReleasedParameters:
         self._handles, self._join_call, self._values = handles, join_call, values
 
     def close(self) -> None:
-        """Note that the values are gone."""
+        """The values are gone."""
         self._closed = True
 
     def classes_of(self, kind: type) -> Classes:

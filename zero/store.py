@@ -344,7 +344,7 @@ class WeightStore:
             raise StateError(self.unusable)
 
     def refuse_use(self) -> None:
-        """Refuse reading and computing from now on: the engine is being closed."""
+        """Nothing can be read or computed any more: the engine is being closed."""
         self.unusable = self.closed
 
     def close(self, why: str | None = None) -> None:
