@@ -158,8 +158,8 @@ class Report(TierTraffic):
     of the last step, unscaled and before the engine's clipping (a loop that clips by itself hands
     over gradients that are clipped already); `loss_scale` is None unless the precision is fp16.
     `trials` counts the groups of parameters that were updated during backward as if the step would
-    clip and skip nothing: `kept`, `redone` in the step, or `taken_back` before it, since they were
-    read or got another gradient; and says why there are none now (`why_off`).
+    clip and skip nothing: `kept`, `redone` in the step, or `taken_back` before it, since their
+    values or gradients were read or changed; and says why there are none now (`why_off`).
     """
 
     steps: int
