@@ -1,5 +1,4 @@
-"""Recomputation, caches and exceptions: what the engine does about activations besides placing
-them."""
+"""Recomputation, caches and exclusions: how the engine handles activations besides placing them."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ _log = logging.getLogger("offload")
 
 
 class Activations:
-    """Of one model: blocks are recomputed, caches are off, inputs and buffers stay in place."""
+    """Settings of one model: blocks are recomputed, caches are off, inputs and buffers stay put."""
 
     def __init__(
         self, model: nn.Module, discovery: Discovery, config: OffloadConfig,
         tier: ActivationTier | None, holder: Holder,
     ) -> None:  # fmt: skip
-        """To be made before the model's other hooks are installed."""
+        """Apply the settings. Must be called before the model's other hooks are installed."""
         wanted = config.placement.activations
         self._caches = WithoutCaches(model)
         self._recomputation: Recomputation | None = None
@@ -53,7 +52,7 @@ class Activations:
 
 
 def _spare_inputs(model: nn.Module, tier: ActivationTier) -> Any:
-    """Inputs belong to the caller and buffers to the model: moving them would free nothing."""
+    """Keep the caller's inputs and the model's buffers out of tiers: that would free nothing."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():

@@ -31,7 +31,7 @@ class CachePieces:
     """One cache in one call of a block."""
 
     def __init__(self, cache: Any, batch: int, *, copied: bool = False) -> None:
-        """UnsupportedError for a cache that is not transformers' own."""
+        """Raises UnsupportedError for a cache whose class is not transformers' own."""
         if type(cache).__module__ != cache_utils.__name__:
             _refuse(cache)
         self.whole = cache
@@ -54,8 +54,8 @@ SPLITTERS: Splitters = {Cache: CachePieces}
 
 
 def refuse_records(name: str) -> None:
-    """UnsupportedError where transformers notes what modules inside of the block `name` give out:
-    it would note that of each piece by itself."""
+    """Raise UnsupportedError if transformers records outputs of modules inside the block `name`: it
+    would record each piece separately."""
     collector = getattr(output_capturing, "_active_collector", None)
     for key in () if collector is None else collector.get() or ():
         if key != "hidden_states" and not key.startswith("_"):  # those are the block's own
@@ -89,7 +89,7 @@ def _join(cache: Any, parts: Sequence[Any], batch: int) -> None:
 
 
 class _LayersOf(list[Any]):
-    """Rows of the layers of a cache. A layer that a block asks for is made then."""
+    """Rows of the layers of a cache. Each layer is created when a block asks for it."""
 
     def __init__(self, wholes: Sequence[Any], rows: slice, batch: int, *, copied: bool) -> None:
         super().__init__(wholes)
@@ -109,7 +109,7 @@ class _LayersOf(list[Any]):
         return (self[number] for number in range(len(self)))
 
     def added(self, start: int) -> list[Any]:
-        """Layers that the block has put behind the first `start` ones, as they were."""
+        """Return the layers that the block appended after the first `start`, unchanged."""
         return [super(_LayersOf, self).__getitem__(each) for each in range(start, len(self))]
 
 
@@ -162,7 +162,7 @@ def _join_layers(wholes: list[Any], parts: Sequence[_LayersOf], batch: int) -> N
 
 
 def _joined(values: Sequence[Any], made: Sequence[_LayerOf]) -> Any:
-    """The rows of all pieces, one after the other; of anything else the last piece's."""
+    """Return the rows of all pieces, concatenated; any other value is the last piece's."""
     last = values[-1]
     if isinstance(last, dict):
         return {key: _joined([value[key] for value in values], made) for key in last}

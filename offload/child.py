@@ -31,7 +31,7 @@ _SHOWN_LINES = 12
 
 
 class ChildFailed(OffloadError):
-    """A process ended early, or does not answer; `brief` is what happened in one line."""
+    """Raised when a process ended early or does not answer; `brief` describes it in one line."""
 
     def __init__(self, label: str, how: str, said: Sequence[str]) -> None:
         end = "\n".join(said)
@@ -40,18 +40,18 @@ class ChildFailed(OffloadError):
 
 
 class ChildTimedOut(ChildFailed):
-    """It gave no answer in time."""
+    """Raised when a process gave no answer in time."""
 
 
 class Child:
-    """Starts the process and speaks with it. Its options, and what it prints, stay in `folder`."""
+    """Starts the process and communicates with it. Its options and its output stay in `folder`."""
 
     def __init__(
         self, label: str, program: str, options: Mapping[str, Any], folder: Path,
         environment: Mapping[str, str] | None = None, under: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`program` is MODULE:FUNCTION; `under` a command in front of the interpreter. Returns at
-        once."""
+        """Start `program`, given as MODULE:FUNCTION, and return at once. `under` is a command in
+        front of the interpreter."""
         self.label = label
         described = folder / "options.json"
         described.write_text(json.dumps(dict(options)))
@@ -65,7 +65,7 @@ class Child:
         self._unread = b""
 
     def send(self, command: str) -> None:
-        """One line. ChildFailed if the process no longer reads."""
+        """Send one line. Raises ChildFailed if the process no longer reads."""
         pipe = _pipe(self._process.stdin)
         try:
             pipe.write(f"{command}\n".encode())
@@ -74,14 +74,15 @@ class Child:
             raise self._failed("ended early") from error
 
     def answer(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        """The next one. ChildFailed where none comes."""
+        """Return the next answer. Raises ChildFailed if there is none."""
         found = self.next_answer(timeout_s)
         if found is None:
             raise self._failed(self._end())
         return found
 
     def next_answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """None at the end of its output. ChildTimedOut, or ChildFailed for what is no answer."""
+        """Return the next answer, or None at the end of the output. Raises ChildTimedOut if none
+        arrives in time, and ChildFailed if the output is not an answer."""
         line = self._line(timeout_s)
         if line is None:
             return None
@@ -94,7 +95,7 @@ class Child:
         return found
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let the process end by itself, with its own checks. ChildFailed if they fail."""
+        """Let the process end by itself, with its own checks. Raises ChildFailed if they fail."""
         timeout_s = _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         self.hang_up()
         try:
@@ -123,7 +124,7 @@ class Child:
         self._log.close()
 
     def _line(self, timeout_s: float) -> bytes | None:
-        """Never blocks longer: half a line may be all that comes."""
+        """Return a line of output. Never blocks longer: half a line may be all that arrives."""
         pipe, ends = _pipe(self._process.stdout), time.monotonic() + timeout_s
         while b"\n" not in self._unread:
             if not wait([pipe.fileno()], max(0.0, ends - time.monotonic())):
@@ -136,7 +137,7 @@ class Child:
         return line
 
     def _end(self) -> str:
-        """How it ended that gives no more answers. It may be held up by threads of its own."""
+        """Describe the end of a process without more answers. Its own threads may delay it."""
         try:
             return f"ended early {_ended(self._process.wait(_CLOSE_TIMEOUT_S))}"
         except subprocess.TimeoutExpired:
@@ -154,14 +155,14 @@ class Child:
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, with the folder of this very package first, wherever the child is started from."""
+    """Return this process's environment with the folder of this package first in PYTHONPATH."""
     others = os.environ.get("PYTHONPATH")
     paths = [str(repository()), *(others.split(os.pathsep) if others else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def repository() -> Path:
-    """The folder that holds the package: a checkout's root, or where packages are installed."""
+    """Return the folder that holds the package: a checkout's root, or an installation's."""
     return Path(offload.__file__).resolve().parent.parent
 
 
@@ -191,12 +192,12 @@ class Parent:
         self._answers.flush()
 
     def commands(self) -> Iterator[str]:
-        """Until the parent hangs up."""
+        """Yield the parent's commands until it hangs up."""
         return (line.rstrip("\n") for line in sys.stdin)
 
 
 def named(program: str) -> Any:
-    """The object that MODULE:NAME names."""
+    """Return the object that MODULE:NAME names."""
     module, _, name = program.partition(":")
     return getattr(import_module(module), name)
 

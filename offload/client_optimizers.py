@@ -1,4 +1,4 @@
-"""Optimizers that a program makes before there is an engine: our rule with the same numbers."""
+"""Optimizers that a program makes before the engine: the same rule and numbers in tiers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_de
 
 @dataclass(frozen=True)
 class ClientOptimizer:
-    """What one says: our `optimizer` section, and the param groups."""
+    """The settings of a client's optimizer: the `optimizer` section, and the param groups."""
 
     section: dict[str, Any]
     groups: list[dict[str, Any]]
@@ -36,8 +36,8 @@ class ClientOptimizer:
     def of(
         cls, given: torch.optim.Optimizer, classes: Mapping[type, str] = CLASSES
     ) -> ClientOptimizer:
-        """`classes`: those with a rule, and its name. UnsupportedError for another class, or a
-        number that its rule lacks."""
+        """Read the settings of `given`; `classes` maps the supported classes to the names of their
+        rules. Raises UnsupportedError for another class, or for a number that its rule lacks."""
         kind = _kind(given, classes)
         numbers = {key: given.defaults[key] for key in KINDS[kind].defaults}
         groups = [
@@ -58,9 +58,10 @@ class ClientOptimizer:
         return cls({"type": kind, **plain}, groups, given)
 
     def merged(self, named: dict[str, Any]) -> dict[str, Any]:
-        """The `optimizer` section of a configuration that names `named` of it: how states are kept.
+        """Return the `optimizer` section of a configuration that sets `named` in it: how states are
+        kept.
 
-        ConfigError where it names another number, or another type.
+        Raises ConfigError if `named` has another number or another type.
         """
         for key, value in self.section.items():
             ours = named.get(key)
@@ -72,9 +73,9 @@ class ClientOptimizer:
         return {**named, **self.section}
 
     def lend(self, engine: Engine, schedulers: Sequence[Any] = ()) -> None:
-        """The engine's optimizer goes on where the given one was. A program that kept the given one
-        changes the engine's param groups, and so do `schedulers`, made with the given one; until
-        the engine is closed, or begins anew. `detach` lets schedulers have the given one again."""
+        """Let the engine's optimizer replace the given one. A program that kept that one changes
+        the engine's param groups, and so do its `schedulers`, until the engine is closed or begins
+        anew. `detach` lets schedulers have the given optimizer again."""
         given, optimizer = self.given, engine.optimizer
         if given.state:
             optimizer.load_state_dict(given.state_dict())
@@ -93,13 +94,13 @@ class ClientOptimizer:
         engine.before_close(take_back)
 
     def detach(self, schedulers: Sequence[Any]) -> None:
-        """Let `schedulers` be those of the given optimizer, as the program has made them. They
-        change the same param groups."""
+        """Return `schedulers` to the given optimizer, which they were made with. They change the
+        same param groups."""
         for scheduler in schedulers:
             _attach(scheduler, self.given)
 
     def is_lent_to(self, engine: Engine | None) -> bool:
-        """Whether the given optimizer's states are those of this engine's optimizer."""
+        """Return whether the given optimizer's states are those of this engine's optimizer."""
         lent = _lent.get(self.given)
         return engine is not None and lent is not None and lent() is engine.optimizer
 
@@ -111,7 +112,7 @@ _lent: weakref.WeakKeyDictionary[
 
 
 class _Attached(LRScheduler):
-    """Changes nothing. Made for torch, which warns where an optimizer's `step` does not know that
+    """A scheduler that changes nothing. torch warns if an optimizer's `step` does not know that
     there are schedulers."""
 
     def get_lr(self) -> list[Any]:
@@ -151,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def equal_numbers(ours: Any, theirs: Any) -> bool:
-    """Whether two settings are the same, as written in different formats."""
+    """Return whether two settings are the same, as written in different formats."""
     try:
         if isinstance(ours, list | tuple):
             return [float(each) for each in ours] == [float(each) for each in theirs]

@@ -22,7 +22,7 @@ _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
 
 
 class Conversions:
-    """Asked by all modules that have parameters in tiers, until `remove`."""
+    """Checks conversions of all modules that have parameters in tiers, until `remove`."""
 
     def __init__(self, model: nn.Module, store: WeightStore) -> None:
         self._store = store
@@ -32,7 +32,7 @@ class Conversions:
             vars(module)["_apply"] = _Asking(module, self)
 
     def remove(self) -> None:
-        """The modules convert by themselves again."""
+        """Let the modules convert by themselves again."""
         for module in self._modules:
             if isinstance(vars(module).get("_apply"), _Asking):
                 del vars(module)["_apply"]
@@ -44,7 +44,8 @@ class Conversions:
                 yield spec.name, param
 
     def apply(self, module: nn.Module, function: Callable[[Any], Any], recurse: bool) -> nn.Module:
-        """`module._apply(function, recurse)`; UnsupportedError for what tiers cannot follow."""
+        """Call `module._apply(function, recurse)`. Raises UnsupportedError for a conversion that
+        tiers cannot follow."""
         kind, call = type(module).__name__, _name_of(function)
         if not self._asked:
             for name, param in self._managed(module):
@@ -73,7 +74,7 @@ class Conversions:
 def _check(
     kind: str, call: str, function: Callable[[Any], Any], name: str, param: nn.Parameter
 ) -> None:
-    """UnsupportedError if the function would change a parameter's format, shape or device."""
+    """Raise UnsupportedError if the function would change a parameter's format, shape or device."""
     if call == "share_memory":
         raise UnsupportedError(
             f"{kind}.share_memory(): the memory of {name} is of its tier, which other processes "
@@ -119,7 +120,7 @@ def _refuse_others(call: str, name: str, is_now: torch.Tensor, becomes: torch.Te
 
 
 def _name_of(function: Callable[[Any], Any]) -> str:
-    """The method of `nn.Module` that a function to be applied is of; empty for others."""
+    """Return the name of the `nn.Module` method that passes `function`; empty for others."""
     if getattr(function, "__module__", "") != nn.Module.__module__:
         return ""
     kind, _, rest = getattr(function, "__qualname__", "").partition(".")
@@ -128,7 +129,7 @@ def _name_of(function: Callable[[Any], Any]) -> str:
 
 @contextmanager
 def _parameters_stay() -> Iterator[None]:
-    """Inside, torch changes parameters in place, whatever flags say of conversions."""
+    """Inside, torch changes parameters in place, whatever its conversion flags say."""
     future = torch.__future__
     overwrite = future.get_overwrite_module_params_on_conversion()
     swap = future.get_swap_module_params_on_conversion()

@@ -1,4 +1,4 @@
-"""The device's side of an engine's homes: streams, slots for mirrors, memory for our kernels."""
+"""The device's side of an engine's homes: streams, slots for mirrors, memory for kernels."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class DeviceHomes:
 
     # ---------------------------------------------------------------- states
     def mirrored(self, home: State, next_use: NextUse) -> State:
-        """Parameters whose home is not the device."""
+        """Return a state for parameters whose home is not the device."""
         return MirroredState(home, self.pool, self.links, self._reads, next_use)
 
     def coded(self, nbytes: int, codec: Codec, make_home: MakeHome, next_use: NextUse) -> State:
-        """Parameters whose home has codes."""
+        """Return a state for parameters whose home holds codes."""
         return DeviceCodedState(
             nbytes, codec, make_home, self.pool, self.links, self._reads, next_use
         )
@@ -81,20 +81,20 @@ class DeviceHomes:
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
-        """Parameters or gradients at home on the device."""
+        """Return a state for parameters or gradients at home on the device."""
         lease = self.pool.demand(nbytes, name, state_class)
         return DeviceHomeState(
             name, nbytes, piece_nbytes, lease, self._update_links, edge_nbytes, stride_nbytes
         )
 
     def record(self, name: str, nbytes: int) -> State:
-        """An optimizer record at home on the device."""
+        """Return a state for an optimizer record at home on the device."""
         lease = self.pool.demand(nbytes, name, StateClass.OPTIMIZER)
         return DeviceRecordState(name, nbytes, nbytes, lease, self._update_links)
 
     # ---------------------------------------------------------------- work
     def work(self) -> DeviceWork:
-        """Streams and memory for the update and the gradients."""
+        """Return the streams and memory for the update and the gradients."""
         plan = self._plan
         if plan is None:
             return DeviceWork(self._stream, self._update_links)
@@ -118,7 +118,7 @@ class DeviceHomes:
         return lease.tensor
 
     def moved_nbytes(self) -> dict[str, int]:
-        """Bytes over both pairs of links since the start."""
+        """Return the bytes over both pairs of links since the start."""
         both = (self.links, self._update_links)
         return {
             _TO_DEVICE: sum(links.to_device.moved_nbytes for links in both),
@@ -126,19 +126,19 @@ class DeviceHomes:
         }
 
     def uses(self) -> dict[str, LinkUse]:
-        """How each direction spent its time, over both pairs; nothing where a copy is a copy."""
+        """Return how each direction spent its time, over both pairs; empty on a CPU."""
         if not accelerator.is_accelerator(self._device):
             return {}
         return {way: times.use() for way, times in self._times.items()}
 
     # ---------------------------------------------------------------- waiting
     def lanes(self) -> list[Lane]:
-        """The links, which the model's thread waits for."""
+        """Return the links that the model's thread waits for."""
         both = (self.links, self._update_links)
         return [stream.lane for links in both for stream in (links.to_device, links.to_host)]
 
     def await_progress(self, otherwise: Callable[[], bool]) -> Callable[[], bool]:
-        """For a pool that is out of room: copies on their way keep memory at both ends."""
+        """Return a wait function for a full pool: copies in transit hold memory at both ends."""
 
         def wait() -> bool:
             streams = (self.links.to_device, self.links.to_host)
@@ -147,8 +147,8 @@ class DeviceHomes:
         return wait
 
     def close(self) -> None:
-        """Wait for all that the device was given, on whatever stream, also where one of the waits
-        fails: the memory that it works in is given back after this."""
+        """Wait for all work on the device, on every stream, even if one of the waits fails: the
+        memory that the work uses is given back after this."""
         with ExitStack() as last_first:
             last_first.callback(accelerator.synchronize, self._device)
             last_first.callback(self._update_links.close)

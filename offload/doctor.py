@@ -1,6 +1,6 @@
-"""What this machine offers to a run: data first, one `Check` per line of the table, and a verdict.
+"""Checks of the machine for a run, one `Check` per line of the table, and a verdict on them.
 
-No check raises: what cannot be found out is reported as `off` with the reason.
+No check raises: a property that cannot be determined is reported as `off` with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WANTED_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16")
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at: what was found, and what to do when it is not as it should be."""
+    """One checked item: the finding, and advice if it is not as it should be."""
 
     name: str
     status: Status
@@ -42,14 +42,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the machine can do, or what stands in the way."""
+    """Whether the machine is ready, with lines that say what it can do or what prevents a run."""
 
     ready: bool
     lines: tuple[str, ...]
 
 
 def verdict(checks: Sequence[Check]) -> Verdict:
-    """Of the checks of `run_checks`; ready where none of them failed."""
+    """Return the verdict on the checks of `run_checks`: ready if none of them failed."""
     failed = [check for check in checks if check.status == "fail"]
     if failed:
         return Verdict(False, tuple(f"not ready: {c.name}: {c.found}; {c.advice}" for c in failed))
@@ -72,7 +72,7 @@ def _computing(gpus: Sequence[Check]) -> str:
 
 
 def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
-    """Look at the machine and at each of `paths` (the default folder when there is none)."""
+    """Check the machine and each of `paths` (the default folder if there is none)."""
     checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), *_system()]
     for path in paths or [machine.swap_folder()]:
         checks.extend(check_path(path))
@@ -80,7 +80,7 @@ def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
 
 
 def check_path(path: Path) -> list[Check]:
-    """File system, room, permissions and I/O backends of one folder for swap files."""
+    """Check the file system, room, permissions and I/O backends of one folder for swap files."""
     shown = str(path)
     if not path.is_dir():
         if path.exists():
@@ -170,7 +170,7 @@ def _features() -> Check:
 
 
 def _precision() -> list[Check]:
-    """Whether matrix products in 16 bits are worth it where there is no GPU."""
+    """Check whether matrix products in 16 bits are fast enough where there is no GPU."""
     if machine.version_of("torch") is None:
         return []
     slow = machine.slow_matmul_precisions()
@@ -254,7 +254,7 @@ def _free_space(path: Path) -> Check:
 
 
 def _leftovers(path: Path) -> list[Check]:
-    """What dead runs left there; nothing where there is none."""
+    """Check for files that dead runs left in `path`; empty if there are none."""
     try:
         found = leftovers(path)
     except OSError as error:

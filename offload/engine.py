@@ -82,7 +82,7 @@ def initialize(
 
     `model` is on the CPU or on the meta device; the object stays the same and is used as before.
     On the meta device it is initialised group by group and is never whole in RAM, from `weights` (a
-    safetensors file or folder, or a checkpoint of ours), or by what its constructor would call:
+    safetensors file or folder, or an engine's checkpoint), or by what its constructor would call:
     `reset_parameters`, `_init_weights`. A tensor that these do not set, or that the constructor set
     in another way, is an UnsupportedError that names it. A model of `offload.open_pretrained` is
     read from its files in the same way.
@@ -97,14 +97,14 @@ def initialize(
     of the world. A model that is parallel in other ways as well needs it: one that
     `parallelize_module` made (`mesh=mesh["dp"]`), or a stage of a pipeline.
 
-    `run_folder`: a new folder for what was predicted and what came, for `memest check`; each step
+    `run_folder`: a new folder for predictions and measurements, for `memest check`; each step
     adds a row to its metrics.jsonl (see `Engine.watch`).
 
     On several ranks all call it, with the same model and configuration; the first one's values
     count.
 
     Raises ConfigError, PathError or BudgetError before anything is allocated; UnsupportedError for
-    what cannot train this way, by its name; StateError for a model that trains through another
+    a model that cannot train this way, naming the part; StateError if it trains through another
     engine.
     """
     loaded = OffloadConfig.load({} if config is None else config)
@@ -128,7 +128,7 @@ def initialize(
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """The last one that an engine has saved, after so many steps."""
+    """The last checkpoint that an engine has saved, and the number of steps before it."""
 
     path: Path
     step: int
@@ -223,12 +223,12 @@ class Engine(TieredModel):
         self._refuse_wrappers()
 
     def _watch_structure(self, runtime: Runtime) -> None:
-        """Before each step: are the parameters still those that the engine was made with?"""
+        """Check before each step that the model still has the parameters that it began with."""
         structure = ModelStructure(self.module, runtime.store.spec_of)
         self.optimizer.register_step_pre_hook(lambda *_: structure.check())
 
     def _share_loads(self, ranks: Ranks) -> None:
-        """After each step gates that balance by their experts' loads count all ranks' tokens."""
+        """Let gates that balance by their experts' loads count all ranks' tokens, after a step."""
         modules = self.module.modules()
         gates = [each for each in modules if isinstance(each, Gate) and each.balances]
 
@@ -298,7 +298,7 @@ class Engine(TieredModel):
     def _values_of(
         self, group: ParamGroup, first: FirstValues
     ) -> Callable[[ParamSpec], torch.Tensor]:
-        """Of ranks that have the same group, what the first one has."""
+        """Return a group's first values; ranks that share the group get those of the first one."""
         value, ranks = super()._values_of(group, first), self._ranks
         if group.ep_size > 1:
             assert self._runtime is not None, "made just before"
@@ -321,8 +321,8 @@ class Engine(TieredModel):
 
     # ---------------------------------------------------------------- beginning anew
     def serves(self, config: OffloadConfig) -> bool:
-        """Whether it could have been made of its model, as that is now, with `config`, but for the
-        numbers of the optimizer."""
+        """Return whether this engine could have been made of its model, in its present state, with
+        `config`, except for the numbers of the optimizer."""
         ours, theirs = self._asked.optimizer, config.optimizer
         if self.is_closed or self._open().store.unusable is not None:
             return False
@@ -376,15 +376,15 @@ class Engine(TieredModel):
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()` in every precision; scales `loss` (one element) under fp16. It is not
-        divided: of N passes for a step, divide it by N."""
+        """Call `loss.backward()` in every precision; scales `loss` (one element) under fp16. It is
+        not divided: of N passes for a step, divide it by N."""
         with self._open().scaled_backward() as scale:
             _plain(loss if scale == 1.0 else loss * scale).backward()
         self.note_pass(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` as `backward` scales it, for a `backward()` of your own on the result, or on a sum
-        with it; the same object where the precision needs no scaling."""
+        """Return `loss` as `backward` scales it, for a `backward()` of your own on the result, or
+        on a sum with it; the same object if the precision needs no scaling."""
         runtime = self._open()
         if runtime.loss_scale is None:
             return loss
@@ -394,16 +394,16 @@ class Engine(TieredModel):
 
     def idle(self) -> None:
         """Take part in one forward and backward pass of the other ranks, without data on this one:
-        its gradients count as zeros in the average. Of no effect on one rank.
+        its gradients count as zeros in the average. Has no effect on a single rank.
 
-        It repeats what the last pass did here. StateError if there was none.
+        It repeats the last pass on this rank. Raises StateError if there was none.
         """
         self._open().idle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of the backward passes inside add up on this rank; the first pass outside, or
-        the step, reduces their sum with the other ranks'. Of no effect on one rank.
+        the step, reduces their sum with the other ranks'. Has no effect on a single rank.
 
         Meanwhile a rank holds gradients whole, where `placement.gradients` puts them.
         """
@@ -411,16 +411,16 @@ class Engine(TieredModel):
             yield
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of what was accumulated for `param` (`param.grad` is a handle of it), of its
-        shape, on its device and in the format it is kept in, without a loss scale; None if there
-        is none."""
+        """Return a copy of the gradient accumulated for `param` (`param.grad` is a handle of it),
+        in its shape, on its device and in the format it is kept in, without a loss scale; None if
+        there is none."""
         self._open()
         return self.values.gradient(param)
 
     # ---------------------------------------------------------------- looking
     def report(self) -> Report:
-        """Bytes per tier, bytes moved, steps, and seconds waited so far. It waits for nothing:
-        numbers of what is under way may change while they are read."""
+        """Return bytes per tier, bytes moved, steps, and seconds waited so far. It waits for
+        nothing: numbers of operations in progress may change while they are read."""
         runtime = self._open()
         last = self.optimizer.last_step
         return Report(
@@ -437,7 +437,7 @@ class Engine(TieredModel):
         """Record what happens when, on every thread and link, until `stop()` or the end of a
         `with`: the last `steps` steps are kept, for `write("trace.json")`.
 
-        StateError while another recording of this engine is under way.
+        Raises StateError while another recording of this engine is in progress.
         """
         runtime = self._open()
         if self.own_run is not None:
@@ -460,11 +460,11 @@ class Engine(TieredModel):
         return self._open().store.recorder is not None
 
     def waits(self) -> dict[str, float]:
-        """Those of the report."""
+        """Return the seconds for which the model's thread has waited, as in `Report.waits`."""
         return waits_s([*self._homes.lanes(), *self._open().lanes()])
 
     def links(self) -> dict[str, LinkUse]:
-        """Those of the report."""
+        """Return how each link has spent its time, as in `Report.links`."""
         self._check_open()
         return self._homes.link_uses()
 
@@ -499,19 +499,19 @@ class Engine(TieredModel):
         return self.watching
 
     def note_pass(self, loss: torch.Tensor) -> None:
-        """A backward pass was made of `loss`: who watches adds it to the step's."""
+        """Note a backward pass of `loss`, which the watch, if any, adds to the step's."""
         if self.watching is not None:
             self.watching.passed(loss)
 
     def watch_ended(self, watch: Watch) -> None:
-        """It was closed: a run's folder goes on getting its rows."""
+        """Note that the watch was closed: a run's folder continues to get its rows."""
         if self.watching is watch:
             self.watching = None
             if self.own_run is not None:
                 self.own_run.watch()
 
     def settle(self) -> None:
-        """Wait for every pending update and every byte on its way. Raises what failed there."""
+        """Wait for every pending update and every byte in transit. Raises their errors."""
         self._open().settle()
         if self._homes.activations is not None:
             self._homes.activations.settle()
@@ -523,7 +523,7 @@ class Engine(TieredModel):
         generators of random numbers (torch's, Python's, NumPy's). The default generators are kept
         anyway. On several ranks each keeps its own.
 
-        UnsupportedError for what has no such state, StateError for a name that is taken.
+        Raises UnsupportedError for objects without such a state, StateError for a name in use.
         """
         from offload.checkpoint.run_state import check_carried, check_unnamed
 
@@ -535,12 +535,12 @@ class Engine(TieredModel):
 
     @contextmanager
     def stop_signals(self) -> Iterator[Callable[[], bool]]:
-        """Inside, the first Ctrl-C or SIGTERM is noted and raises nothing; what is given says
-        whether one came, so that a loop can save and end between two steps. Of several ranks all
-        ask, and are told of each other's. A second one, a second later or more, raises
-        KeyboardInterrupt, and so does the end of the block if one came that nobody was told of. In
-        a block inside another one both are told. A signal that the program handles itself, and any
-        off the main thread, are not noted, with a warning.
+        """Inside, the first Ctrl-C or SIGTERM is noted and raises nothing; the yielded function
+        returns whether one came, so that a loop can save and end between two steps. On several
+        ranks all must call it, and learn of each other's signals. A second one, at least a second
+        later, raises KeyboardInterrupt, and so does the end of the block if a signal came that was
+        never returned. A nested block and the one around it both learn of it. A signal that the
+        program handles itself, and any off the main thread, are not noted, with a warning.
 
             with engine.stop_signals() as stop:
                 for batch in loader:
@@ -573,9 +573,9 @@ class Engine(TieredModel):
         """Write parameters, masters, optimizer states and param groups into the folder `path`, one
         group after the other, with all that training needs to go on with the same bits: steps, loss
         scale, random numbers of every kind, what was registered, and `state`, a dict of numbers,
-        text, tensors and containers of them. Wait until it is complete. A checkpoint of ours there
-        is replaced then, and not before; any number of ranks can load it, who get the first one's
-        `state`.
+        text, tensors and containers of them. Wait until it is complete. Only then is an existing
+        checkpoint in the folder replaced. Any number of ranks can load a checkpoint; they get the
+        first rank's `state`.
 
         A scheduler that is not registered is left out, with a warning unless there is a `state`
         (`{}` says that you save it elsewhere).
@@ -584,13 +584,13 @@ class Engine(TieredModel):
         while training goes on, to the same bits: states on nvme keep their old version, as far as
         there is room, updates of others wait until the thread has passed them. The folder appears
         when it is complete. One is under way at a time: the next save, a load, `close` and
-        `checkpoint_saved` wait for it, and raise what went wrong with it (the next save when it is
+        `checkpoint_saved` wait for it, and raise its error (the next save when it is
         complete itself). On several ranks, with
         states at home on a GPU or weights in codes it waits all the same, and says so once.
 
-        StateError while gradients wait for a step, or inside `gathered`. PathError for a folder
-        with anything else in it, or that cannot be written. UnsupportedError where parameters are
-        DTensors; their `state_dict()` is complete.
+        Raises StateError while gradients wait for a step, or inside `gathered`; PathError for a
+        folder that holds anything else or cannot be written; UnsupportedError if parameters are
+        DTensors, whose `state_dict()` is complete.
         """
         from offload.checkpoint import save, save_behind
         from offload.checkpoint.stores import refuse_url
@@ -612,8 +612,8 @@ class Engine(TieredModel):
             raise earlier
 
     def tell_of_scheduler(self) -> None:
-        """Warn, once, of one that a checkpoint does not have: it steps the optimizer, and nothing
-        is registered."""
+        """Warn, once, about a scheduler that a checkpoint lacks: it steps the optimizer, and
+        nothing is registered."""
         if self._told_of_scheduler or self.carried or not self.optimizer.has_scheduler:
             return
         self._told_of_scheduler = True
@@ -624,8 +624,8 @@ class Engine(TieredModel):
         )
 
     def checkpoint_saved(self, *, wait: bool = True) -> bool:
-        """Whether no save of `save_checkpoint(wait=False)` is under way any more: with `wait` it is
-        True when it returns. Raises what went wrong with the last one, once."""
+        """Return whether no save of `save_checkpoint(wait=False)` is in progress any more: with
+        `wait` it is True on return. Raises the error of the last save, once."""
         self._check_open()
         under_way = self._saves.under_way
         if not wait and under_way is not None and not under_way.has_ended:
@@ -635,16 +635,16 @@ class Engine(TieredModel):
 
     @property
     def swap_folders(self) -> Sequence[str]:
-        """Where swap files are; none where nothing is on nvme."""
+        """The folders that hold swap files; empty if nothing is on nvme."""
         return self._homes.swap_folders
 
     def load_checkpoint(self, path: StrPath) -> dict[str, Any]:
         """Take over what `save_checkpoint` wrote, under any placement and number of ranks, and
         return its `state` (empty if it had none). All of it is compared with its hashes as it is
-        read. Random numbers go on as they were, and what was registered gets its state last.
+        read. Random numbers go on as they were, and registered objects get their states last.
 
-        CheckpointError, and nothing is changed, if it is of another model or not all there. After
-        one that names damage, or a StorageError, the engine does nothing (StateError) until
+        Raises CheckpointError, and changes nothing, if it is of another model or not all there.
+        After one that names damage, or a StorageError, the engine does nothing (StateError) until
         another checkpoint is loaded.
         """
         from offload.checkpoint import load
@@ -679,7 +679,7 @@ class Engine(TieredModel):
         return super()._to_be_called() + ([] if watch is None else [watch.close])
 
     def close(self, keep: Keep | None = None) -> None:
-        """As `TieredModel.close`, after a save in the background, which a Ctrl-C meanwhile ends."""
+        """Close as `TieredModel.close` does, after a save in the background, which Ctrl-C ends."""
         try:
             self._saves.wait()
         except KeyboardInterrupt:
@@ -745,7 +745,7 @@ class Engine(TieredModel):
 
 
 def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:
-    """A save is complete."""
+    """Note a completed save."""
     found = engine()
     if found is not None:
         found.last_checkpoint = saved
@@ -755,7 +755,7 @@ def _close_all(
     end: Callable[[], None] | None, saves: BackgroundSaves, runner: ParallelRunner | None,
     homes: TieredHomes | None,
 ) -> None:  # fmt: skip
-    """A save under way, threads by `end`, files and memory, in this order."""
+    """Close a save in progress, threads by `end`, files and memory, in this order."""
     try:
         try:
             saves.wait()
@@ -770,7 +770,7 @@ def _close_all(
 
 
 def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:
-    """A method that is called while its object is there: homes keep no model."""
+    """Return a function that calls a method while its object exists: homes keep no model."""
     method = weakref.WeakMethod(wait)
 
     def call() -> bool:
@@ -781,7 +781,7 @@ def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _plain(loss: torch.Tensor) -> torch.Tensor:
-    """Of torch's own class: another one's `backward` may scale, too (`deepspeed.fp16_loss`)."""
+    """Return a plain tensor: a subclass's `backward` may scale, too (`deepspeed.fp16_loss`)."""
     return loss.as_subclass(torch.Tensor)
 
 
@@ -795,7 +795,7 @@ def _check_trainable(model: nn.Module) -> None:
 
 
 def _listed(parameters: ParamGroups | None) -> Any:
-    """Read once, before anything is allocated: they may come from a generator."""
+    """Read param groups once, before anything is allocated: they may come from a generator."""
     if parameters is None or isinstance(parameters, torch.Tensor):
         return parameters
     return list(parameters)
@@ -804,7 +804,7 @@ def _listed(parameters: ParamGroups | None) -> Any:
 def _alike(
     config: OffloadConfig, discovery: Discovery, model: nn.Module, spread: SpreadExperts
 ) -> dict[str, str]:
-    """Settings that ranks have to agree on; budgets, placements and folders are each rank's own."""
+    """Return the settings that ranks must agree on, not budgets, placements and folders."""
     keys: dict[str, Any] = {
         "precision": config.precision,
         "seed": config.seed,
@@ -832,7 +832,7 @@ def _alike(
 
 
 def _as_on_first(group: GroupShape, spread: SpreadExperts) -> GroupShape:
-    """With the names that experts at the same places have on the first rank."""
+    """Return the group with the names that experts at the same places have on the first rank."""
     params = (
         replace(param, names=tuple(spread.name_on(0, name) for name in param.names))
         for param in group.params
@@ -857,8 +857,8 @@ def _loss_scale(config: OffloadConfig) -> LossScale | None:
 
 
 def _refuse_parts(what: str, runtime: Runtime) -> None:
-    """A checkpoint's files have no place for parts of a parameter: each rank would write its own
-    over the others'."""
+    """Raise UnsupportedError for parts of parameters: a checkpoint's files have no place for them,
+    so each rank would overwrite the others' files."""
     if runtime.tensor_parallel is not None:
         raise UnsupportedError(
             f"{what}: the model's parameters are DTensors, parts on several ranks; use "

@@ -1,12 +1,12 @@
-"""Where the first values of a model's tensors come from.
+"""The sources of the first values of a model's tensors.
 
 weights=    safetensors files, by equal names
 lazy        the tensors themselves, which are in files still (`offload.open_pretrained`)
 meta        what the model's constructor would call
 given       all others: the tensors have values
 
-Of a packed parameter a row is read at a time. What its module initialises is made whole, as in a
-model whose experts are in one group, and dropped with the last row.
+A packed parameter is read one row at a time. One that its module initialises is made whole, as in
+a model whose experts are in one group, and dropped with the last row.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _log = logging.getLogger("offload")
 
 
 class FirstValues:
-    """Of one model, before its meta tensors are replaced."""
+    """The first values of one model. It is made before the model's meta tensors are replaced."""
 
     def __init__(
         self, model: nn.Module, seed: int, dtype: torch.dtype, weights: StrPath | None,
         lazy: LazyWeights, packed: Sequence[PackedParam] = (),
     ) -> None:  # fmt: skip
-        """UnsupportedError for a tensor on the meta device that nothing will set."""
+        """Raises UnsupportedError for a tensor on the meta device that nothing will set."""
         self._model = model
         self._dtype = dtype
         self._lazy = lazy
@@ -60,19 +60,19 @@ class FirstValues:
             self._initialiser.check(self._files)
 
     def close(self) -> None:
-        """No more values are asked for."""
+        """Close the files: no more values are read."""
         if self._files is not None:
             self._files.close()
 
     def check_names(self, elsewhere: Collection[str]) -> None:
-        """CheckpointError for parameters that `weights` lack, a warning for what is not the
-        model's. `elsewhere`: prefixes of names of which other ranks have others."""
+        """Raise CheckpointError for parameters that `weights` lack, and warn about names that the
+        model lacks. `elsewhere`: prefixes of names that differ on other ranks."""
         if self._files is not None:
             self._files.check_names(self._model, elsewhere)
 
     @property
     def doing(self) -> str:
-        """What takes the time, in words."""
+        """The operation that takes the time, in words."""
         if self._files is not None or self._lazy:
             return "loading weights"
         return "initialising"
@@ -80,7 +80,7 @@ class FirstValues:
     def of(
         self, params: Mapping[ParamSpec, nn.Parameter], tensor_parallel: TensorParallel | None
     ) -> Callable[[ParamSpec], torch.Tensor]:
-        """Those of a group's parameters, each read or made when it is asked for."""
+        """Return a function for the values of a group's parameters, each read or made on demand."""
         rows = {spec: self._packed[id(p)] for spec, p in params.items() if id(p) in self._packed}
         fresh: dict[str, torch.Tensor] = {}
         if self._initialiser is not None and self._files is None:
@@ -107,7 +107,7 @@ class FirstValues:
         return value
 
     def _noted(self, spec: ParamSpec, value: torch.Tensor, is_quantised: bool) -> torch.Tensor:
-        """What is quantised in other codes than it will be stored in is rounded once more."""
+        """Return `value`, noting a quantised one that its codes in the tier round once more."""
         weights = spec.stored if is_quantised else None
         if weights is not None and not keeps(value.to(self._dtype), weights):
             self._rounded.append(spec)
@@ -116,7 +116,7 @@ class FirstValues:
     def _fresh_rows(
         self, rows: Mapping[ParamSpec, tuple[PackedParam, int]]
     ) -> dict[str, torch.Tensor]:
-        """One expert's rows of what its module initialises."""
+        """Return one expert's rows of the parameters that its module initialises."""
         assert self._initialiser is not None, "asked for by who has one"
         wanted = {packed.name: packed for packed, _ in rows.values()}
         if not all(packed in self._made for packed in wanted.values()):
@@ -132,8 +132,8 @@ class FirstValues:
         return found
 
     def fill_the_rest(self, others: Iterable[nn.Parameter], device: torch.device) -> None:
-        """Buffers, and `others`: the parameters that stay in the model. All are on `device` then,
-        and the same objects if they had values."""
+        """Give values to buffers and to `others`, the parameters that stay in the model. All are on
+        `device` then, and the same objects if they had values."""
         if self._initialiser is not None:
             self._initialiser.finish(self._files, device)
         if self._rounded:
@@ -155,7 +155,7 @@ class FirstValues:
 
 
 def _load_unmanaged(named: Mapping[str, nn.Parameter], files: SafetensorsWeights) -> None:
-    """Parameters that stay in the model: those that hold no floating point numbers."""
+    """Load the parameters that stay in the model: those that hold no floating point numbers."""
     for name, param in named.items():
         saved = files.get_as(name, param)
         if saved is None:
@@ -164,7 +164,7 @@ def _load_unmanaged(named: Mapping[str, nn.Parameter], files: SafetensorsWeights
 
 
 def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
-    """Persistent buffers, from the files that have them. CheckpointError where one does not fit."""
+    """Load persistent buffers that files have. Raises CheckpointError if one does not fit."""
     absent, otherwise = [], {}
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():
@@ -191,9 +191,8 @@ def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
 
 
 def _ask_modules(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Modules may take over buffers of other shapes, or that they do not have yet, in ways of their
-    own: they are asked as by `load_state_dict`, with all else as it is. CheckpointError if one
-    refuses."""
+    """Ask modules to load buffers of other shapes, or that they do not have yet, in ways of their
+    own, as by `load_state_dict`, with all else unchanged. Raises CheckpointError if one refuses."""
     state: Any = nn.Module.state_dict(model, keep_vars=True)
     for key in [key for key in state if key.rpartition(".")[2] == "_extra_state"]:
         del state[key]

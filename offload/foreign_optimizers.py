@@ -19,7 +19,7 @@ from offload.zero.store import WeightStore
 
 
 def refuse_foreign_optimizers(store: WeightStore) -> RemovableHandle:
-    """From here on until the handle is removed."""
+    """Refuse other optimizers over the store's parameters until the returned handle is removed."""
     return _watched.add(store)
 
 
@@ -34,7 +34,7 @@ _watched = WatchedStores(lambda: register_optimizer_step_pre_hook(_check))
 
 
 def _is_ours(optimizer: Any) -> bool:
-    """Also one that wraps ours."""
+    """Return whether an optimizer is an OffloadOptimizer, or wraps one."""
     while optimizer is not None and not isinstance(optimizer, OffloadOptimizer):
         inner = getattr(optimizer, "optimizer", None)
         optimizer = inner if inner is not optimizer else None

@@ -26,7 +26,7 @@ _WRAPPERS = frozenset({
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """UnsupportedError if there is a wrapper around the model or a part of it, or such a hook."""
+    """Raise UnsupportedError if there is a wrapper around the model or a part, or such a hook."""
     for name, module in model.named_modules():
         if _moves_parameters(module):
             _refuse(module)
@@ -40,7 +40,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_foreign_wrappers(store: WeightStore) -> RemovableHandle:
-    """From here on until the handle is removed."""
+    """Refuse wrappers around the store's model until the returned handle is removed."""
     return _watched.add(store)
 
 
@@ -62,7 +62,7 @@ def _moves_parameters(module: Any) -> bool:
 
 
 def _has_moving_hooks(module: nn.Module) -> bool:
-    """One that only moves inputs to a device, or the model as a whole, is left alone."""
+    """Return whether a hook moves weights, not only inputs or the model as a whole."""
     hook = getattr(module, "_hf_hook", None)
     return any(
         getattr(each, "offload", False) is True or type(each).__name__ == "LayerwiseCastingHook"

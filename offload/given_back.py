@@ -1,4 +1,4 @@
-"""What closing makes of a model: its parameters leave the tiers and are ordinary tensors again.
+"""The end of an engine: parameters leave the tiers and become ordinary tensors again.
 
     host    tensors of their own in RAM
     file    tensors in a private file without a name, in the first folder of `nvme.paths`. Pages are
@@ -39,14 +39,14 @@ _GIVE_BACK_NBYTES = 16 << 20  # copied before the RAM of what is free in the tie
 
 
 def check_keep(keep: Keep | None) -> None:
-    """ConfigError for another word."""
+    """Raise ConfigError for an unknown value."""
     if keep is not None and keep not in _KINDS:
         raise ConfigError(f"close(keep={keep!r}): expected one of {', '.join(_KINDS)}")
 
 
 @dataclass(eq=False, slots=True)
 class _Given:
-    """One parameter of the model, and what it will have."""
+    """One parameter of the model, and the values and gradient that it gets back."""
 
     param: nn.Parameter
     kind: type
@@ -70,14 +70,14 @@ class _Given:
 
 
 class Place(Protocol):
-    """Where the values go."""
+    """The destination of the values."""
 
     def put(self, given: _Given, first: int, values: torch.Tensor) -> None:
-        """`values` (1D) are those of a parameter from element `first` on."""
+        """Store `values` (1D) as those of a parameter from element `first` on."""
         ...
 
     def finish(self, given: list[_Given]) -> None:
-        """All values were put: let each parameter have its own."""
+        """Give each parameter its own values, once all were stored."""
         ...
 
 
@@ -88,7 +88,7 @@ class GivenBack:
         self, model: nn.Module, store: WeightStore, homes: TieredHomes,
         dtypes: Mapping[int, torch.dtype],
     ) -> None:  # fmt: skip
-        """`dtypes`: the format in which each parameter was given, by its id."""
+        """`dtypes` holds the format in which each parameter was given, by its id."""
         self._model = model
         self._store = store
         self._homes = homes
@@ -120,7 +120,7 @@ class GivenBack:
 
     @property
     def promised_nbytes(self) -> int:
-        """RAM that the configuration has given to the tiers."""
+        """Bytes of RAM that the configuration has given to the tiers."""
         return self._homes.ram_budget_nbytes
 
     def check_room_for(self, params: Collection[nn.Parameter]) -> None:
@@ -147,7 +147,7 @@ class GivenBack:
             return {number: given.as_copy() for number, given in wanted.items()}
 
     def missing_in_ram(self) -> int:
-        """Bytes that RAM lacks: what the tiers hold there goes as the values come."""
+        """Return the bytes that RAM lacks. The tiers free their RAM as the values are moved."""
         held = self._homes.pool.tier
         freed = held.touched_nbytes if held.gives_back else 0
         return max(0, self.nbytes - machine.available_memory_nbytes() - freed)
@@ -158,8 +158,8 @@ class GivenBack:
         return self.nbytes <= self.promised_nbytes and not self.missing_in_ram()
 
     def place(self, keep: Keep, folder: str, timeout_s: float) -> Place:
-        """BudgetError where RAM has no room, NoSpaceError or PathError where the folder has none.
-        Nothing is changed."""
+        """Return the destination of the values. Raises BudgetError if RAM has no room, and
+        NoSpaceError or PathError if the folder has none; nothing is changed."""
         if keep == "file":
             return _File(folder, self.nbytes, timeout_s)
         missing = self.missing_in_ram()
@@ -174,9 +174,10 @@ class GivenBack:
 
     # ---------------------------------------------------------------- out of the tiers
     def take(self, place: Place) -> None:
-        """Move every value to `place`, group by group; the tiers have none of them then.
+        """Move every value to `place`, group by group; the tiers hold none of them afterwards.
 
-        RAM holds no more than the tiers were given: what is still in them gives up its copies.
+        RAM holds no more than the tiers were given: states that remain in them give up their
+        copies.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._take_gradients()
@@ -225,7 +226,7 @@ class GivenBack:
 
     # ---------------------------------------------------------------- into the model
     def install(self) -> None:
-        """The model has its parameters again; nothing of the tiers is on its modules any more."""
+        """Give the model its parameters back; nothing of the tiers stays on its modules."""
         with (
             torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), exchanging(),
         ):  # fmt: skip
@@ -245,14 +246,14 @@ class GivenBack:
 
 
 def close_weights(group: ParamGroup) -> None:
-    """Of a group whose values were copied, unless somebody has a view of them."""
+    """Close a group whose values were copied; its state stays open if it has views."""
     group.close()
     if not group.state.has_views():
         group.state.close()
 
 
 class _Ram:
-    """Tensors of their own."""
+    """RAM, with a tensor of its own for each parameter."""
 
     def put(self, given: _Given, first: int, values: torch.Tensor) -> None:
         if given.values is None:

@@ -98,7 +98,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def at(cls, length: int, head: int, theta: float, like: Tensor) -> Rotary:
-        """The table for positions 0..length-1, computed in fp32, in the type of `like`."""
+        """Return the table for positions 0..length-1, computed in fp32, in the type of `like`."""
         even = torch.arange(0, head, 2, device=like.device, dtype=torch.float32)
         positions = torch.arange(length, device=like.device, dtype=torch.float32)
         angles = torch.outer(positions, theta ** (-even / head)).repeat(1, 2)
@@ -140,8 +140,8 @@ class GeluMlp(nn.Module):
 
 
 class Load(NamedTuple):
-    """How experts are loaded by each sequence of a batch: of the whole batch, a block that computes
-    it in pieces (`micro_batches`) knows no balancing loss."""
+    """The load of experts for each sequence of a batch: a block that computes the batch in pieces
+    (`micro_batches`) knows no balancing loss of the whole batch."""
 
     shares: Tensor  # BE fp32: the mean probability of each expert
     chosen: Tensor  # BE fp32: the share of tokens that chose it, their sum is experts_per_token
@@ -235,7 +235,7 @@ class LanguageModel(nn.Module):
         return ModelOutput(loss, logits)
 
     def _balancing(self, loads: Sequence[Load]) -> Tensor:
-        """Over all sequences of the batch; the mean of all blocks."""
+        """Return the balancing loss over all sequences of the batch: the mean of all blocks."""
         k = self.config.experts_per_token
         each = [balancing_loss(load.shares.mean(0), load.chosen.mean(0), k) for load in loads]
         return torch.stack(each).mean()
@@ -249,7 +249,7 @@ class LanguageModel(nn.Module):
     def _through(
         self, layer: nn.Module, x: Tensor, rotary: Rotary | None, loads: list[Load]
     ) -> Tensor:
-        """BSH to BSH; adds to `loads` that of the layer's experts."""
+        """Compute a layer, BSH to BSH; adds the load of the layer's experts to `loads`."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             # no dropout anywhere, so there is no generator state to carry
             result = checkpoint(layer, x, rotary, use_reentrant=False, preserve_rng_state=False)
@@ -263,16 +263,16 @@ class LanguageModel(nn.Module):
 
 
 def build_meta_model(config: OffloadConfig) -> LanguageModel:
-    """The model of `config.train` on the meta device: shapes without memory.
+    """Return the model of `config.train` on the meta device: shapes without memory.
 
-    What `placement.activations.checkpoint` says is the engine's to do.
+    The engine applies `placement.activations.checkpoint`.
     """
     with torch.device("meta"):
         return LanguageModel(config.train.model)
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Elements of all parameters, tied ones counted once."""
+    """Return the elements of all parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -336,5 +336,5 @@ def _norm(config: ModelConfig) -> nn.Module:
 
 
 def _residual_std(config: ModelConfig) -> float:
-    """Smaller for what is added to the residual, as GPT-2: 1 / sqrt(number of additions)."""
+    """Return a smaller std for additions to the residual, as GPT-2: by 1 / sqrt(their number)."""
     return float(config.init_std * (2 * config.layers) ** -0.5)

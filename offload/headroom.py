@@ -1,4 +1,4 @@
-"""What is left of the memory that this process may take, of each limit on its own.
+"""The memory that this process may still take, by each limit on its own.
 
 Reads `/proc` and `/sys` below `root`, so that a made-up machine can be given.
 """
@@ -43,15 +43,15 @@ def _headroom(limit: machine.MemoryLimit, swap_nbytes: int) -> Headroom:
 
 
 def reserve_of(limit_nbytes: int) -> int:
-    """Bytes of a limit that should stay free. What takes memory suddenly (a worker, a batch) is
-    larger on a larger machine; of a small container no more than an eighth is left idle."""
+    """Return the bytes of a limit that should stay free. Sudden allocations (a worker, a batch) are
+    larger on a larger machine; in a small container at most an eighth stays idle."""
     wanted = min(1 << 30, max(64 << 20, limit_nbytes // 50))
     return min(wanted, limit_nbytes // 8)
 
 
 def _stalls_us(root: Path, folders: Sequence[Path]) -> dict[str, int]:
-    """Microseconds for which all tasks waited for memory at once (PSI) since the start, of the
-    machine and of its cgroups `folders`, by the file that says so. Empty from a kernel without."""
+    """Return the microseconds for which all tasks waited for memory at once (PSI) since the start,
+    of the machine and of its cgroups `folders`, by pressure file. Empty if the kernel has none."""
     found = {}
     for file in (root / "proc/pressure/memory", *(each / "memory.pressure" for each in folders)):
         for line in (machine.read_setting(str(file)) or "").splitlines():
@@ -62,7 +62,7 @@ def _stalls_us(root: Path, folders: Sequence[Path]) -> dict[str, int]:
 
 
 def _swap_nbytes(folder: Path, free: int) -> int:
-    """Of `free` bytes of swap what this cgroup may still use."""
+    """Return how much of `free` bytes of swap this cgroup may still use."""
     used, limit = read_int(folder / "memory.swap.current"), read_int(folder / "memory.swap.max")
     if used is not None and limit is not None:  # v2; no number where there is no limit
         return min(free, max(0, limit - used))

@@ -1,4 +1,4 @@
-"""From a plan to memory and files: opens the tiers and gives every state its home."""
+"""The tiers of an engine: opens the memory and files of a plan, and gives every state its home."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TieredHomes:
     def __init__(
         self, plan: Plan, nvme: NvmeConfig, device: torch.device, dtype: torch.dtype
     ) -> None:  # fmt: skip
-        """`dtype`: the one that parameters have where they are computed with."""
+        """`dtype` is the format in which parameters are computed with."""
         self.plan = plan
         self.ledger = Ledger()
         self.lock = threading.RLock()
@@ -162,7 +162,7 @@ class TieredHomes:
 
     @property
     def keeper(self) -> ActivationTier | None:
-        """Takes saved activations, where they do not stay on the device."""
+        """The tier of saved activations; None if they stay on the device."""
         return self.activations
 
     # ---------------------------------------------------------------- states
@@ -179,7 +179,7 @@ class TieredHomes:
         return self._computed_with(tier, label, size, piece, kind, next_use, *cut)
 
     def kv_page(self, tier: Tier, name: str, nbytes: int, next_use: NextUse) -> State:
-        """Keys and values of some tokens."""
+        """Return a state for the keys and values of some tokens."""
         size = round_up(nbytes, PAGE_NBYTES)
         return self._computed_with(tier, name, nbytes, size, StateClass.KV, next_use)
 
@@ -187,7 +187,7 @@ class TieredHomes:
         self, tier: Tier, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         next_use: NextUse, edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
-        """A state that the model reads."""
+        """Return a state that the model reads."""
         cut = edge_nbytes, stride_nbytes
         if not self.plan.gpu:  # used where they are
             return self._state(tier, name, nbytes, piece_nbytes, state_class, next_use, *cut)
@@ -199,7 +199,7 @@ class TieredHomes:
     def _coded(
         self, tier: Tier, label: str, nbytes: int, piece: int, layout: Layout, next_use: NextUse
     ) -> State:
-        """Weights whose home has codes, which cross every link as they are."""
+        """Return a state for weights whose home holds codes, which cross every link as they are."""
 
         def home(stored: int, _: int) -> State:
             return self._computed_with(tier, label, stored, piece, StateClass.PARAMETERS, next_use)
@@ -211,8 +211,8 @@ class TieredHomes:
         return CodedState(nbytes, nbytes, codec, home, self.pool, next_use)
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
-        """Memory where the model computes. What was in it may still be read: what the model's
-        stream is given from here on comes after that."""
+        """Return memory where the model computes. Its previous contents may still be read: work
+        that the model's stream is given from now on comes after that."""
         pool = self._device.pool if self.plan.gpu else self.pool
         lease = pool.demand(nbytes, name, StateClass.KV)
         for mark in self._device.links.fences.claim(lease.extent) if self.plan.gpu else ():
@@ -220,7 +220,7 @@ class TieredHomes:
         return lease
 
     def free_kv_memory(self, lease: Lease) -> None:
-        """What was queued to read it may do so."""
+        """Free the memory; reads of it that are already queued may finish."""
         if self.plan.gpu:
             self._device.links.fences.retire(lease.extent, (mark_here(self._device.links.device),))
         with self.lock:
@@ -269,11 +269,12 @@ class TieredHomes:
         return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes, spare)
 
     def device_work(self) -> DeviceWork:
-        """The streams and memory of the device that updates and gradients use beside the model."""
+        """Return the device's streams and memory for updates and gradients beside the model."""
         return self._device.work()
 
     def free_nvme_nbytes(self) -> int:
-        """On all paths together, if each gets as much as the one that has least."""
+        """Return the free bytes of all paths together, if each gets as much as the one with the
+        least. Raises PathError if a path cannot be looked at."""
         try:
             free = [free_space(path, self._timeout_s) for path in self.swap_folders]
         except OSError as error:
@@ -286,21 +287,22 @@ class TieredHomes:
     def let_wait(
         self, for_updates: Callable[[], bool], uses_left: Callable[[], float] = lambda: math.inf
     ) -> None:
-        """Let a demand that finds no memory wait for copies under way, and for `for_updates`; an
-        offer for what is used later than `uses_left`, for what the step's end gives back."""
+        """Let a demand that finds no memory wait for copies in transit, and for `for_updates`; an
+        offer for a state that is used later than `uses_left` waits for memory that the step's end
+        gives back."""
         self.pool.uses_left = uses_left
         self.pool.await_progress = self._device.await_progress(for_updates)
         self._device.pool.await_progress = self._device.await_progress(for_updates)
 
     def gradient_sums(self) -> torch.Tensor:
-        """fp32 sums of one block's gradients over its micro-batches (1D, where it computes)."""
+        """Return fp32 room for a block's gradients over micro-batches (1D, where it computes)."""
         pool = self._device.pool if self.plan.gpu else self.pool
         lease = pool.demand(self.plan.sums_nbytes, "gradient sums", StateClass.STAGING)
         self._staging.append(lease)
         return lease.tensor.view(torch.float32)
 
     def shared_memory(self) -> SharedMemory:
-        """Where the model computes, for what belongs to several ranks."""
+        """Allocate memory for buffers that belong to several ranks, where the model computes."""
         planned = self.plan.shared
         assert planned is not None, "there are several ranks"
         pool = self._device.pool if self.plan.gpu else self.pool
@@ -319,7 +321,7 @@ class TieredHomes:
         return SharedMemory(pool, planned.gather_nbytes, workspace, self._device.links.fences)
 
     def staging(self) -> list[torch.Tensor]:
-        """The update's buffers (1D uint8, host memory)."""
+        """Return the update's buffers (1D uint8, host memory)."""
         buffers = []
         for index in range(self.plan.staging_buffers):
             buffers.append(
@@ -332,12 +334,12 @@ class TieredHomes:
         return [lease.tensor for lease in buffers]
 
     def held_nbytes(self) -> dict[str, int]:
-        """Bytes that each tier holds now."""
+        """Return the bytes that each tier holds now."""
         with self.lock:
             return {str(tier): each.used_nbytes for tier, each in self.ledger.accounts.items()}
 
     def bytes_moved(self) -> dict[str, int]:
-        """Bytes over each link since the start."""
+        """Return the bytes over each link since the start."""
         io = self.store.statistics().io if self.store is not None else None
         return {
             "nvme read": io.read_nbytes if io is not None else 0,
@@ -347,13 +349,13 @@ class TieredHomes:
         }
 
     def link_uses(self) -> dict[str, LinkUse]:
-        """How each link spent its time since the start: files, all paths together, and copies."""
+        """Return how each link spent its time so far: files, all paths together, and copies."""
         files = {} if self.store is None else {str(WaitFor.FILES): self.store.backend.use()}
         return {**files, **self._device.uses()}
 
     def bytes_saved(self) -> dict[str, int]:
-        """Bytes that did not have to cross a link, because they were still where they are used, or
-        were used up before they were written."""
+        """Return the bytes that did not have to cross a link, because they were still where they
+        are used, or were used up before they were written."""
         host, device = self.pool.traffic, self._device.pool.traffic
         return {
             "nvme read": host.saved_reads_nbytes,
@@ -362,16 +364,16 @@ class TieredHomes:
         }
 
     def left_nbytes(self) -> int | None:
-        """Of RAM, where there is too little."""
+        """Return the bytes of RAM that are left, if these are too few; otherwise None."""
         short = self.guard.short
         return None if short is None else short.last_nbytes
 
     def check_memory(self) -> None:
-        """LowMemoryError where there is too little RAM, and nothing to give up."""
+        """Raise LowMemoryError if there is too little RAM, and nothing to give up."""
         self.guard.check()
 
     def lanes(self) -> list[Lane]:
-        """What the model's thread waits for."""
+        """Return the lanes that the model's thread waits for: files, and links of the device."""
         files = [] if self.store is None else [self.store.backend.lane]
         return [*files, *self._device.lanes()]
 
@@ -382,7 +384,7 @@ class TieredHomes:
         return sum(self.plan.budgets[tier] for tier in in_ram)
 
     def begin_emptying(self) -> None:
-        """No update is made any more, and parameters leave the tiers."""
+        """Prepare for parameters to leave the tiers: no update is made any more."""
         self.guard.close()  # which would set other limits than `hold_within`
         buffers, self._update_buffers = self._update_buffers, []
         with self.lock:
@@ -390,13 +392,13 @@ class TieredHomes:
                 lease.free()
 
     def hold_within(self, limit_nbytes: int) -> None:
-        """While the tiers are emptied: give up copies in host memory down to so many bytes, and
-        the RAM of all that is free there."""
+        """While the tiers are emptied, give up copies in host memory down to `limit_nbytes` bytes,
+        and the RAM of all that is free there."""
         self.pool.keep_within(max(0, limit_nbytes))
         self.guard.give_back()
 
     def close(self) -> None:
-        """Close files (their bytes are gone with that) and unpin memory."""
+        """Close the files, which removes their bytes, and unpin memory."""
         self.guard.close()
         try:
             self._device.close()
@@ -405,7 +407,7 @@ class TieredHomes:
 
     @property
     def ram_nbytes(self) -> int:
-        """RAM that the tiers take now, with what is free in them again."""
+        """Bytes of RAM that the tiers hold now, including memory that is free in them again."""
         with self.lock:
             return sum(
                 tier.touched_nbytes
@@ -442,15 +444,15 @@ def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
 
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:
-    """The configured folders, or `machine.swap_folder()`. `{rank}` and `{local_rank}` in a path
-    are this process's: in the process group, and as `torchrun` has it."""
+    """Return the configured folders, or `machine.swap_folder()`. `{rank}` and `{local_rank}` in a
+    path stand for this process's rank in the process group, and for that of `torchrun`."""
     if not nvme.paths:
         return [str(machine.swap_folder())]
     return [_of_rank(path, *_numbers()) for path in nvme.paths]
 
 
 def _numbers() -> tuple[int, int]:
-    """This process's rank, and its number among those of this machine."""
+    """Return this process's rank, and its number among the processes of this machine."""
     world = torch.distributed
     joined = world.is_available() and world.is_initialized()
     rank = world.get_rank() if joined else int(os.environ.get("RANK", "0"))
@@ -462,8 +464,8 @@ def _of_rank(path: str, rank: int, local_rank: int) -> str:
 
 
 def _free_nbytes(nvme: NvmeConfig, free: Mapping[str, int], here: int) -> int:
-    """Of the free bytes of each folder's disk, what is left to this rank of `here` ones: those that
-    have a folder on the same disk share what is free there."""
+    """Return the free bytes of the folders' disks that are available to this rank, one of `here`:
+    ranks with a folder on the same disk share what is free there."""
     rank, local_rank = _numbers()
     found: dict[int, int] = {}
     for template, path in zip(nvme.paths or nvme_paths(nvme), nvme_paths(nvme), strict=True):
@@ -477,7 +479,7 @@ def _free_nbytes(nvme: NvmeConfig, free: Mapping[str, int], here: int) -> int:
 
 
 def _disk_of(path: str) -> int | None:
-    """None for a folder that is not there (yet)."""
+    """Return the device number of a folder's disk; None for a folder that does not exist (yet)."""
     try:
         return os.stat(path).st_dev
     except OSError:
@@ -487,10 +489,10 @@ def _disk_of(path: str) -> int | None:
 def this_machine(
     nvme: NvmeConfig, device: torch.device, sharding: Sharding = ALONE, here: int | None = None
 ) -> Hardware:
-    """The hardware that one rank's plan may use here: ranks on one machine share its RAM and disks
-    alike. `here` of them are on this one; by default those that are.
+    """Return the hardware that one rank's plan may use here: ranks on one machine share its RAM and
+    disks equally. `here` is the number of ranks on this machine, by default `ranks_here()`.
 
-    PathError where a folder cannot be used.
+    Raises PathError if a folder cannot be used.
     """
     reports: dict[Path, int] = {}
     free: dict[str, int] = {}  # by folder, as it is named
@@ -515,7 +517,7 @@ def this_machine(
 
 
 def ranks_here() -> int:
-    """Ranks that run on this machine, as `torchrun` says; else all of them."""
+    """Return how many ranks run on this machine, as `torchrun` says; else how many there are."""
     world = torch.distributed
     if not (world.is_available() and world.is_initialized()):
         return 1
@@ -524,7 +526,7 @@ def ranks_here() -> int:
 
 @functools.cache
 def _bandwidth(folders: tuple[Path, ...], timeout_s: float) -> Bandwidth:
-    """Of all paths together, measured once per process: about a fifth of a second each."""
+    """Measure the bandwidth of all paths together, once per process: a fifth of a second each."""
     measured = [measure_bandwidth(folder, timeout_s=timeout_s) for folder in folders]
     return Bandwidth(
         sum(each.read_bytes_per_s for each in measured),
@@ -533,7 +535,7 @@ def _bandwidth(folders: tuple[Path, ...], timeout_s: float) -> Bandwidth:
 
 
 def compute_device(config: OffloadConfig) -> torch.device:
-    """Where the model computes. ConfigError where an accelerator is asked for and none is there."""
+    """Return the device to compute on. Raises ConfigError if the configured one is missing."""
     kind = accelerator.default_type() if config.device == "auto" else config.device
     if kind == "cpu":
         return torch.device("cpu")

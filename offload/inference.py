@@ -50,11 +50,11 @@ def dispatch(
 ) -> M:
     """Spread the model's weights over tiers and let it compute from there: forward, `generate`.
 
-    Returns `model`, the same object; `dispatched(model)` is what owns its tiers. Tokens and logits
-    are those of the model in RAM, to the bit.
+    Returns `model`, the same object; `dispatched(model)` returns the owner of its tiers. Tokens and
+    logits are those of the model in RAM, to the bit.
 
     `model` is on the CPU or on the meta device, with `weights` (a safetensors file or folder, or a
-    checkpoint of ours), or of `offload.open_pretrained`; the last two are never whole in RAM. Its
+    checkpoint), or from `offload.open_pretrained`; the last two are never whole in RAM. Its
     parameters get no gradients; those that still require one keep that, since PyTorch multiplies
     with them in another way, and a backward that comes to one is an UnsupportedError.
 
@@ -66,7 +66,7 @@ def dispatch(
     Ranks share no weights: each has its own, or of a model of `parallelize_module` its own part.
 
     Raises ConfigError, PathError or BudgetError before anything is allocated; UnsupportedError for
-    what cannot be computed this way, by its name; StateError for a model that trains through an
+    a model that cannot compute this way, naming the part; StateError if it trains through an
     engine or was dispatched before.
     """
     loaded = OffloadConfig.load({} if config is None else config)
@@ -79,8 +79,8 @@ def dispatch(
 
 
 def dispatched(model: nn.Module) -> Dispatched:
-    """What owns the tiers of a dispatched model (or of the one that a module is around). StateError
-    if there is none."""
+    """Return the owner of the tiers of a dispatched model (or of the model that a module wraps).
+    Raises StateError if there is none."""
     for module in model.modules():
         owner = UnitHooks.owner_of(module)
         if isinstance(owner, Dispatched):
@@ -158,7 +158,7 @@ class Dispatched(TieredModel):
         self._keep_caches()
 
     def _keep_caches(self) -> None:
-        """KV caches that the model is called with are in tiers."""
+        """Keep in tiers the KV caches that the model is called with."""
         kv, store = self.plan.kv, self.store
         if kv is None:
             return
@@ -174,7 +174,7 @@ class Dispatched(TieredModel):
         store.on_close.append(kv_cache.install(self.module, self._kv))
 
     def _split_batches(self) -> None:
-        """Blocks run over pieces of the batch, caches too."""
+        """Let blocks run over pieces of the batch, caches included."""
         if self.config.micro_batches == 1:
             return
         keys: dict[str, Any] = {}
@@ -200,7 +200,7 @@ class Dispatched(TieredModel):
         self.store.begin_forward()
 
     def _refuse_gradients(self) -> None:
-        """Of each parameter that requires one by now."""
+        """Let a gradient raise for each parameter that requires one now."""
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.store.groups:
                 for param, spec in zip(group.params, group.layout.params, strict=True):
@@ -210,8 +210,8 @@ class Dispatched(TieredModel):
                         self._hooks[id(param)] = hook
 
     def report(self) -> TierTraffic:
-        """Bytes per tier, bytes moved, and seconds waited so far. It waits for nothing: numbers of
-        what is under way may change while they are read."""
+        """Return bytes per tier, bytes moved, and seconds waited so far. It waits for nothing:
+        numbers of operations in progress may change while they are read."""
         lanes = [*self._homes.lanes(), *self.store.ranks.lanes()]
         if self._kv is not None:
             self._kv.tidy()
@@ -258,7 +258,7 @@ def _check_usable(found: weakref.ref[WeightStore]) -> None:
 
 
 def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
-    """UnsupportedError where the model has no KV cache that is known."""
+    """Return the model's cached layers. Raises UnsupportedError if no KV cache is known."""
     found: tuple[CachedLayer, ...] = ()
     if "transformers" in sys.modules:  # else it is none of its models
         from offload import kv_cache
@@ -273,7 +273,8 @@ def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
 
 
 def _check_values(model: nn.Module, lazy: LazyWeights, only: torch.dtype | None) -> None:
-    """What stays in the model has values, or is no floating point. Says what has random ones."""
+    """Raise UnsupportedError for floating-point parameters that stay in the model without values,
+    and warn about parameters that get random ones."""
     named = [(name, p) for name, p in model.named_parameters() if p.is_meta and p not in lazy]
     for name, param in named:
         if managed(param) and not managed(param, only):
@@ -289,9 +290,9 @@ def _check_values(model: nn.Module, lazy: LazyWeights, only: torch.dtype | None)
 
 
 def _precision(config: OffloadConfig, model: nn.Module) -> tuple[OffloadConfig, torch.dtype | None]:
-    """Where the configuration names none, with the format that most of the model's weights have;
-    those in another one (transformers keeps some of some models in fp32) stay as they are then, and
-    in RAM: the format that alone is moved."""
+    """Return the configuration, and the only format that is moved (None for all). If no precision
+    is set, both take the format of most weights; those in another one (transformers keeps some of
+    some models in fp32) stay as they are, in RAM."""
     named = [(name, param) for name, param in model.named_parameters() if managed(param)]
     numels: Counter[torch.dtype] = Counter()
     for _, param in named:

@@ -44,7 +44,7 @@ class Kind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call that initialises: `run` is about `module`, `by` whose method it is."""
+    """A call that initialises `module`; `run` performs it with the method of `by`."""
 
     module: nn.Module
     by: nn.Module
@@ -97,7 +97,7 @@ class Entry:
         return all(o.get(is_parameter=self.is_parameter) is tensor for o in self.owners)
 
     def like(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` as a tensor of this kind, with what was hung on the original."""
+        """Return `values` as a tensor of this kind, with what was hung on the original."""
         if not self.is_parameter:
             return values
         made = nn.Parameter(values, requires_grad=self.tensor.requires_grad)
@@ -133,7 +133,7 @@ class Initialisers:
 
     @contextmanager
     def twins_installed(self) -> Iterator[None]:
-        """Inside, the model has no tensor but twins: writing to it changes nothing."""
+        """Inside, twins replace the model's tensors: writes to them do not change the model."""
         try:
             for entry in self.entries:
                 entry.install(entry.twin)
@@ -164,7 +164,7 @@ class Initialisers:
                 call.writes = dict.fromkeys([*written, *replaced], 0)
 
     def _count(self) -> None:
-        """How often each call's writes count, on the meta device as the constructor's did."""
+        """Count the writes of each call on the meta device, as the constructor's were counted."""
         for call in self.calls:
             before = {entry: entry.twin._version for entry in call.writes}
             try:
@@ -176,7 +176,7 @@ class Initialisers:
                 entry.install(entry.twin)
 
     def calls_for(self, module: nn.Module) -> list[Call]:
-        """The calls that initialise a module's own tensors, without those that later calls
+        """Return the calls that initialise a module's own tensors, without those that later calls
         overwrite."""
         own = self.of_module.get(id(module), [])
         others = {id(o.module) for entry in own for o in entry.owners} - {id(module)}
@@ -194,7 +194,7 @@ class Initialisers:
 
     # ---------------------------------------------------------------- what cannot be initialised
     def refuse(self, entries: Iterable[Entry]) -> None:
-        """UnsupportedError unless calls write all of `entries`, as often as the constructor did."""
+        """Raise UnsupportedError unless calls write `entries` as often as the constructor did."""
         entries = [entry for entry in entries if entry.is_meta]
         _refuse_unwritten([entry for entry in entries if not self._is_written(entry)])
         _refuse_otherwise([entry for entry in entries if not self._is_as_constructed(entry)])
@@ -210,7 +210,7 @@ class Initialisers:
         return any(id(owner.module) in self._failed for owner in entry.owners)
 
     def _is_as_constructed(self, entry: Entry) -> bool:
-        """Copies begin to count anew: the last calls alone may account for what was counted."""
+        """Return whether calls account for all writes, or the last ones, if it was copied."""
         kinds = {call.kind for call in self._calls_of(entry)}
         overwritten = Kind.TRANSFORMERS in kinds and Kind.RESET not in kinds
         if entry.version == 0 or self._is_unknown(entry) or overwritten:
@@ -218,8 +218,8 @@ class Initialisers:
         return any(entry.version in _sums(counts) for counts in self._histories(entry))
 
     def _histories(self, entry: Entry) -> Iterator[list[int]]:
-        """How often the constructor's calls wrote to it, one after the other. A tied tensor began
-        as one owner's, and got the others before or after `_init_weights`."""
+        """Yield how often the constructor's calls may have written to a tensor, in order. A tied
+        tensor began as one owner's, and got the others before or after `_init_weights`."""
         writers = self._calls_of(entry)
         owners = {id(owner.module) for owner in entry.owners}
         for owner in entry.owners:
@@ -230,7 +230,7 @@ class Initialisers:
                 yield [count for call in calls for count in _counts(call, entry)]
 
     def _refuse_unclear(self, entries: Iterable[Entry]) -> None:
-        """An `_init_weights` that the constructor may not have called at all."""
+        """Refuse tensors of an `_init_weights` that the constructor may not have called at all."""
         seen: dict[nn.Module, bool] = {}
         for entry in entries:
             if entry.version == 0 or len(entry.owners) > 1:
@@ -266,7 +266,7 @@ def _counts(call: Call, entry: Entry) -> list[int]:
 
 
 def _times_reset(kind: type) -> int:
-    """How many constructors of a class and its bases call reset_parameters."""
+    """Return how many constructors of a class and its bases call reset_parameters, at least 1."""
     codes = [getattr(vars(c).get("__init__"), "__code__", None) for c in kind.__mro__]
     names = {"reset_parameters", "_reset_parameters"}
     return max(1, sum(code is not None and not names.isdisjoint(code.co_names) for code in codes))
@@ -309,7 +309,7 @@ def _listed(entries: list[Entry]) -> str:
 
 # -------------------------------------------------------------------------------- the tensors
 def _entries(model: nn.Module) -> list[Entry]:
-    """One for each tensor. What a Hugging Face model has tied is two until then."""
+    """Return one entry per tensor, and a second, tied one for ties of a Hugging Face model."""
     tied = _tied_names(model)
     sources: dict[int, Entry] = {}
     targets: dict[int, Entry] = {}
@@ -330,7 +330,7 @@ def _entries(model: nn.Module) -> list[Entry]:
 
 
 def _tied_names(model: nn.Module) -> set[str]:
-    """Parameters that a Hugging Face model makes another one's."""
+    """Return the names of parameters that a Hugging Face model ties to others."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -384,7 +384,7 @@ def _reset(module: nn.Module) -> Iterator[Call]:
 
 
 def _model_calls(module: nn.Module) -> Iterator[Call]:
-    """`self.apply(self._init_weights)`, or a method that goes through the modules itself."""
+    """Yield calls of `self.apply(self._init_weights)`, or of a method that does all modules."""
     method = getattr(module, "_init_weights", None)
     if not callable(method):
         return
@@ -414,7 +414,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 def _find_transformers(
     module: nn.Module, inside: nn.Module | None, nearest: dict[int, nn.Module], outermost: set[int]
 ) -> None:
-    """`nearest`: the innermost Hugging Face model around each module, where there is one."""
+    """Fill `nearest` with the innermost Hugging Face model around each module, if there is one."""
     library = sys.modules.get("transformers.modeling_utils")  # imported, if there is such a model
     if library is not None and isinstance(module, library.PreTrainedModel):
         if inside is None:

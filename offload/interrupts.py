@@ -23,11 +23,11 @@ _AGAIN_S = 1.0  # torchrun passes on to its workers a signal that they have got 
 
 
 class Terminated(KeyboardInterrupt):
-    """A SIGTERM came."""
+    """Raised for a SIGTERM."""
 
 
 class Interrupts:
-    """Remembers that one came."""
+    """Remembers that a signal came."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -38,7 +38,7 @@ class Interrupts:
         self._putting_off: str | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Note a signal, as its handler."""
         if os.getpid() != self._pid:  # of a forked child, which nobody asks
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -56,22 +56,22 @@ class Interrupts:
                 os.write(2, f"\r{erase}{name}: {self._putting_off}\n".encode())
 
     def error(self) -> KeyboardInterrupt:
-        """What is raised for the first one."""
+        """Return the exception for the first signal."""
         return Terminated() if self._number == signal.SIGTERM else KeyboardInterrupt()
 
     def check(self) -> None:
-        """Raise what was lost, if one was; not while it is put off."""
+        """Raise for a signal that was noted, unless that is put off."""
         if self.seen and self._putting_off is None:
             raise self.error()
 
     @property
     def is_here(self) -> bool:
-        """Whether it is of this process, and not of the one that forked it."""
+        """Whether it belongs to this process, and not to the one that forked it."""
         return self._pid == os.getpid()
 
     @contextmanager
     def put_off(self, message: str) -> Iterator[None]:
-        """Inside, the first one is noted, and `message` written; another one, later, raises."""
+        """Inside, the first signal is noted and `message` written; a later one raises."""
         before, self._putting_off = self._putting_off, message
         try:
             yield
@@ -80,7 +80,7 @@ class Interrupts:
 
 
 def _noting(number: int) -> Interrupts | None:
-    """Whoever notes that signal now."""
+    """Return the object that notes this signal now; None if there is none."""
     noting = getattr(signal.getsignal(number), "__self__", None)
     return noting if isinstance(noting, Interrupts) else None
 
@@ -124,21 +124,21 @@ def _end(number: int, frame: FrameType | None) -> None:
 @contextmanager
 def ending_at_once() -> Iterator[None]:
     """Inside, a Ctrl-C ends the process with exit code 130: for imports and the reading of options,
-    where nothing is to be cleaned up, and an exception would be shown with a traceback."""
+    which need no cleaning up, and where an exception would be shown with a traceback."""
     with _handling(_end, instead_of=signal.default_int_handler):
         yield
 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Inside, and inside `ending_at_once`, it raises KeyboardInterrupt all the same."""
+    """Let a Ctrl-C raise KeyboardInterrupt inside, even within `ending_at_once`."""
     with _handling(signal.default_int_handler, instead_of=_end):
         yield
 
 
 @contextmanager
 def _handling(handler: Any, *, instead_of: Any) -> Iterator[None]:
-    """A Ctrl-C that is ignored, or that the program handles itself, is left alone."""
+    """Handle Ctrl-C by `handler` inside, unless it is ignored or the program handles it itself."""
     if signal.getsignal(signal.SIGINT) is not instead_of:
         yield
         return
@@ -150,8 +150,8 @@ def _handling(handler: Any, *, instead_of: Any) -> Iterator[None]:
 
 
 def why_not_noted() -> str:
-    """Which signals `noted_interrupts` does not note here, and what to do; empty if it notes those
-    that come. One that is ignored does not come."""
+    """Return which signals `noted_interrupts` does not note here, and what to do; empty if it notes
+    all that can come. A signal that is ignored does not come."""
     left = {number: signal.getsignal(number) for number in _DEFAULTS if _noting(number) is None}
     left = {number: each for number, each in left.items() if each is not signal.SIG_IGN}
     thread = threading.current_thread()

@@ -1,7 +1,7 @@
 """transformers' KV caches with their keys and values in tiers.
 
-transformers makes its caches itself, deep inside of `generate` or of a model's forward. What is
-exchanged are the layers of a cache (`CacheLayerMixin` is transformers' seam), when a model is
+transformers makes its caches itself, deep inside of `generate` or of a model's forward. The
+layers of a cache are exchanged (`CacheLayerMixin` is transformers' seam), when a model is
 called with it: `DynamicCache`, `StaticCache` and `EncoderDecoderCache` stay what they are, and say
 of lengths, masks and windows what transformers has them say.
 """
@@ -39,7 +39,7 @@ _STATELESS = ("linear_attention", "conv", "moe", "mlp")
 
 
 class _Paged(CacheLayerMixin):  # type: ignore[misc]
-    """What all layers in tiers have in common. `keys` and `values` are read from the tiers."""
+    """The base of all layers in tiers. `keys` and `values` are read from the tiers."""
 
     is_compileable = False
     _parts: dict[tuple[int, int], _Paged]
@@ -55,7 +55,7 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         self._given_back.atexit = False
 
     def _after_store(self) -> int | None:
-        """Zeros follow up to this length."""
+        """Return the length up to which zeros follow the tokens; None if none follow."""
         return None
 
     # ---------------------------------------------------------------- what transformers asks
@@ -111,7 +111,7 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         return self._each()[0]._seen()
 
     def _seen(self) -> int:
-        """Tokens that there were, those outside of a window too."""
+        """Return the number of tokens so far, including those outside of a window."""
         return self._pages.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -122,10 +122,10 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         return sizes
 
     def offload(self) -> None:
-        """Its home is where the placement says."""
+        """Do nothing: the placement decides where the layer lives."""
 
     def prefetch(self) -> None:
-        """The trace of the model's uses says when."""
+        """Do nothing: the trace of the model's uses decides when."""
 
     def reset(self) -> None:
         """Forget all tokens. (transformers' own dynamic layers keep as many, of zeros.)"""
@@ -176,8 +176,8 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- pieces of the batch
     def of_rows(self, rows: slice, batch: int) -> _Paged:
-        """The layer that has these rows of it, of `batch`, alone: from here on it is where they
-        are. Asked for other rows than before, or for all, they are put together first."""
+        """Return a layer of these `rows` of the `batch` alone, which holds them from now on. If
+        other rows than before are asked for, or all, parts are joined first."""
         asked = rows.start, rows.stop
         if asked in self._parts:
             return self._parts[asked]
@@ -197,11 +197,11 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         return part
 
     def _each(self) -> list[_Paged]:
-        """The parts, in their order, or the layer itself."""
+        """Return the parts, in their order, or the layer itself."""
         return [self._parts[rows] for rows in sorted(self._parts)] or [self]
 
     def _like(self) -> _Paged:
-        """Another one, without pages."""
+        """Return another layer like this one, without pages."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, _parts={})
         return other
@@ -218,7 +218,7 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         return part
 
     def _joined(self, rows: Sequence[tuple[int, int]]) -> _Paged:
-        """One part in place of some."""
+        """Replace some parts by one that joins them, and return it."""
         parts = [self._parts[each] for each in rows]
         joined = parts[0]._like()
         joined._hold(self._store.pages(self._name, self._window, parts[0]._pages.page_tokens))
@@ -234,7 +234,7 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         return joined
 
     def _join(self) -> None:
-        """Be one layer again."""
+        """Join all parts: the layer is one again."""
         if not self._parts:
             return
         joined, name = self._joined(sorted(self._parts)), self._name
@@ -257,7 +257,7 @@ class PagedLayer(_Paged, DynamicLayer):  # type: ignore[misc]
         return self._pages.extend(keys, values)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As `DynamicLayer.crop`: a positive number is the length to crop to."""
+        """Crop as `DynamicLayer.crop` does: a positive number is the length to crop to."""
         length, removed = self.get_seq_length(), int(tokens_to_remove)  # it may be a tensor
         if removed > 0:
             removed = max(0, length - removed)
@@ -290,7 +290,7 @@ class PagedSlidingLayer(_Paged, DynamicSlidingWindowLayer):  # type: ignore[misc
             layer.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As `DynamicSlidingWindowLayer.crop`."""
+        """Crop as `DynamicSlidingWindowLayer.crop` does."""
         for layer in self._each():
             cast(PagedSlidingLayer, layer)._crop(int(tokens_to_remove))
 
@@ -380,7 +380,7 @@ class PagedStaticSlidingLayer(_Paged, StaticSlidingWindowLayer):  # type: ignore
 
 # ---------------------------------------------------------------- exchanging layers
 def _paged(layer: Any, store: KVStore, name: str) -> CacheLayerMixin:
-    """The same layer in tiers, with what it holds; itself where nothing of it is keys or values."""
+    """Return the layer in tiers, with its contents; itself if it has no keys or values."""
     kind = type(layer)
     made: Any
     if issubclass(kind, _Paged) or kind is LinearAttentionLayer:
@@ -404,7 +404,7 @@ def _paged(layer: Any, store: KVStore, name: str) -> CacheLayerMixin:
 
 
 def _take_over(layer: Any, made: Any) -> None:
-    """Keys and values that a layer has already, of a prompt that was computed before."""
+    """Copy the keys and values that a layer has already, from a prompt that was computed before."""
     if not layer.is_initialized:
         return
     made.lazy_initialization(layer.keys, layer.values)
@@ -436,11 +436,11 @@ def _name(layer: int, of: str = "") -> str:
 
 
 def keep_in_tiers(cache: Cache, store: KVStore, of: str = "") -> None:
-    """Let `cache` have its keys and values in the tiers of `store`, those too that it has already.
-    Doing it again changes nothing.
+    """Keep the keys and values of `cache`, including those that it has already, in the tiers of
+    `store`. Calling it again changes nothing.
 
-    UnsupportedError names a layer that cannot be exchanged. Linear attention stays as it is: its
-    state has no tokens.
+    Raises UnsupportedError, which names the layer, if one cannot be exchanged. Linear attention
+    stays as it is: its state has no tokens.
     """
     if isinstance(cache, EncoderDecoderCache):
         keep_in_tiers(cache.self_attention_cache, store)
@@ -455,7 +455,7 @@ def keep_in_tiers(cache: Cache, store: KVStore, of: str = "") -> None:
 
 def install(model: nn.Module, store: KVStore) -> Callable[[], None]:
     """Keep the caches that `model`, or a transformers model within it, is called with in tiers.
-    The result takes that back."""
+    Returns a function that undoes this."""
 
     def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -476,8 +476,8 @@ def install(model: nn.Module, store: KVStore) -> Callable[[], None]:
 
 
 def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
-    """The layers of a transformers model that keep keys and values, as its configuration has them;
-    none of another model."""
+    """Return the layers of a transformers model that keep keys and values, by its configuration;
+    empty for any other model."""
     outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if outermost is None:
         return ()
@@ -491,8 +491,9 @@ def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
 
 
 def _latent(model: PreTrainedModel, config: Any) -> CachedLayer | None:
-    """Of multi-head latent attention, which expands one latent and one rotated key per token after
-    the cache; with an indexer, for sparse attention, before it."""
+    """Return the cached layer of multi-head latent attention that expands one latent and one
+    rotated key per token after the cache; None for other models, also for one with an indexer
+    (sparse attention), which expands them before it."""
     expands = any(hasattr(m, "expand_kv") and not hasattr(m, "indexer") for m in model.modules())
     return CachedLayer(1, config.kv_lora_rank, config.qk_rope_head_dim) if expands else None
 

@@ -1,4 +1,4 @@
-"""Homes for the pages of KV caches: within what everything else leaves of the budgets."""
+"""Homes for the pages of KV caches, within the part of the budgets that everything else leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.tiers.units import round_up
 
 
 class KVHomes:
-    """Pages by the shares of `placement.kv`, counted in bytes as they come and go."""
+    """Places pages by the shares of `placement.kv`, counted in bytes as they come and go."""
 
     def __init__(self, homes: TieredHomes, plan: Plan, kv: KVPlan) -> None:
         self.lock: threading.RLock = homes.lock
@@ -72,7 +72,7 @@ class KVHomes:
         self._homes.free_kv_memory(lease)
 
     def _tier_of_next(self, nbytes: int) -> Tier:
-        """The one that is furthest behind its share."""
+        """Return the tier that is furthest behind its share."""
         whole = sum(self._pages.values()) + nbytes
         shares = self._kv.placement.shares
         return max(shares, key=lambda each: each[1] * whole - self._pages[each[0]])[0]

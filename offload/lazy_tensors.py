@@ -8,7 +8,7 @@
 
 So a library may build a model out of them in its own way, and the model's states are read group by
 group when `offload.initialize` asks for them; `lazy[3]` of stacked experts reads the fourth alone.
-What is written to in place is in RAM from then on. The idea is that of torchdistx's deferred
+A tensor written to in place is in RAM from then on. The idea is that of torchdistx's deferred
 initialisation.
 """
 
@@ -50,7 +50,7 @@ _HINT = (
 
 # ------------------------------------------------------------------------------ where values are
 class Source(Protocol):
-    """Where a lazy tensor's values come from."""
+    """The source of a lazy tensor's values."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -59,15 +59,16 @@ class Source(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, *, rounded: bool) -> torch.Tensor:
-        """The values, in memory of their own or shared with nothing that is written to.
+        """Read the values, into memory of their own or shared with nothing that is written to.
 
-        Not `rounded`: as precise as the files have them, where a cast would have lost bits."""
+        If not `rounded`, they are as precise as in the files, even where a cast would have lost
+        bits."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """In memory: what somebody put in a lazy tensor's place."""
+    """A source in memory: values that replaced those of a lazy tensor."""
 
     value: torch.Tensor
 
@@ -85,7 +86,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """The result of an operation, or the one of this number. `args` have sources for tensors."""
+    """One result of an operation, by `number` if it has several. `args` hold sources of tensors."""
 
     func: Any
     args: tuple[Any, ...]
@@ -114,8 +115,8 @@ class _Moved:
 
 
 def _row(source: Source, number: int) -> Source:
-    """What is at `number` of the first dimension: of no more than it is made of, where what was
-    done to the whole can be done to it."""
+    """Return the source of row `number` of the first dimension. It reads no more than the row is
+    made of, if the operations on the whole can be applied to the row."""
     number %= source.shape[0]
     if isinstance(source, Stored):
         stored = source.tensor
@@ -132,7 +133,7 @@ def _row(source: Source, number: int) -> Source:
 
 
 def _row_of_moved(moved: _Moved, number: int) -> Source | None:
-    """None where all of the result is needed for a row of it."""
+    """Return the source of a row; None if the whole result is needed for it."""
     name, ndim = moved.func._schema.name.rpartition("::")[2], len(moved.shape)
     of, *rest = moved.args
 
@@ -167,7 +168,7 @@ def _row_of_moved(moved: _Moved, number: int) -> Source | None:
 
 
 def _cast(source: Source, dtype: torch.dtype) -> Source:
-    """What `cat` and `stack` do to tensors of narrower formats."""
+    """Return the source cast to `dtype`, as `cat` and `stack` cast tensors of narrower formats."""
     if source.dtype == dtype:
         return source
     return _Moved(aten._to_copy.default, (source,), {"dtype": dtype}, None, dtype, source.shape)
@@ -185,7 +186,8 @@ def _is_decoded(source: Source) -> bool:
 
 
 def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
-    """Of formats that fp32 holds exactly: another one of at most as many bits."""
+    """Return whether a cast may lose bits: to another format of at most as many bits, from one that
+    fp32 holds exactly."""
     both = before.is_floating_point and after.is_floating_point
     return both and before != after and after.itemsize <= before.itemsize <= 4
 
@@ -193,13 +195,13 @@ def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
 # ---------------------------------------------------------------------------------- the tensor
 @dataclass(slots=True)
 class _Memory:
-    """What a tensor and its views have in common."""
+    """The memory that a tensor and its views have in common."""
 
     source: Source
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor on the CPU, of which there is no more than where its values come from."""
+    """A tensor on the CPU that holds the source of its values, and no values."""
 
     memory: _Memory
     views: tuple[_Moved, ...]  # of the memory, one of the other; their first argument is left out
@@ -208,7 +210,7 @@ class LazyTensor(torch.Tensor):
     def __new__(
         cls, memory: _Memory, like: torch.Tensor, views: tuple[_Moved, ...] = ()
     ) -> LazyTensor:
-        """`like` (on the meta device) has its shape and strides."""
+        """`like` (on the meta device) has the shape and strides."""
         # To torch it is on the meta device, and only says that it is on the CPU: else torch would
         # do `ordinary.data = lazy` without asking us, and crash when that is looked at.
         made: LazyTensor = torch.Tensor._make_wrapper_subclass(
@@ -225,7 +227,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def source(self) -> Source:
-        """Where the values come from that it has now."""
+        """The source of the values that the tensor has now."""
         source = self.memory.source
         for view in self.views:
             source = replace(view, args=(source, *view.args))
@@ -235,21 +237,21 @@ class LazyTensor(torch.Tensor):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether files have codes for its values, or some of them."""
+        """Whether files hold codes for its values, or for some of them."""
         return _is_decoded(self.source)
 
     def value(self) -> torch.Tensor:
-        """The values, read now, as an ordinary tensor."""
+        """Return the values, read now, as an ordinary tensor."""
         return self.source.read(rounded=True)
 
     def row(self, number: int) -> LazyTensor:
-        """Of the first dimension, of which alone the values are read."""
+        """Return row `number` of the first dimension. Only the values of that row are read."""
         found = self[number]
         assert isinstance(found, LazyTensor), "it was only moved"
         return found
 
     def pieces(self, numel: int) -> Iterator[torch.Tensor]:
-        """The values in order, 1D, `numel` at a time; read so, where nothing was done to them."""
+        """Yield the values in order, 1D, `numel` at a time, read so if nothing was done to them."""
         source = self.source
         if isinstance(source, Stored):
             yield from source.pieces(numel)
@@ -326,7 +328,7 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LazyTensor]:
-    """The lazy ones among the tensors that an operation writes to."""
+    """Return the lazy tensors among those that an operation writes to."""
     found = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -336,7 +338,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LazyTensor]:
 
 
 def _write(func: Any, args: Any, kwargs: dict[str, Any], written: list[LazyTensor]) -> Any:
-    """Bring what is written to into RAM, and write there. What was noted before keeps its own."""
+    """Bring written tensors into RAM, and write there. Results noted before keep the old values."""
     new = {id(t.memory): t.memory.source.read(rounded=True).clone() for t in written}
 
     def given(value: Any) -> Any:
@@ -356,7 +358,7 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any], written: list[LazyTenso
 
 
 def _set_data(tensor: LazyTensor, new: torch.Tensor) -> None:
-    """`tensor.data = new`."""
+    """Set `tensor.data = new`."""
     if not isinstance(new, LazyTensor):
         new = LazyTensor(_Memory(_Held(new.detach())), torch.empty_like(new, device="meta"))
     torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
@@ -379,8 +381,8 @@ def _value_of(value: Any) -> Any:
 
 # -------------------------------------------------------------------------------- in a model
 class LazyWeights:
-    """The lazy parameters of a model, taken out of it: parameters on the meta device are there
-    instead. The same objects: references to them stay valid."""
+    """The lazy parameters of a model, taken out of it and replaced by parameters on the meta
+    device. These are the same objects: references to them stay valid."""
 
     def __init__(self, model: nn.Module, only: torch.dtype | None = None) -> None:
         """`only`: parameters in other formats are read now, and stay in the model."""
@@ -409,7 +411,7 @@ class LazyWeights:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        """After an error the model has them back, where nothing has taken their place yet."""
+        """Put the lazy parameters back after an error, if nothing has taken their place yet."""
         for param, lazy in self._taken.values():
             if kind is not None and param.is_meta:
                 _swap(param, lazy)
@@ -426,8 +428,8 @@ class LazyWeights:
     def get(
         self, param: torch.Tensor, name: str, dtype: torch.dtype, number: int | None = None
     ) -> torch.Tensor:
-        """Values for a parameter, or for a row of it, as precise as the files have them.
-        CheckpointError for a value that `dtype` cannot hold."""
+        """Return values for a parameter, or for a row of it, as precise as the files have them.
+        Raises CheckpointError for a value that `dtype` cannot hold."""
         _, lazy = self._taken[id(param)]
         check_shape(name, tuple(lazy.shape), tuple(param.shape))
         asked = lazy if number is None else lazy.row(number)
@@ -440,8 +442,8 @@ _OWN_ATTRIBUTES = frozenset({"memory", "views", "_is_param"})
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange what two objects are, as torch.utils.swap_tensors does, which keeps off tensors with
-    weak references: they are to the object, and that stays."""
+    """Exchange the contents of two objects as torch.utils.swap_tensors does, which refuses tensors
+    with weak references: these refer to the object, which stays."""
     torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
     for key in {*vars(one), *vars(other)}:
@@ -456,12 +458,12 @@ def lazy_tensors(
     files: Iterable[Path], quantisation: Mapping[str, Any] | None = None,
     transposed: Collection[str] = (),
 ) -> dict[str, LazyTensor]:  # fmt: skip
-    """Every tensor of safetensors files; by `quantisation` (of config.json) those that are stored
-    as codes have their values, under the names of the weights. Those weights that are `transposed`
-    have the columns first.
+    """Return every tensor of safetensors files. Those that are stored as codes, as `quantisation`
+    (of config.json) says, have their values, under the names of the weights. The weights in
+    `transposed` have the columns first.
 
-    CheckpointError for a name that two files have, and for codes that do not fit together or of
-    which `quantisation` says nothing; UnsupportedError for a format that is not read.
+    Raises CheckpointError for a name that two files have, and for codes that do not fit together or
+    that `quantisation` does not describe; UnsupportedError for a format that is not read.
     """
     stored = stored_tensors(files)
     matrices = matrices_of(stored, quantisation)  # taken out of `stored`

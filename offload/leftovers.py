@@ -1,8 +1,8 @@
-"""What processes that are dead left in a folder: found by name, and removed on request.
+"""Files that dead processes left in a folder: found by name, and removed on request.
 
 Files and folders carry the mark of the process that made them (`swap/maker_marks`), checkpoints
 that were being written are locked by it (`checkpoint/ownership`). Nothing else is ever touched, nor
-what belongs to another user.
+anything that belongs to another user.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overla
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file or folder. `pid` made it; `is_dead` False: whether that process lives cannot be told
-    from here. A checkpoint has no pid: its lock is gone."""
+    """A file or folder that process `pid` made. `is_dead` is False if it cannot be told from here
+    whether that process lives. A checkpoint has no pid: its lock is gone."""
 
     path: Path
     nbytes: int
@@ -42,15 +42,15 @@ class Leftover:
 
 
 def leftovers(folder: Path) -> list[Leftover]:
-    """Those in `folder` itself and in Lightning's checkpoints in it, by name. Of a process that
-    lives there is none. OSError."""
+    """Return the leftovers in `folder` itself and in Lightning's checkpoints in it, by name, but
+    none of a process that lives. Raises OSError."""
     places = [folder, *_streamed(folder)]
     found = [each for place in places for each in (*_marked(place), *_checkpoints(place))]
     return sorted(found, key=lambda each: each.path)
 
 
 def _streamed(folder: Path) -> Iterator[Path]:
-    """Folders in it that hold a `STATE`, or one that is being written."""
+    """Yield the folders in `folder` that hold a `STATE`, or one that is being written."""
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
             with suppress(OSError):  # not ours to look into
@@ -59,8 +59,8 @@ def _streamed(folder: Path) -> Iterator[Path]:
 
 
 def clean(folder: Path) -> list[Leftover]:
-    """Remove what dead processes left in `folder`; what was removed. A checkpoint that lacked its
-    name alone gets it. OSError."""
+    """Remove what dead processes left in `folder`, and return it. A checkpoint that lacked only its
+    name gets it. Raises OSError."""
     found = {each.path: each for each in leftovers(folder) if each.is_dead}
     for place in {each.path.parent for each in found.values() if each.pid is None}:
         recover(place)  # what gets its name may be a part of what is removed next
@@ -90,7 +90,7 @@ def _marked(folder: Path) -> Iterator[Leftover]:
 
 
 def _begun(pending: Path, pid: int, *, is_dead: bool) -> Iterator[Leftover]:
-    """The engine's states that a `STATE` was to name which never got its name."""
+    """Yield the engine's states that a pending `STATE` would have named."""
     match = _PENDING_STATE.match(pending.name)
     states = None if match is None else pending.with_name(match["states"])
     if states is not None and states.is_dir() and _is_ours(states.lstat()):
@@ -114,13 +114,13 @@ def _is_unlocked(path: Path) -> bool:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """A file or folder of this user; links are not made by us."""
+    """Return whether it is a file or folder of this user; the library makes no links."""
     plain = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
     return plain and status.st_uid == os.geteuid()
 
 
 def _nbytes(path: Path) -> int:
-    """On the device."""
+    """Return the bytes that `path` takes on the device."""
     total = 0
     for place in (path, *(path.rglob("*") if path.is_dir() else ())):
         with suppress(OSError):
@@ -129,7 +129,7 @@ def _nbytes(path: Path) -> int:
 
 
 def _remove(path: Path, folder: Path) -> None:
-    """`path` is in `folder`, or in one in it. Follows no link, whoever puts one there."""
+    """Remove `path`, which is in `folder` or in one of its folders. Never follows a link."""
     only = 0 if path.parent == folder else os.O_NOFOLLOW
     opened = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | only)
     try:

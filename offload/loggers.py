@@ -1,10 +1,10 @@
-"""Loggers: they get the figures of every step of a run.
+"""Loggers, which receive the figures of every step of a run.
 
     engine.watch(loggers=[CSVLogger("run.csv"), TensorBoardLogger("tb"), print_it])
     def print_it(values, step): ...
 
 A logger is anything with a method `log(values, step)`, or that can be called so. `values` are those
-of a `StepMetrics` (`offload/runs/metrics.py`) by name; what is not known is None. `close()` is
+of a `StepMetrics` (`offload/runs/metrics.py`) by name; unknown ones are None. `close()` is
 called at the end, if there is one. The libraries behind these are imported when one is made.
 """
 
@@ -28,18 +28,18 @@ Values = Mapping[str, Any]
 
 
 class Logger(Protocol):
-    """Gets every step's figures, in order, on the thread that trains."""
+    """Receives every step's figures, in order, on the thread that trains."""
 
     def log(self, values: Values, step: int) -> None:
-        """`values` are those of a `StepMetrics`, by name: numbers, None for what is not known, and
-        bytes by tier and by link. They are not to be changed."""
+        """Log the `values` of a `StepMetrics`, by name: numbers, None if unknown, and bytes by tier
+        and by link. They must not be changed."""
 
 
 AnyLogger = Logger | Callable[[dict[str, Any], int], Any]
 
 
 def loggers_of(given: Any) -> list[Logger]:
-    """Each of a list of them as a `Logger`. ConfigError for what is none."""
+    """Return each of a list of objects as a `Logger`. Raises ConfigError for any other object."""
     if callable(given) or hasattr(given, "log") or isinstance(given, str):
         raise ConfigError(f"loggers: {given!r} is not a list; put it into one")
     return [_logger(each) for each in given]
@@ -74,7 +74,7 @@ class _Called:
 
 @contextmanager
 def closing_all(loggers: Iterable[Logger]) -> Iterator[None]:
-    """Those that can be closed are closed in the end, each one also where another fails."""
+    """Close every logger that has a `close` at the end of the block, even if another one fails."""
     with ExitStack() as stack:
         for logger in loggers:
             close = getattr(logger, "close", None)
@@ -85,8 +85,7 @@ def closing_all(loggers: Iterable[Logger]) -> Iterator[None]:
 
 # ---------------------------------------------------------------- files
 class JSONLinesLogger:
-    """A line of JSON per step, written beside the steps that follow. A file that is there is
-    continued."""
+    """Writes a line of JSON per step, while the next steps run. An existing file is continued."""
 
     def __init__(self, path: StrPath) -> None:
         """Nothing is written before `log`."""
@@ -94,8 +93,8 @@ class JSONLinesLogger:
         self._lines: LineFile | None = None
 
     def log(self, values: Values, step: int) -> None:
-        """Values that are not finite become null, since JSON has no NaN; what is not known is left
-        out."""
+        """Write a line. Values that are not finite become null, since JSON has no NaN; unknown ones
+        are left out."""
         if self._lines is None:
             _make_parent(self.path)
             is_cut = _ends_amid_a_line(self.path)
@@ -111,14 +110,14 @@ class JSONLinesLogger:
             self._lines.flush()
 
     def close(self) -> None:
-        """As `flush`, and end the thread that writes."""
+        """Flush, and end the thread that writes."""
         lines, self._lines = self._lines, None
         if lines is not None:
             lines.close()
 
 
 def _ends_amid_a_line(path: Path) -> bool:
-    """A program that was killed may have left the beginning of a line."""
+    """Return whether a file ends amid a line, which a program that was killed may have left."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -127,8 +126,8 @@ def _ends_amid_a_line(path: Path) -> bool:
 
 
 class CSVLogger:
-    """A table with a row per step. A file that is there is continued; for a figure that is new the
-    table gets another column."""
+    """Writes a table with a row per step. An existing file is continued; a new figure adds a column
+    to the table."""
 
     def __init__(self, path: StrPath) -> None:
         """Nothing is written before `log`."""
@@ -152,7 +151,7 @@ class CSVLogger:
         self._file.flush()
 
     def keep(self, steps: int) -> None:
-        """Of an earlier run the rows up to step `steps`, and no others."""
+        """Keep the rows of an earlier run up to step `steps`, and drop all others."""
         columns, rows = self._read()
         if columns:
             at = columns.index("step")
@@ -165,8 +164,8 @@ class CSVLogger:
         self._write(self._columns, [row + [""] * len(new) for row in rows])
 
     def _read(self, *, but_last: bool = False) -> tuple[list[str], list[list[str]]]:
-        """Columns and whole rows, the last one left out where it is cut. ConfigError for a file of
-        another kind."""
+        """Return columns and whole rows, without the last one if it is cut. Raises ConfigError for
+        a file of another kind."""
         if not self.path.exists():
             return [], []
         with self._open("r") as file:
@@ -198,8 +197,8 @@ class TensorBoardLogger:
     """Curves for TensorBoard, in a folder of its own."""
 
     def __init__(self, folder: StrPath, *, purge_step: int | None = None) -> None:
-        """`purge_step`: curves of an earlier run in the folder end before this step. ConfigError
-        without the package `tensorboard`."""
+        """`purge_step`: curves of an earlier run in the folder end before this step. Raises
+        ConfigError if the package `tensorboard` is missing."""
         logs = str(path_of(folder, "folder"))
         _check("TensorBoardLogger", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
@@ -220,8 +219,8 @@ class WandbLogger:
     program has begun, or in a new one with `options` for `wandb.init`."""
 
     def __init__(self, **options: Any) -> None:
-        """ConfigError without the package `wandb`, and for options beside a run that has begun;
-        wandb's own errors where it is not logged in."""
+        """Raises ConfigError if the package `wandb` is missing, and for options beside a run that
+        has begun; wandb's own errors if it is not logged in."""
         _check("WandbLogger", "wandb")
         import wandb
 
@@ -246,8 +245,8 @@ class WandbLogger:
 
 
 class _Curves:
-    """A row as numbers by name. What counts from the start is shown per second: `GB per s/nvme
-    read`, and a step's seconds as shares of them: `waiting/nvme`, `links/nvme busy`."""
+    """Converts a row to numbers by name. Totals since the start are shown per second: `GB per
+    s/nvme read`, and a step's seconds as shares of them: `waiting/nvme`, `links/nvme busy`."""
 
     def __init__(self) -> None:
         self._before: Values = {}
@@ -283,14 +282,14 @@ _READY = {
 
 
 def check_names(names: Iterable[str]) -> None:
-    """ConfigError where the library behind one of `train.loggers` is missing."""
+    """Raise ConfigError if the library behind one of `train.loggers` is missing."""
     for name in names:
         if name != "csv":
             _check(f"train.loggers: {name}", name)
 
 
 def flat(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Figures by name, those of an inner mapping as `tiers/host`."""
+    """Yield figures by name; those of an inner mapping are named like `tiers/host`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}/")

@@ -40,7 +40,7 @@ class Mount:
 
     @property
     def is_memory(self) -> bool:
-        """Whether what lies there takes RAM."""
+        """Whether files on it take RAM."""
         return self.kind in _MEMORY_FILE_SYSTEMS
 
     @property
@@ -71,7 +71,7 @@ class MemoryLimit:
 
 
 def rank_here() -> int:
-    """This process's number among those that train together; 0 for one alone."""
+    """Return this process's number among those that train together; 0 for one alone."""
     world = sys.modules.get("torch.distributed")  # it is not there before a program imports it
     if world is not None and world.is_available() and world.is_initialized():
         return int(world.get_rank())
@@ -79,24 +79,24 @@ def rank_here() -> int:
 
 
 def world_size() -> int:
-    """How many processes train together; 1 before they have found each other."""
+    """Return how many processes train together; 1 before they have found each other."""
     world = sys.modules.get("torch.distributed")
     joined = world is not None and world.is_available() and world.is_initialized()
     return int(world.get_world_size()) if world is not None and joined else 1
 
 
 def total_memory_nbytes(root: Path = _ROOT) -> int:
-    """RAM of the whole machine, in bytes."""
+    """Return the RAM of the whole machine, in bytes."""
     return _meminfo("MemTotal", root) or int(psutil.virtual_memory().total)
 
 
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
-    """Every cgroup memory limit that binds this process, innermost first."""
+    """Return every cgroup memory limit that binds this process, innermost first."""
     return limits_of(cgroup_folders("memory", root))
 
 
 def limits_of(folders: Iterable[Path]) -> list[MemoryLimit]:
-    """Every limit of these cgroups, in their order."""
+    """Return every limit of these cgroups, in their order."""
     limits = []
     for folder in folders:
         for name in ("memory.high", "memory.max", "memory.limit_in_bytes"):
@@ -108,35 +108,35 @@ def limits_of(folders: Iterable[Path]) -> list[MemoryLimit]:
 
 
 def memory_limit_nbytes(root: Path = _ROOT) -> int:
-    """Most bytes this process may ever hold: the RAM, or the tightest cgroup limit."""
+    """Return the most bytes this process may ever hold: the RAM, or the tightest cgroup limit."""
     return min([total_memory_nbytes(root), *(limit.limit_nbytes for limit in memory_limits(root))])
 
 
 def available_memory_nbytes(root: Path = _ROOT) -> int:
-    """Bytes this process can still take without swapping or being killed."""
+    """Return the bytes this process can still take without swapping or being killed."""
     rooms = [max(0, limit.limit_nbytes - limit.used_nbytes) for limit in memory_limits(root)]
     return min([free_memory_nbytes(root), *rooms])
 
 
 def free_memory_nbytes(root: Path = _ROOT) -> int:
-    """RAM of the whole machine that can be taken without swapping."""
+    """Return the RAM of the whole machine that can be taken without swapping."""
     available = _meminfo("MemAvailable", root)
     return int(psutil.virtual_memory().available) if available is None else available
 
 
 def free_swap_nbytes(root: Path = _ROOT) -> int:
-    """Of the whole machine."""
+    """Return the free swap space of the whole machine, in bytes."""
     return _meminfo("SwapFree", root) or 0
 
 
 def memlock_limit_nbytes() -> int | None:
-    """Most bytes this process may lock in RAM; None without a limit."""
+    """Return the most bytes this process may lock in RAM; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def aio_room(root: Path = _ROOT) -> int | None:
-    """Requests of Linux AIO that can still be had, of all processes; None where unknown."""
+    """Return how many requests of Linux AIO can still be had, of all processes; None if unknown."""
     most = read_setting("/proc/sys/fs/aio-max-nr", root)
     used = read_setting("/proc/sys/fs/aio-nr", root)
     if most is None or used is None or not (most.isdigit() and used.isdigit()):
@@ -145,20 +145,20 @@ def aio_room(root: Path = _ROOT) -> int | None:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Cores' worth of time the tightest cgroup grants; None without a quota."""
+    """Return the cores' worth of time the tightest cgroup grants; None without a quota."""
     shares = [share for folder in cgroup_folders("cpu", root) if (share := _quota_of(folder))]
     return min(shares, default=None)
 
 
 def cpu_count(root: Path = _ROOT) -> int:
-    """Cores this process may run on at once: affinity and cgroup quota, at least 1."""
+    """Return how many cores this process may use at once: affinity and cgroup quota, at least 1."""
     cores = _affinity_count()
     quota = cpu_quota(root)
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def cpu_features(root: Path = _ROOT) -> frozenset[str]:
-    """Instruction set flags of the first core, for example avx2; empty where unknown."""
+    """Return the instruction set flags of the first core, for example avx2; empty if unknown."""
     for line in (_read(root / "proc/cpuinfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -167,7 +167,7 @@ def cpu_features(root: Path = _ROOT) -> frozenset[str]:
 
 
 def cpu_model(root: Path = _ROOT) -> str:
-    """The processor's name, or `unknown`."""
+    """Return the processor's name, or `unknown`."""
     for line in (_read(root / "proc/cpuinfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -176,7 +176,7 @@ def cpu_model(root: Path = _ROOT) -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """None where it is not installed."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -209,7 +209,7 @@ def trim_memory() -> bool:
 
 
 def rss_nbytes() -> int:
-    """Bytes of RAM this process holds now."""
+    """Return the bytes of RAM this process holds now."""
     with open("/proc/self/statm", "rb") as file:  # psutil takes three times as long
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -229,7 +229,7 @@ class ProcessMemory:
 
 
 def process_memory(root: Path = _ROOT) -> ProcessMemory:
-    """As it is now."""
+    """Return the RAM of this process now."""
     lines = (_read(root / "proc/self/status") or "").splitlines()
     pairs = (line.split() for line in lines if line.endswith(" kB"))
     kib = {name: int(number) for name, number, _ in pairs}
@@ -265,7 +265,7 @@ def _heap() -> _Heap:
 
 
 def peak_rss_nbytes(root: Path = _ROOT) -> int:
-    """The most RAM this process has ever held, in bytes."""
+    """Return the most RAM this process has ever held, in bytes."""
     for line in (_read(root / "proc/self/status") or "").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -279,7 +279,7 @@ def forget_peak_rss() -> None:
 
 
 def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:
-    """The mount that holds `path` (which need not exist); None where mounts cannot be read."""
+    """Return the mount that holds `path` (which need not exist); None if mounts cannot be read."""
     real = path.resolve()
     holding = [mount for mount in mounts(root) if real.is_relative_to(mount.point)]
     # the last of equally deep mounts hides the earlier ones
@@ -291,7 +291,7 @@ def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:
 
 
 class OtherPrograms:
-    """What others than this process take of the machine's cores, from the making of this on."""
+    """Measures the share of the machine's cores that other programs take, from its creation on."""
 
     MUCH = 0.3  # of the cores: times that are measured or predicted without them are not kept to
 
@@ -300,7 +300,7 @@ class OtherPrograms:
 
     @property
     def share(self) -> float:
-        """Of all cores; 0 where next to no time has passed."""
+        """The share of all cores; 0 if almost no time has passed."""
         busy, own, every = (
             now - then for now, then in zip(_cpu_seconds(), self._before, strict=True)
         )
@@ -308,7 +308,7 @@ class OtherPrograms:
 
     @property
     def note(self) -> str:
-        """A sentence for who reads a predicted time; empty where they take little."""
+        """A sentence for readers of a predicted time; empty if other programs take little."""
         share = self.share if world_size() == 1 else 0.0  # else other ranks are others
         if share <= self.MUCH:
             return ""
@@ -319,7 +319,7 @@ class OtherPrograms:
 
 
 def _cpu_seconds() -> tuple[float, float, float]:
-    """That all cores were busy, that they were for this process, and all that there were."""
+    """Return the seconds of all cores that were busy, of this process, and in total."""
     times = psutil.cpu_times()
     every = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     idle = times.idle + getattr(times, "iowait", 0.0)
@@ -327,8 +327,8 @@ def _cpu_seconds() -> tuple[float, float, float]:
 
 
 def swap_folder(root: Path = _ROOT) -> Path:
-    """Where swap files are if no folder is named: the temporary folder, or /var/tmp where that one
-    is RAM and TMPDIR does not ask for it."""
+    """Return the folder for swap files if none is named: the temporary folder, or /var/tmp if the
+    temporary folder is RAM and TMPDIR does not ask for it."""
     temporary, on_disk = Path(tempfile.gettempdir()), Path("/var/tmp")
     if "TMPDIR" in os.environ or not _is_memory(temporary, root):
         return temporary
@@ -342,7 +342,7 @@ def _is_memory(path: Path, root: Path) -> bool:
 
 
 def mounts(root: Path = _ROOT) -> list[Mount]:
-    """Everything mounted in this process's view, in mount order."""
+    """Return everything mounted in this process's view, in mount order."""
     return list(_mounts_in(_read(root / "proc/self/mountinfo") or ""))
 
 
@@ -360,12 +360,12 @@ def _mounts_in(text: str) -> tuple[Mount, ...]:
 
 
 def read_setting(path: str, root: Path = _ROOT) -> str | None:
-    """The text of a file below /proc or /sys, stripped; None where it cannot be read."""
+    """Return the text of a file below /proc or /sys, stripped; None if it cannot be read."""
     return _read(root / path.lstrip("/"))
 
 
 def cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
-    """Folders of this process's cgroups for `controller`, innermost first, v2 then v1."""
+    """Yield the folders of this process's cgroups for `controller`, innermost first, v2 then v1."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         kind = "cgroup" if controllers else "cgroup2"
@@ -387,7 +387,7 @@ def _upwards(point: Path, mounted: str, path: str) -> Iterator[Path]:
 
 
 def _used_nbytes(folder: Path) -> tuple[int, int]:
-    """In use, and of that page cache."""
+    """Return the bytes in use, and how many of them are page cache."""
     used = read_int(folder / "memory.current") or read_int(folder / "memory.usage_in_bytes") or 0
     stats = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
     # inactive page cache is given back on demand
@@ -413,7 +413,7 @@ def _affinity_count() -> int:
 
 
 def _meminfo(name: str, root: Path) -> int | None:
-    """Bytes of a line of /proc/meminfo."""
+    """Return the bytes that a line of /proc/meminfo gives."""
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == f"{name}:" and words[1].isdigit():
@@ -422,7 +422,7 @@ def _meminfo(name: str, root: Path) -> int | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The number in a file of /proc or /sys; None where there is none."""
+    """Return the number in a file of /proc or /sys; None if there is none."""
     text = _read(path)
     return int(text) if text and text.lstrip("-").isdigit() else None
 

@@ -33,7 +33,7 @@ class MetaInitialiser:
     def __init__(
         self, model: nn.Module, seed: int, elsewhere: Container[torch.Tensor] = ()
     ) -> None:
-        """`elsewhere` are meta tensors whose values come from something else."""
+        """`elsewhere` holds meta tensors whose values come from another source."""
         self._model = model
         self._seed = seed
         with without_dynamo():  # references of kernels import it, 95 MiB, for one answer
@@ -45,7 +45,7 @@ class MetaInitialiser:
         self._entry = {id(entry.tensor): entry for entry in entries}  # that is to have values
 
     def check(self, files: SafetensorsWeights | None) -> None:
-        """UnsupportedError for tensors that neither `values` nor `files` can give."""
+        """Raise UnsupportedError for tensors that neither `values` nor `files` can give."""
         entries = [entry for entry in self._plan.entries if entry.is_meta]
         if files is not None:
             # parameters come from the files, or are missed there
@@ -56,14 +56,14 @@ class MetaInitialiser:
         _refuse_attributes(self._model, self._entry)
 
     def values(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Values for those of `params` (by name, all of one group) that have none, in RAM."""
+        """Return values, in RAM, for those of `params` (by name, all of one group) without any."""
         entries = {name: self._entry[id(param)] for name, param in params.items()}
         entries = {name: entry for name, entry in entries.items() if entry.is_meta}
         found = self._initialise(entries.values())
         return {name: found[entry] for name, entry in entries.items()}
 
     def finish(self, files: SafetensorsWeights | None, device: torch.device) -> None:
-        """Give values to all that is in no group: buffers, integers."""
+        """Give values to all tensors that are in no group: buffers, integers."""
         entries = [
             entry for entry in self._plan.entries
             if entry.is_meta and not (entry.is_parameter and entry.tensor.is_floating_point())
@@ -97,8 +97,8 @@ class MetaInitialiser:
             return values
 
     def _check_tied(self, entry: Entry, value: torch.Tensor) -> None:
-        """The model does not say which of the modules that share a tensor initialised it, so all of
-        them have to give the same values under the first one's seed."""
+        """Check that all modules that share a tensor give it the same values under the first one's
+        seed: the model does not say which of them initialised it."""
         first, *others = entry.owners
         for other in others:
             if not torch.equal(self._of_module(other.module, first.module)[entry], value):
@@ -110,7 +110,7 @@ class MetaInitialiser:
                 )
 
     def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, torch.Tensor]:
-        """The values of a module's own tensors."""
+        """Return the values of a module's own tensors."""
         own = [entry for entry in self._plan.of_module[id(module)] if entry.is_meta]
         calls = self._plan.calls_for(module)
         name = self._names[id(seeded_as)]
@@ -158,7 +158,7 @@ def _is_nan(value: torch.Tensor) -> bool:
 
 
 def _checked(entry: Entry, value: torch.Tensor | None) -> torch.Tensor:
-    """A tensor that an initialiser may have replaced, checked."""
+    """Return a tensor that an initialiser may have replaced, after a check."""
     if value is None or value.is_meta or value.shape != entry.twin.shape:
         raise UnsupportedError(
             f"{entry.name} on the meta device: its initialiser left "
@@ -182,7 +182,7 @@ def _refuse_attributes(model: nn.Module, known: Mapping[int, Entry]) -> None:
 
 
 def _replace_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Other names that a module has for a buffer."""
+    """Replace the other names that a module has for a buffer."""
     for key, value in list(vars(module).items()):
         if value is old:
             vars(module)[key] = new
@@ -211,7 +211,7 @@ def make_real(
 
 
 def _is_made_anew(entry: Entry) -> bool:
-    """A buffer that torch leaves out of a state dict."""
+    """Return whether the entry is a buffer that torch leaves out of a state dict."""
     owner = entry.owners[0]
     own = entry.name.rpartition(".")[2]
     return not entry.is_parameter and own in owner.module._non_persistent_buffers_set
@@ -232,7 +232,7 @@ def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> No
 
 
 def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """CheckpointError if a finite value would become infinite."""
+    """Raise CheckpointError if a finite value would become infinite."""
     limit = torch.finfo(dtype).max
     if torch.finfo(tensor.dtype).max <= limit:
         return

@@ -23,7 +23,7 @@ from offload.zero.weight_values import WeightValues
 
 
 class StateDictHooks:
-    """Installed on creation, gone after `remove`."""
+    """The state dict hooks of one model, installed on creation and taken off by `remove`."""
 
     def __init__(self, model: nn.Module, store: WeightStore, values: WeightValues) -> None:
         self._model = weakref.ref(model)
@@ -75,8 +75,8 @@ class StateDictHooks:
                 state_dict[prefix + name] = param if left else self._copy(param, state_dict)
 
     def _copy(self, param: nn.Parameter, state_dict: dict[str, Any]) -> torch.Tensor:
-        """For all names of a tied parameter over one memory, by which what writes files knows
-        it."""
+        """Return a copy of a parameter. All names of a tied parameter share its memory, by which
+        writers of files recognise it."""
         found = self._store.group_of(param)
         if self._names[id(param)] == 1 or found is None:  # packed ones are not tied
             return self._values.give_out(param)
@@ -104,9 +104,9 @@ class StateDictHooks:
 
     @contextmanager
     def parameters_left(self, *, loading: bool = False) -> Iterator[None]:
-        """Inside, state dicts have the parameters themselves, and `loading` such a state dict
-        changes what modules keep beside them: parameters are neither read nor written, but by a
-        module's own code."""
+        """Inside, state dicts have the parameters themselves; with `loading`, loading one changes
+        what modules keep beside them. Parameters are neither read nor written, except by a module's
+        own code."""
         model = self._model()
         assert model is not None, "whoever calls this has it"
         here = [p for p in model.parameters() if self._is_here(p)]
@@ -145,7 +145,7 @@ class StateDictHooks:
 
 
 def _refuse_assigning(module: nn.Module, metadata: Any) -> None:
-    """UnsupportedError, before anything is changed, for what replaces parameters."""
+    """Raise UnsupportedError, before anything is changed, for a load that replaces parameters."""
     by_swapping = torch.__future__.get_swap_module_params_on_conversion()
     if not by_swapping and not metadata.get("assign_to_params_buffers", False):
         return
@@ -158,8 +158,8 @@ def _refuse_assigning(module: nn.Module, metadata: Any) -> None:
 
 
 def _refuse_single_experts(tables: list[str], first: str, state_dict: dict[str, Any]) -> None:
-    """A load that is not strict would leave these `tables` as they are. (transformers' own Trainer
-    resumes so from the files that it has written.)"""
+    """Refuse single experts in a load that is not strict, which would leave these `tables` as they
+    are. (transformers' own Trainer resumes so from the files that it has written.)"""
     if not tables or any(name in state_dict for name in tables):
         return
     found = next((key for key in state_dict if key.startswith(first)), None)

@@ -26,14 +26,14 @@ class ModelStructure:
     frozen ones that were added) have to stay frozen."""
 
     def __init__(self, model: nn.Module, home_of: Callable[[nn.Parameter], object]) -> None:
-        """`home_of` a parameter that is not managed is None."""
+        """`home_of` returns None for a parameter that is not managed."""
         self._model = model
         self._home_of = home_of
         self._missing: set[int] = set()  # parameters that have been spoken of
         self._note(_named(model))
 
     def check(self) -> None:
-        """UnsupportedError that names trainable parameters which no update would see."""
+        """Raise UnsupportedError, naming trainable parameters that no update would see."""
         if not self._is_as_noted():
             before = self._named
             self._note(_named(self._model))

@@ -110,7 +110,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. ConfigError for numbers that cannot work or parameters not managed here."""
+        """Add a param group, as in torch. Raises ConfigError for numbers that cannot work or
+        parameters not managed here."""
         # torch's own method without the wrapper that keeps the compiler out of it: that imports
         # torch._dynamo, two seconds and 80 MiB for nothing, since nothing here is compiled
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
@@ -131,8 +132,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """The group's numbers. Raises here, before any update is pending, for numbers that no
-        update can use."""
+        """Return the group's numbers. Raises here, before any update is pending, for numbers that
+        no update can use."""
         _check_numbers(group)
         needed, kept = set(self._kind.scalars.kept_for(group)), set(self._states)
         if not needed <= kept or "max_exp_avg_sq" in kept - needed:
@@ -146,9 +147,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return hyper
 
     def hyper_of(self) -> HyperOf:
-        """Each parameter's numbers as the param groups have them now; None if it is in none.
+        """Return a function for each parameter's numbers as the param groups have them now; None
+        for a parameter in no group.
 
-        ValueError and UnsupportedError for numbers that no update could be made with.
+        Raises ValueError or UnsupportedError for numbers that no update could be made with.
         """
         hypers: dict[int, Hyper] = {}
         for group in self.param_groups:
@@ -161,10 +163,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Update all parameters that have gradients. Returns the closure's loss, if given.
 
         It returns when the norm is known and every update is decided; each update runs before its
-        group is read next. What fails in one is raised there. StateError inside `engine.gathered`,
-        and for too few passes since the last step where gradient_accumulation_steps says more.
-        NonfiniteError at the end of a skipped step, if it is the last of `max_skipped_steps` in a
-        row.
+        group is read next, and its errors are raised there. Raises StateError inside
+        `engine.gathered`, and for fewer passes since the last step than gradient_accumulation_steps
+        says; NonfiniteError at the end of a skipped step, if it is the last of `max_skipped_steps`
+        in a row.
         """
         loss = None
         if closure is not None:
@@ -183,7 +185,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @uncompiled
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; a pending update keeps the gradients that it still has to read."""
+        """Clear gradients, as in torch; a pending update keeps those that it has yet to read."""
         params = self._managed()
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would ask us
             gradients = [] if set_to_none else [param.grad for param in params]
@@ -196,9 +198,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._runtime.drop_cleared_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """States and param groups, in torch's format, as copies that later steps do not change.
+        """Return states and param groups, in torch's format, as copies that later steps do not
+        change.
 
-        Whole in RAM: `engine.save_checkpoint` streams instead.
+        They are whole in RAM: `engine.save_checkpoint` streams instead.
         """
         self._check_serves()
         index = 0
@@ -218,7 +221,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Take over what `state_dict` of an optimizer of the same parameters returned, this one's
         or one of torch.optim's.
 
-        ValueError or UnsupportedError, and nothing is changed, where it is of another kind, or of
+        Raises ValueError or UnsupportedError, and changes nothing, if it is of another kind, or of
         other parameters.
         """
         self._check_serves()
@@ -245,7 +248,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             group.update(found)
 
     def check_numbers(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-        """ValueError or UnsupportedError unless saved numbers can take the place of a param
+        """Raise ValueError or UnsupportedError unless saved numbers can take the place of a param
         group's."""
         check_kind(self._type, {**self.defaults, **group}, numbers)
         try:
@@ -265,7 +268,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return Kept(spec.name, tuple(spec.shape), self._states, self._kind.scalars.counts_steps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Called by copy and pickle. UnsupportedError."""
+        """Raise UnsupportedError. Called by copy and pickle."""
         raise UnsupportedError(
             "an optimizer of offload cannot be copied or pickled: its states live in the tiers of "
             "its engine; keep optimizer.state_dict(), or engine.save_checkpoint(path)"
@@ -274,8 +277,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
 @functools.cache
 def optimizer_class(kind: str) -> type[OffloadOptimizer]:
-    """The class of an `optimizer.type`: it has the name of torch's class with that rule (AdamW,
-    SGD), by which loggers name what they log."""
+    """Return the class of an `optimizer.type`: it has the name of torch's class with that rule
+    (AdamW, SGD), by which loggers name what they log."""
     named = {name.lower(): name for name in dir(torch.optim)}
     body = {"__doc__": OffloadOptimizer.__doc__, "__module__": OffloadOptimizer.__module__}
     return type(named.get(kind, kind.capitalize()), (OffloadOptimizer,), body)
@@ -289,7 +292,7 @@ def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:
 
 
 def _check_numbers(group: dict[str, Any]) -> None:
-    """ValueError, as torch words it, for numbers outside their range."""
+    """Raise ValueError, as torch words it, for numbers outside their range."""
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")

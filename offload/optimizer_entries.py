@@ -43,18 +43,18 @@ class _StateSource:
         return f"{self._field} of {self._kept.name}"
 
     def part(self) -> None:
-        """Keep the values of now."""
+        """Keep the present values."""
         if self._parted is None:
             self._parted = self.read()
 
     def read(self) -> torch.Tensor:
-        """A copy of what is in the tiers."""
+        """Return a copy of the values in the tiers."""
         if self._field == "step":
             return torch.tensor(float(self._values.read_steps(self._param)))
         return self._values.read(self._param, self._field).to(self._param.device)
 
     def write(self, value: Any) -> None:
-        """ValueError for what is no such state."""
+        """Write the values. Raises ValueError for a value that is no such state."""
         if self._field == "step":
             self._values.write_steps(self._param, count_of_steps(self._kept.name, value))
         else:
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 else:
 
     class _Methods(MutableMapping, dict):
-        """A dict whose methods are made of the five that a mapping has to have."""
+        """A dict whose methods are derived from the five that a mapping has to have."""
 
 
 class _Mapping(_Methods):
@@ -117,7 +117,7 @@ class _Mapping(_Methods):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copied and pickled, it is an ordinary dict with all values."""
+        """Copy or pickle as an ordinary dict with all values."""
         return dict, (), None, None, iter(self.items())
 
 
@@ -136,7 +136,7 @@ class StateOfParameter(_Mapping):
         return made
 
     def part(self) -> None:
-        """Keep the values of now: those in the tiers are about to become others."""
+        """Keep the present values: those in the tiers are about to change."""
         if self._tiers is not None:
             tiers, self._tiers = self._tiers, None
             tiers.part()
@@ -177,7 +177,7 @@ class StateOfParameter(_Mapping):
         dict.clear(self)
 
     def __repr__(self) -> str:
-        """Without reading values."""
+        """Return a text without reading values."""
         return f"{{{', '.join(f'{key!r}: ...' for key in self)}}}"
 
 
@@ -196,12 +196,12 @@ class _States:
         )
 
     def names(self) -> tuple[str, ...]:
-        """Those that there are, as `state_dict` has them, or that were set."""
+        """Return the names of the states that exist, as in `state_dict`, or that were set."""
         found = self._values.state_names(self._param)
         return tuple(dict.fromkeys((*found, *self._set))) if self._set else found
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Copies of all."""
+        """Return copies of all states."""
         return {name: self.source(name).read() for name in self.names()}
 
     def source(self, name: str) -> _StateSource:
@@ -232,7 +232,7 @@ class _States:
         self._set[name] = None
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """All of them. ValueError, and nothing is changed, unless they can be taken over."""
+        """Write all states. Raises ValueError, and changes nothing, unless they fit."""
         given = [getattr(value, "source", None) for value in state.values()]
         if given and all(each is not None and each is self._sources.get(name)
                          for name, each in zip(state, given, strict=True)):  # fmt: skip
@@ -242,7 +242,7 @@ class _States:
         self._values.write_state(self._param, checked)
 
     def part(self) -> None:
-        """Let what was given out keep the values of now."""
+        """Let tensors that were given out keep the present values."""
         for source in list(self._sources.values()):
             source.part()
         self._sources.clear()
@@ -254,8 +254,8 @@ class _States:
 
 
 class OptimizerEntries(_Mapping):
-    """`optimizer.state`, a `defaultdict(dict)` in torch. `params()` are all parameters, `kept_of`
-    says which states one has."""
+    """`optimizer.state`, a `defaultdict(dict)` in torch. `params()` returns all parameters,
+    `kept_of` the states that one has."""
 
     def __init__(
         self, values: ParameterValues, params: Callable[[], list[Any]],
@@ -277,7 +277,7 @@ class OptimizerEntries(_Mapping):
         )
 
     def __getitem__(self, param: Any) -> Any:
-        """Of what has no states an empty one, which is kept, as in torch."""
+        """Return a parameter's states; without any, a new empty entry is kept, as in torch."""
         if not dict.__contains__(self, param):
             dict.__setitem__(self, param, self._made(param))
         return dict.__getitem__(self, param)
@@ -299,8 +299,8 @@ class OptimizerEntries(_Mapping):
         return self[param]
 
     def __setitem__(self, param: Any, state: Any) -> None:
-        """States of a parameter go to its tiers, other entries stay here. ValueError, and nothing
-        is changed, for states that are not its own kind's, or not all of them."""
+        """Write states of a parameter to its tiers; other entries stay here. Raises ValueError, and
+        changes nothing, for states that are not its own kind's, or not all of them."""
         kept = self._kept_of(param)
         if kept is None or not isinstance(state, Mapping):
             dict.__setitem__(self, param, state)
@@ -326,7 +326,7 @@ class OptimizerEntries(_Mapping):
             self._values.write_state(param, {})
 
     def forget(self, param: Any) -> None:
-        """Its states are about to become others: what was given out keeps those of now."""
+        """Drop an entry whose states are about to change. Given-out ones keep their values."""
         entry = dict.pop(self, param, None)
         tiers = getattr(entry, "_tiers", None)
         if tiers is not None:
@@ -335,7 +335,7 @@ class OptimizerEntries(_Mapping):
                 entry.part()
 
     def pop(self, param: Any, *default: Any) -> Any:
-        """The entry, with its values."""
+        """Remove and return the entry, with its values."""
         if param not in self:
             return dict.pop(self, param, *default)
         found = self[param]
@@ -348,7 +348,7 @@ class OptimizerEntries(_Mapping):
                 del self[param]
 
     def part(self) -> None:
-        """Become an ordinary mapping that keeps the values of now."""
+        """Become an ordinary mapping that keeps the present values."""
         for param in list(self):
             entry = self[param]
             if isinstance(entry, StateOfParameter):
@@ -360,5 +360,5 @@ class OptimizerEntries(_Mapping):
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def __repr__(self) -> str:
-        """Without reading values."""
+        """Return a text without reading values."""
         return f"<optimizer states of {len(self)} parameters, in the engine's tiers>"

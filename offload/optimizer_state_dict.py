@@ -1,7 +1,7 @@
-"""Is a state dict for this optimizer? Decided before anything is changed.
+"""Checks that a state dict fits this optimizer, before anything is changed.
 
-Dicts of `torch.optim` are taken, too: the same keys and shapes. What differs in kind is refused by
-a ValueError, as torch does for param groups of other sizes.
+Dicts of `torch.optim` are taken, too: the same keys and shapes. One that differs in kind is refused
+by a ValueError, as torch does for param groups of other sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kept:
 
 
 def check_sizes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """ValueError unless it has the param groups' sizes, and no state of anything else."""
+    """Raise ValueError unless it has the param groups' sizes, and no state of anything else."""
     missing = [key for key in ("param_groups", "state") if key not in state_dict]
     if missing:
         raise ValueError(f"loaded state dict has no {' and no '.join(missing)}")
@@ -56,8 +56,8 @@ def check_sizes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
 
 
 def check_kind(type_: str, present: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-    """ValueError unless `numbers` are those of an optimizer of this type and of the kinds that a
-    param group has at `present`."""
+    """Raise ValueError unless `numbers` are those of an optimizer of this type and of the kinds
+    that a param group has at `present`."""
     mine = KINDS[type_].defaults
     if "params" in numbers:
         raise ValueError("a param group's numbers hold params")
@@ -97,9 +97,9 @@ def _is_alike(present: Any, value: Any) -> bool:
 
 
 def check_state(kept: Kept, param: torch.Tensor, state: Any) -> dict[str, Any]:
-    """A parameter's state, with `step` as an int; empty before the first update.
+    """Return a parameter's state, with `step` as an int; empty before the first update.
 
-    ValueError unless it can be taken over as it is.
+    Raises ValueError unless it can be taken over as it is.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"the state of {kept.name} is a {type(state).__name__}, no dict")
@@ -123,7 +123,7 @@ def check_state(kept: Kept, param: torch.Tensor, state: Any) -> dict[str, Any]:
 
 
 def count_of_steps(name: str, value: Any) -> int:
-    """ValueError for what is none."""
+    """Return a count of steps. Raises ValueError for a value that is none."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     steps = float(value) if isinstance(value, Real) else math.nan
@@ -133,7 +133,7 @@ def count_of_steps(name: str, value: Any) -> int:
 
 
 def check_tensor(what: str, kept: Kept, param: torch.Tensor, value: Any) -> None:
-    """ValueError unless it can be one of the states."""
+    """Raise ValueError unless the value can be one of the states."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(f"{what} is {kind}, and no tensor of floating point numbers")

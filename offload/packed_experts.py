@@ -50,28 +50,28 @@ class ExpertWeights(Protocol):
     """The matrices and biases of one module's experts."""
 
     def announce(self, experts: Sequence[int]) -> None:
-        """These experts, in this order, will be used now, and no other. Once per forward, also
-        with none."""
+        """Announce the experts that will be used now, in this order, and no others. Called once per
+        forward, also with none."""
         ...
 
     def using(self, expert: int) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """The slices of one expert by the names of the module's parameters (`weight_names`), each
-        without the first dimension: leaves that get the gradients. They are there inside; what
-        backward needs of them must be there again by then."""
+        """Provide the slices of one expert by the names of the module's parameters
+        (`weight_names`), each without the first dimension: leaves that get the gradients. They are
+        there inside; those that backward needs must be there again by then."""
         ...
 
 
 def weight_names(module: nn.Module) -> list[str]:
-    """The parameters [E, ...] of a module of experts."""
+    """Return the names of the parameters [E, ...] of a module of experts."""
     settings: Any = module
     matrices = _matrices(settings)
     return [*matrices, *(f"{name}_bias" for name in matrices if settings.has_bias)]
 
 
 def attach(module: nn.Module, weights: ExpertWeights) -> None:
-    """A module of experts, set to transformers' default, computes with these weights until
-    `detach`. Its configuration's experts implementation is ours then, also for the other modules
-    that share it: those compute as by default."""
+    """Let a module of experts, set to transformers' default, compute with these weights until
+    `detach`. Its configuration then names this implementation, also for the other modules that
+    share it: those compute as by default."""
     vars(module)[_ATTRIBUTE] = _Attached(module, weights)
     config: Any = module.config
     chosen = config._experts_implementation
@@ -82,8 +82,8 @@ def attach(module: nn.Module, weights: ExpertWeights) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Undo `attach`. What was chosen in between stays chosen, and ours for as long as modules with
-    the same configuration have it attached."""
+    """Undo `attach`. A choice that was made in between stays, and this implementation stays chosen
+    while modules with the same configuration have it attached."""
     del vars(module)[_ATTRIBUTE]
     config: Any = module.config
     chosen = config._experts_implementation
@@ -100,7 +100,7 @@ def _choose(module: nn.Module, implementation: str) -> None:
 
 
 class _Chosen(str):
-    """Our name in a configuration, of which copies, pickled ones too, have the default's."""
+    """The name of this implementation in a configuration. Its copies have the default's."""
 
     modules = 0  # that have weights attached, maybe of several models
 
@@ -109,15 +109,15 @@ class _Chosen(str):
 
 
 class _Attached:
-    """Weights as a module's attribute; copies of the module, pickled ones too, have None."""
+    """Weights as a module's attribute, which is None in copies of the module, pickled ones too."""
 
     def __init__(self, module: nn.Module, weights: ExpertWeights) -> None:
         self.weights = weights
         self._params = {name: getattr(module, name) for name in weight_names(module)}
 
     def stand_for(self, module: nn.Module) -> bool:
-        """Whether the module would compute with the parameters that these are the slices of, not
-        with a parametrization (PEFT's adapters) or other tensors (`torch.func.functional_call`)."""
+        """Return whether the module would compute with the parameters that these are slices of, not
+        with a parametrization (PEFT's adapters) or others (`torch.func.functional_call`)."""
         own = module._parameters
         return all(own.get(name) is param for name, param in self._params.items())
 
@@ -135,10 +135,10 @@ def experts_forward(
     top_k_index: Tensor,  # [T, K]; num_experts and above: no expert of this rank
     top_k_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """See transformers' `grouped_mm_experts_forward`, whose result it is, to the bit.
+    """Compute what transformers' `grouped_mm_experts_forward` does, to the bit.
 
     A module with nothing attached, or with other parameters than those attached to, computes as by
-    default. UnsupportedError for a negative expert, where the default mixes up rows.
+    default. Raises UnsupportedError for a negative expert, where the default mixes up rows.
     """
     attached: _Attached | None = vars(self).get(_ATTRIBUTE)
     if attached is None or not attached.stand_for(self):
@@ -186,7 +186,7 @@ def _check(used: Sequence[int]) -> None:
 
 
 def _sizes(counts: list[int], used: int) -> list[int]:
-    """Of the rows of each expert, and of those of no expert here."""
+    """Return the number of rows of each expert, and of those of no expert here."""
     return [*counts[:used], sum(counts[used:])]
 
 
@@ -194,7 +194,7 @@ def _expert(
     settings: Any, weights: Mapping[str, Tensor], rows: Tensor, count: Tensor, start: int,
     number: int,
 ) -> Tensor:  # fmt: skip
-    """One expert's rows, of which the first is number `start` of all the `number` pairs."""
+    """Compute one expert's rows, of which the first is number `start` of all the `number` pairs."""
     up, down = _matrices(settings)
     activation = settings._apply_gate if settings.has_gate else settings.act_fn
     hidden = _linear(settings, rows, count, weights, up)
@@ -209,7 +209,7 @@ def _matrices(settings: Any) -> tuple[str, str]:
 def _linear(
     settings: Any, rows: Tensor, count: Tensor, weights: Mapping[str, Tensor], name: str
 ) -> Tensor:
-    """`rows` by one matrix and its bias. `count` is their number, on their device."""
+    """Multiply `rows` by one matrix and add its bias. `count` is their number, on their device."""
     bias = None
     if settings.has_bias:
         # a row for each, as by default: so the gradients of the rows are added one after another

@@ -11,12 +11,12 @@ StrPath = str | os.PathLike[str]
 
 
 def path_of(given: StrPath, argument: str) -> Path:
-    """`given` as a Path. PathError that names the `argument` for bytes, None and other objects."""
+    """Return a Path. Raises PathError, naming the `argument`, for bytes, None and other objects."""
     return Path(path_text(given, argument))
 
 
 def path_text(given: StrPath, argument: str) -> str:
-    """The same as text, so that a URL keeps its slashes."""
+    """Return the same as text, so that a URL keeps its slashes."""
     text: object = os.fspath(given) if isinstance(given, str | os.PathLike) else given
     if not isinstance(text, str):
         remedy = "; decode it with os.fsdecode" if isinstance(text, bytes) else ""

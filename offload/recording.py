@@ -29,7 +29,7 @@ _ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a recording holds: whole steps, what happened in them, and bytes held by each tier."""
+    """The contents of a recording: whole steps, their events, and bytes held by each tier."""
 
     steps: tuple[RecordedStep, ...]
     events: tuple[Event, ...]  # by their beginning
@@ -37,8 +37,8 @@ class Recorded:
     truncated: bool  # there were more than `MOST_EVENTS`: the first step lacks its first events
 
     def lanes(self) -> dict[str, list[list[Event]]]:
-        """By name, the model's thread first: rows, in each of which events follow each other or
-        lie within one another."""
+        """Return the rows of each lane by name, the model's thread first. Events on a row follow
+        each other or lie within one another."""
         names = dict.fromkeys(event.lane for event in self.events)
         known = [name for name in _ORDER if name in names]
         return {
@@ -48,7 +48,7 @@ class Recorded:
 
 
 def rows_of(events: Iterable[Event]) -> list[list[Event]]:
-    """Events, given by their beginning, on as few rows as have no two that overlap in part."""
+    """Arrange events, sorted by beginning, on the fewest rows without partial overlaps."""
     rows: list[list[Event]] = []
     open_: list[list[float]] = []  # of each row, the ends of the events around now
     for event in events:
@@ -66,15 +66,15 @@ def rows_of(events: Iterable[Event]) -> list[list[Event]]:
 
 
 class Recording:
-    """Of one engine, from when it is made until `stop`, or until nobody has it any more. A context
-    manager."""
+    """A recording of one engine, from its creation until `stop`, or until no reference to it is
+    left. A context manager."""
 
     def __init__(
         self, steps: int, held: Callable[[], Mapping[str, int]],
         tell: Callable[[Recorder | None], None],
     ) -> None:  # fmt: skip
-        """The last `steps` steps are kept. `tell` gives the recorder to all that happens, and None
-        at the end."""
+        """Keep the last `steps` steps. `tell` passes the recorder to everything that reports
+        events, and None at the end."""
         if not isinstance(steps, int) or steps < 1:
             raise StateError(f"a recording of {steps!r} steps; record a whole number, 1 or more")
         self._recorder = Recorder(steps, held)
@@ -87,7 +87,7 @@ class Recording:
         return self._recorder.ended_steps
 
     def stop(self) -> None:
-        """Nothing is recorded any more. Calling it again does nothing."""
+        """Stop recording. Calling it again does nothing."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -100,7 +100,7 @@ class Recording:
         self.stop()
 
     def recorded(self) -> Recorded:
-        """The whole steps so far."""
+        """Return the whole steps so far."""
         recorder = self._recorder
         steps = tuple(recorder.steps)
         if not steps:
@@ -122,8 +122,8 @@ class Recording:
         return Recorded(steps, tuple(events), held, truncated)
 
     def write(self, path: StrPath, *, rank: int = 0) -> None:
-        """Write the whole steps so far as a trace (see the top of this file). StateError where no
-        step has ended yet, OSError where the file cannot be written."""
+        """Write the whole steps so far as a trace (see the top of this file). Raises StateError if
+        no step has ended yet, OSError if the file cannot be written."""
         path = path_of(path, "path")
         recorded = self.recorded()
         if not recorded.steps:
@@ -137,7 +137,7 @@ def _end(recorder: Recorder, tell: Callable[[Recorder | None], None]) -> None:
 
 
 def trace_json(recorded: Recorded, rank: int = 0) -> str:
-    """The file's text; `rank` is the number of the process in it."""
+    """Return the file's text; `rank` is the number of the process in it."""
     other = {"steps": [step.number for step in recorded.steps], "truncated": recorded.truncated}
     events = ",\n".join(json.dumps(each) for each in _trace_events(recorded, rank))
     return (

@@ -39,7 +39,7 @@ class TierReport:
 
 
 def tier_reports(accounts: Mapping[Tier, TierAccount]) -> dict[str, TierReport]:
-    """Every tier by its name; zeros for one that was never opened."""
+    """Return every tier by its name; zeros for one that was never opened."""
     return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in Tier}
 
 
@@ -92,13 +92,13 @@ class ProcessReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TierTraffic:
-    """What tiers hold, and bytes moved between them so far, of this rank.
+    """Bytes that the tiers of this rank hold, and bytes moved between them so far.
 
     `tiers` are device, host and nvme, whether used or not. `bytes_moved` is by link, since the
-    beginning (`nvme read`, `nvme write`, `host to device`, ...), `bytes_saved` what did not have to
-    cross it. A use of a group came in the order of the last step or pass (`prefetch_hits`) or in
-    another (`prefetch_misses`); `evictions` counts copies that made room for others. `placements`
-    says in words where each class of state lives.
+    beginning (`nvme read`, `nvme write`, `host to device`, ...), `bytes_saved` those that did not
+    have to cross it. A use of a group came in the order of the last step or pass (`prefetch_hits`)
+    or in another (`prefetch_misses`); `evictions` counts copies that made room for others.
+    `placements` says in words where each class of state lives.
 
     `waits` are seconds for which the thread that computes has waited since the beginning: for
     `nvme` (transfers from and to files), `link` (copies between host and device), `update` (a
@@ -127,7 +127,7 @@ class TierTraffic:
     process: ProcessReport
 
     def __str__(self) -> str:
-        """A few lines to read: what tiers hold, what moved, what was waited for, how links spent
+        """Return a few lines to read: bytes held and moved, seconds waited, and how links spent
         their time."""
         lines = [
             f"{name:<7} {format_bytes(tier.used_nbytes)} held, {format_bytes(tier.peak_nbytes)} at "
@@ -152,14 +152,14 @@ class TierTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(TierTraffic):
-    """The same of an engine, and what became of its steps.
+    """The same for an engine, and the outcome of its steps.
 
     `steps` were taken, `skipped_steps` not, for infinite or NaN gradients. `gradient_norm` is that
     of the last step, unscaled and before the engine's clipping (a loop that clips by itself hands
     over gradients that are clipped already); `loss_scale` is None unless the precision is fp16.
     `trials` counts the groups of parameters that were updated during backward as if the step would
-    clip and skip nothing: `kept`, `redone` in the step, or `taken_back` before it, since somebody
-    read or changed what they are made of; and says why there are none now (`why_off`).
+    clip and skip nothing: `kept`, `redone` in the step, or `taken_back` before it, since their
+    values or gradients were read or changed; and says why there are none now (`why_off`).
     """
 
     steps: int
@@ -169,7 +169,7 @@ class Report(TierTraffic):
     trials: TrialCounts
 
     def __str__(self) -> str:
-        """A few lines to read: what tiers hold, what moved, what the steps did."""
+        """Return a few lines to read: bytes held and moved, and the outcome of the steps."""
         norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
         steps = f"steps   {self.steps}, {self.skipped_steps} skipped{norm}"
         trials = f"{self.trials}" and f"\ntrials  {self.trials}"

@@ -24,17 +24,18 @@ _log = logging.getLogger("offload")
 
 
 class SafetensorsWeights:
-    """Weights in a safetensors file, all of a folder or a checkpoint of ours, tensor by tensor;
-    quantised ones, if config.json says so, have their values. What a checkpoint gives has been
-    compared with its hashes.
+    """Weights in a safetensors file, all files of a folder or an engine's checkpoint, tensor by
+    tensor; quantised ones, if config.json says so, have their values. Those of a checkpoint have
+    been compared with its hashes.
 
-    What is rounded to a model's precision may lose bits; no value becomes infinite, none is cut to
-    an integer, and no shape is broadcast: CheckpointError, naming the tensor.
+    Rounding to a model's precision may lose bits; no value becomes infinite, none is cut to an
+    integer, and no shape is broadcast: this raises CheckpointError, which names the tensor.
     """
 
     def __init__(self, path: StrPath, dtype: torch.dtype, transposed: Collection[str] = ()) -> None:
-        """`dtype` is that which the model computes with; quantised weights that are `transposed`
-        have the columns first in the model. UnsupportedError for formats that are not read."""
+        """`dtype` is the one that the model computes with; the quantised weights in `transposed`
+        have the columns first in the model. Raises UnsupportedError for formats that are not
+        read."""
         path = path_of(path, "weights")
         self._dtype = dtype
         self._reader: CheckpointReader | None = None
@@ -48,12 +49,12 @@ class SafetensorsWeights:
         self._tensors = {name: LazyTensor.of(stored) for name, stored in found.items()}
 
     def close(self) -> None:
-        """A checkpoint may be removed again."""
+        """Release the files: a checkpoint may be removed again."""
         if self._reader is not None:
             self._reader.close()
 
     def row(self, packed: PackedParam, number: int) -> torch.Tensor:
-        """One row of a packed parameter, as `get` would give it, and nothing else is read."""
+        """Return one row of a packed parameter, as `get` would give it; nothing else is read."""
         spec = packed.spec
         tensor = self._named(spec)
         check_shape(spec.name, tuple(tensor.shape), spec.shape)
@@ -63,16 +64,17 @@ class SafetensorsWeights:
         return name in self._tensors
 
     def value(self, name: str) -> torch.Tensor:
-        """A tensor as it is in the files."""
+        """Return a tensor as it is in the files."""
         return self._tensors[name].value()
 
     def has_other_shape(self, name: str, like: torch.Tensor) -> bool:
-        """Whether the files have a tensor of this name, not of the shape of `like`."""
+        """Return whether the files have a tensor of this name, not of the shape of `like`."""
         return self.has(name) and self._tensors[name].shape != like.shape
 
     def check_names(self, model: nn.Module, others: Collection[str] = ()) -> None:
-        """CheckpointError, naming them, if parameters of the model are in no file. A warning names
-        tensors that are neither the model's nor, by the prefixes of their names, of `others`."""
+        """Raise CheckpointError, which names them, if parameters of the model are in no file. Warn
+        about tensors that are neither the model's nor, by the prefixes of their names, those of
+        `others`."""
         names: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
@@ -103,7 +105,7 @@ class SafetensorsWeights:
         return self._named(spec).is_quantised
 
     def get(self, spec: ParamSpec) -> torch.Tensor:
-        """CheckpointError if the tensor is missing, has another shape or other numbers."""
+        """Return values. Raises CheckpointError if missing, or of another shape or numbers."""
         tensor = self._named(spec)
         check_shape(spec.name, tuple(tensor.shape), spec.shape)
         return self._checked(spec.name, tensor.value())
@@ -124,7 +126,7 @@ class SafetensorsWeights:
         return tensor
 
     def get_as(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """A tensor of the shape and dtype of `like`; None if it is not in the files."""
+        """Return a tensor of the shape and dtype of `like`; None if it is not in the files."""
         found = self._tensors.get(name)
         if found is None:
             return None
@@ -143,7 +145,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In another kind of numbers. CheckpointError unless each value stays what it is."""
+    """Convert to other numbers. Raises CheckpointError unless each value stays what it is."""
     if not tensor.is_complex():
         converted = tensor.to(dtype)
         if torch.equal(converted.to(tensor.dtype), tensor) and torch.equal(

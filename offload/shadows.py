@@ -19,7 +19,7 @@ _OVERWRITING = frozenset({"normal_", "uniform_", "fill_", "zero_", "random_", "e
 
 
 class Notes:
-    """Which shadows were written to, by their keys, and which ones first of all as a whole."""
+    """Notes which shadows, by key, were written to, and which first of all as a whole."""
 
     def __init__(self) -> None:
         self.forget()
@@ -43,7 +43,7 @@ class Notes:
 
 
 class Shadow(torch.Tensor):
-    """`key` stands for whose memory this is; None: of a result."""
+    """A tensor without values. `key` stands for its memory; None for a result."""
 
     meta: torch.Tensor
     key: object

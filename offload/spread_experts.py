@@ -33,7 +33,7 @@ class SpreadExperts:
     are."""
 
     def __init__(self, model: nn.Module) -> None:
-        """UnsupportedError for experts that cannot be trained so."""
+        """Raises UnsupportedError for experts that cannot be trained so."""
         self.ep_size = 1
         self._tables: dict[str, _Table] = {}  # by the prefix of their experts' names
         for name, module in model.named_modules(remove_duplicate=False):
@@ -43,7 +43,7 @@ class SpreadExperts:
 
     @property
     def prefixes(self) -> list[str]:
-        """Of the names of experts, of which other ranks have others."""
+        """Return the prefixes of the names of experts, which differ on other ranks."""
         return list(self._tables)
 
     def _add(self, name: str, module: Any) -> None:
@@ -57,7 +57,7 @@ class SpreadExperts:
         self._tables[prefix] = _Table(module.first, len(module))
 
     def _check_all_in_lists(self, model: nn.Module) -> None:
-        """What the engine does not move has no place in a checkpoint for each rank's own."""
+        """Refuse experts' tensors that the engine does not move: checkpoints hold one rank's."""
         others = [(name, "buffer") for name, _ in model.named_buffers(remove_duplicate=False)]
         others += [
             (name, "parameter without gradients")
@@ -72,7 +72,7 @@ class SpreadExperts:
                 )
 
     def check(self, config: OffloadConfig, rank: int, ranks: int, *, meshed: bool) -> None:
-        """UnsupportedError or ConfigError for what does not go with experts that are spread.
+        """Raise UnsupportedError or ConfigError for settings that do not go with spread experts.
         `meshed`: the model is parallel in other ways, too."""
         if self.ep_size == 1:
             return
@@ -97,7 +97,7 @@ class SpreadExperts:
             )
 
     def check_groups(self, groups: Iterable[GroupPlan]) -> None:
-        """UnsupportedError for experts that would be averaged with those of other ranks."""
+        """Raise UnsupportedError for experts that would be averaged with those of other ranks."""
         for group in groups:
             for names, _ in group.params:
                 if group.ep_size == 1 and self._table_of(names[0]) is not None:
@@ -114,7 +114,7 @@ class SpreadExperts:
         return None
 
     def name_on(self, rank: int, name: str) -> str:
-        """What is called `name` here, on another rank: the expert at the same place."""
+        """Return the name, on another rank, of the expert at the same place as `name` here."""
         found = self._table_of(name)
         if found is None:
             return name
@@ -123,6 +123,6 @@ class SpreadExperts:
         return f"{prefix}{int(number) - table.first + rank * table.here}{dot}{rest}"
 
     def owners(self, name: str) -> range:
-        """The ranks with a parameter of their own at this one's place; the first one's alone if all
-        have the same."""
+        """Return the ranks with a parameter of their own at this one's place; only the first one if
+        all have the same."""
         return range(1 if self._table_of(name) is None else self.ep_size)

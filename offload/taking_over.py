@@ -1,4 +1,4 @@
-"""A model that is in tiers already, and is to train again: who has it, and how it changes hands."""
+"""Training a model again that is in tiers already: finding its owner, and taking it over."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from offload.zero.hooks import UnitHooks
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The open engine that trains `model`, a part of it, or a model that it is a part of. None if
-    there is none; StateError where parts of it train through several."""
+    """Return the open engine that trains `model`, a part of it, or a model that it is a part of;
+    None if there is none. Raises StateError if parts of it train through several."""
     engines = [each for each in tiers_of(model) if isinstance(each, Engine)]
     if len(engines) > 1:
         raise StateError(
@@ -27,7 +27,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 
 def tiers_of(model: nn.Module) -> list[TieredModel]:
-    """What has `model` or parts of it in tiers, to train or to compute, and is open."""
+    """Return the open owners of tiers that hold `model` or parts of it, to train or to compute."""
     return list(dict.fromkeys(_owners(model)))
 
 
@@ -42,14 +42,15 @@ def engine_for(
     model: nn.Module, config: OffloadConfig, *, parameters: ParamGroups | None = None,
     weights: str | Path | None = None, continues: bool = False,
 ) -> Engine:  # fmt: skip
-    """As `offload.initialize`, of a model that may be in tiers already: its weights stay, and the
-    optimizer begins anew. An engine of the same configuration goes on, but for the numbers of its
-    optimizer; any other gives the parameters back, to RAM or to a file.
+    """Return an engine as `offload.initialize` does, for a model that may be in tiers already: its
+    weights stay, and the optimizer begins anew. An existing engine of the same configuration is
+    used again, with other numbers of its optimizer if need be; any other gives the parameters back,
+    to RAM or to a file.
 
-    `continues`: an engine that goes on keeps the optimizer's states. `weights` are for a model on
-    the meta device.
+    `continues`: an engine that is used again keeps the optimizer's states. `weights` are for a
+    model on the meta device.
 
-    Raises what `initialize` and `close` raise; of the latter nothing is changed.
+    Raises the errors of `initialize` and `close`; those of `close` leave everything unchanged.
     """
     open_ones = tiers_of(model)
     for engine in open_ones:

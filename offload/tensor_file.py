@@ -26,11 +26,11 @@ DTYPES = {
 
 
 class TensorFile:
-    """A safetensors file, open. What it holds is what it held when it was opened, also if another
-    file takes its name."""
+    """An open safetensors file. It keeps the contents that it had when it was opened, even if
+    another file takes its name."""
 
     def __init__(self, path: Path) -> None:
-        """CheckpointError if it is no safetensors file."""
+        """Raises CheckpointError if it is no safetensors file."""
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -51,24 +51,25 @@ class TensorFile:
         self.read_into(buffer, tensor.offset_bytes + offset_bytes)
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
-        """CheckpointError where the file ends before that, or StorageError."""
+        """Fill `buffer` from the file. Raises CheckpointError if it ends early, or StorageError."""
         read_all(self._fd, buffer, offset_bytes, self.path)
 
 
 class CheckedFile:
-    """A file of a checkpoint of ours: what it gives has been compared with its hashes."""
+    """A file of an engine's checkpoint, whose contents have been compared with its hashes."""
 
     def __init__(self, reader: CheckpointReader, name: str) -> None:
         self.path = reader.path / name
         self._reader = reader
 
     def read(self, tensor: StoredTensor, offset_bytes: int, buffer: memoryview) -> None:
-        """CheckpointError where the bytes are not what was written, or StorageError."""
+        """Fill `buffer` as `TensorBytes.read` does. Raises CheckpointError if the bytes are not
+        those that were written, or StorageError."""
         self._reader.read_into(tensor, offset_bytes, buffer)
 
 
 class TensorBytes(Protocol):
-    """Where the bytes of tensors are."""
+    """A source of the bytes of tensors."""
 
     path: Path
 
@@ -104,19 +105,19 @@ class Stored:
         return self.raw(0, self.nbytes).view(self.dtype).reshape(self.shape)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Those of the first dimension."""
+        """Return rows `start` to `stop` of the first dimension."""
         step = self.nbytes // self.shape[0]
         flat = self.raw(start * step, (stop - start) * step).view(self.dtype)
         return flat.reshape(stop - start, *self.shape[1:])
 
     def pieces(self, numel: int) -> Iterator[torch.Tensor]:
-        """All elements in order, 1D, `numel` at a time."""
+        """Yield all elements in order, 1D, `numel` at a time."""
         step = numel * self.dtype.itemsize
         for start in range(0, self.nbytes, step):
             yield self.raw(start, min(step, self.nbytes - start)).view(self.dtype)
 
     def raw(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes, 1D uint8."""
+        """Return bytes, 1D uint8."""
         flat = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
             self.file.read(self.tensor, offset, flat.numpy().data)
@@ -124,7 +125,7 @@ class Stored:
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
-    """Every tensor of safetensors files. CheckpointError for a name that two of them have."""
+    """Return every tensor of safetensors files. Raises CheckpointError if two share a name."""
     found: dict[str, Stored] = {}
     for path in files:
         file = TensorFile(path)
@@ -138,8 +139,8 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
 
 
 def checkpoint_at(path: Path) -> tuple[Path, Path] | None:
-    """The checkpoint of ours that `path` is, or is the weights of, or one file of; and which part
-    of it. None where it is no such thing. CheckpointError where that can be no path."""
+    """Return the checkpoint that `path` is, or is the weights or one file of, and that part of it;
+    None if it is no such thing. Raises CheckpointError for an impossible path."""
     try:
         spellings = dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path))))
     except ValueError as error:  # a NUL
@@ -153,7 +154,7 @@ def checkpoint_at(path: Path) -> tuple[Path, Path] | None:
 
 
 def _is_ours(part: Path) -> bool:
-    """Of a checkpoint: what else lies in its folder (an export, say) is not."""
+    """Return whether a checkpoint has this part; other files in its folder are not its own."""
     return str(part) in (".", PARAMETERS) or is_data_file(str(part))
 
 
@@ -162,9 +163,9 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def checked_tensors(reader: CheckpointReader, part: Path) -> dict[str, Stored]:
-    """Parameters and persistent buffers in a part of a checkpoint, by the names that its files
-    have, until `reader` is closed. CheckpointError where a file of them is missing or damaged,
-    StorageError."""
+    """Return parameters and persistent buffers in a part of a checkpoint, by the names that its
+    files have, until `reader` is closed. Raises CheckpointError if a file of them is missing or
+    damaged, and StorageError."""
     files = [name for name in reader.manifest.files if Path(name).is_relative_to(part)]
     return {
         names[0]: Stored(CheckedFile(reader, tensor.file), tensor)

@@ -1,4 +1,5 @@
-"""A model whose weights are in tiers: what `engine.py`, which trains, and `inference.py` share.
+"""The base of models whose weights are in tiers, shared by `engine.py`, which trains, and
+`inference.py`.
 
 check ▶ discover ▶ plan ▶ open tiers ▶ store ▶ load ▶ experts, state dicts ▶ hooks
 """
@@ -78,7 +79,7 @@ class TieredModel(abc.ABC):
     def __init__(
         self, model: nn.Module, config: OffloadConfig, *, takes_values: bool
     ) -> None:  # fmt: skip
-        """`takes_values`: they come from files, also those of a model that was in tiers before."""
+        """`takes_values`: values come from files, also for a model that was in tiers before."""
         self.module = model
         self.device = compute_device(config)
         self._closed = False
@@ -100,7 +101,7 @@ class TieredModel(abc.ABC):
     def _discover(
         self, config: OffloadConfig, *, frozen: bool = False, only: torch.dtype | None = None
     ) -> Discovery:
-        """Groups and units (see `discover`)."""
+        """Return groups and units (see `discover`)."""
         discovery = discover(
             self.module, config.groups.blocks,
             experts=config.splits_experts(machine.world_size()), frozen=frozen,
@@ -114,7 +115,7 @@ class TieredModel(abc.ABC):
     def _find_tensor_parallel(
         self, config: OffloadConfig, data_ranks: Sequence[int], *, takes_values: bool
     ) -> None:
-        """The ranks that have other parts of the same parameters."""
+        """Find the ranks that have other parts of the same parameters."""
         found = TensorParallel.find(
             self.module.named_parameters(), data_ranks, self.device, config.zero.timeout_s
         )
@@ -126,7 +127,7 @@ class TieredModel(abc.ABC):
         self._tensor_parallel = found
 
     def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
-        """The plan: each state's tier. BudgetError, ConfigError or PathError if there is none."""
+        """Make the plan of tiers. Raises BudgetError, ConfigError or PathError if there is none."""
         sharding = ALONE if self._ranks is None else self._ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         shape = discovery.shape()
@@ -140,7 +141,7 @@ class TieredModel(abc.ABC):
         self, discovery: Discovery, dtype: torch.dtype, weights: StrPath | None,
         lazy: LazyWeights, only: torch.dtype | None = None,
     ) -> FirstValues:  # fmt: skip
-        """Where they come from. Parameters on the meta device become real ones, without memory."""
+        """Return the sources of values. Meta parameters become real ones, without memory."""
         first = FirstValues(self.module, self.config.seed, dtype, weights, lazy, discovery.packed)
         make_real(_named(self.module, discovery), dtype, self.device, only)
         return first
@@ -181,20 +182,20 @@ class TieredModel(abc.ABC):
     def _values_of(
         self, group: ParamGroup, first: FirstValues
     ) -> Callable[[ParamSpec], torch.Tensor]:
-        """A group's first values."""
+        """Return a function for a group's first values."""
         params = dict(zip(group.layout.params, group.params, strict=True))
         return first.of(params, self._tensor_parallel)
 
     def _give_out_values(self) -> None:
-        """`state_dict` has values, until the model is given away again."""
+        """Let `state_dict` return values, until the model is given away again."""
         self.state_dicts = StateDictHooks(self.module, self.store, self.values)
         self.store.on_reuse.append(self.state_dicts.remove)
         self.store.on_reuse.append(Copies(self.module, self.store, self._copied).remove)
         self.store.on_close.append(Conversions(self.module, self.store).remove)
 
     def _attach_experts(self) -> None:
-        """Packed experts compute with the rows that groups have; layers of ours say which of their
-        experts come next."""
+        """Let packed experts compute with the rows that groups have, and let `offload.moe` layers
+        announce which of their experts come next."""
         store = self.store
         for table in store.tables:
             if table.module is not None:
@@ -209,7 +210,7 @@ class TieredModel(abc.ABC):
                 store.on_close.append(partial(setattr, experts, "on_chosen", None))
 
     def _refuse(self, refuse: Callable[[WeightStore], RemovableHandle]) -> None:
-        """What others must not do to this model's parameters, until it is closed or dropped."""
+        """Refuse uses of this model's parameters by others, until it is closed or dropped."""
         refusal = refuse(self.store)
         self._refusals.append(refusal)
         weakref.finalize(self, refusal.remove)
@@ -218,7 +219,7 @@ class TieredModel(abc.ABC):
         self._refuse(refuse_foreign_wrappers)
 
     def _close_with(self, owner: object, close: Callable[[], None]) -> None:
-        """`close()`, from when `owner` is dropped or the program ends."""
+        """Call `close()` when `owner` is dropped or the program ends."""
         self._finalizer = weakref.finalize(owner, _close_dropped, os.getpid(), close)
 
     # ---------------------------------------------------------------- looking
@@ -229,7 +230,7 @@ class TieredModel(abc.ABC):
 
         `what` are parameters, modules or iterables of parameters; nothing given means all. Written
         parameters keep exactly what was written, and so do their masters. It waits for pending
-        updates. TierFullError where the budget cannot hold all of them at once.
+        updates. Raises TierFullError if the budget cannot hold all of them at once.
         """
         store = self.store
         params = _params_of(what) if what else list(self.module.parameters())
@@ -237,7 +238,7 @@ class TieredModel(abc.ABC):
             yield
 
     def _seen(self) -> dict[str, Any]:
-        """What every report has (see `TierTraffic`)."""
+        """Return the figures that every report has (see `TierTraffic`)."""
         store = self.store
         with self._homes.lock:
             tiers = tier_reports(self._homes.ledger.accounts)
@@ -261,7 +262,7 @@ class TieredModel(abc.ABC):
 
     @property
     def store(self) -> WeightStore:
-        """The weights (for checkpoints and tests). StateError once it is closed."""
+        """The weights (for checkpoints and tests). Raises StateError once it is closed."""
         self._check_open()
         assert self._store is not None, "made before anything asks for it"
         return self._store
@@ -287,7 +288,7 @@ class TieredModel(abc.ABC):
         return self._closed
 
     def before_close(self, call: Callable[[], None]) -> None:
-        """`call()` when it is about to be closed, while it can still be looked at."""
+        """Call `call()` when it is about to be closed, while it can still be inspected."""
         self._before_close.append(call)
 
     @uninterrupted
@@ -303,8 +304,8 @@ class TieredModel(abc.ABC):
         free, else, and on several ranks, "drop"; a later use of the model is an error that says
         why.
 
-        BudgetError, PathError or NoSpaceError where "host" or "file" have no room, and what a
-        pending update raises: it is open then, as before. On several ranks all pass the same
+        Raises BudgetError, PathError or NoSpaceError if "host" or "file" have no room, and the
+        error of a pending update: it stays open then. On several ranks all pass the same
         `keep`, and gradients are not given back. Calling it again does nothing.
         """
         check_keep(keep)
@@ -325,15 +326,14 @@ class TieredModel(abc.ABC):
                 last_first.callback(call)
 
     def hand_over(self) -> None:
-        """As `close`, where the parameters are wanted: "host" where the default is that, else
-        "file"."""
+        """Close it, and keep the parameters: "host" where the default is that, else "file"."""
         fits = self._given_back(self.store).fits
         if self._ranks is not None:
             fits = bool(self._ranks.exchange([fits], "whether parameters fit into RAM").all())
         self.close("host" if fits else "file")
 
     def _prepared(self, keep: Keep | None) -> Callable[[], None] | None:
-        """What takes the parameters out of the tiers; None where they are dropped."""
+        """Return a function that moves parameters out of the tiers; None to drop them."""
         if keep == "drop" or self._store is None:
             return None
         if keep is None and self._ranks is not None:
@@ -415,16 +415,16 @@ class TieredModel(abc.ABC):
         return GivenBack(self.module, store, self._homes, self._given)
 
     def _settle(self) -> None:
-        """Values are those of all writes and updates so far."""
+        """Let values be those of all writes and updates so far."""
         self.values.adopt_changes()
 
     @property
     def _why_without(self) -> str | None:
-        """Why the model has no values from here on; None where it gets them back."""
+        """The reason why the model has no values from now on; None if it gets them back."""
         return self._why_dropped if self._back is None else None
 
     def _to_be_called(self) -> list[Callable[[], None]]:
-        """Before it is closed, the last one first."""
+        """Return the functions to be called before it is closed."""
         calls, self._before_close = self._before_close, []
         return calls
 
@@ -437,7 +437,7 @@ class TieredModel(abc.ABC):
 
     @abc.abstractmethod
     def _close_all(self) -> None:
-        """Threads, files and memory, also where it was not made completely."""
+        """Close threads, files and memory, also if it was not made completely."""
 
     def _forget_finalizer(self) -> None:
         if self._finalizer is not None:
@@ -465,11 +465,11 @@ class TieredModel(abc.ABC):
 
 
 def _close_dropped(pid: int, close: Callable[[], None]) -> None:
-    """Close what was dropped without `close`, or is open when the program ends.
+    """Close an object that was dropped without `close`, or is open when the program ends.
 
     The garbage collector runs in any thread, also in those that closing waits for, and while locks
     are held: so a separate thread closes it, and no thread waits for that one. It is not one of
-    `threading`, which takes locks, too. A forked child leaves what is its parent's alone.
+    `threading`, which takes locks, too. A forked child leaves its parent's objects alone.
     """
     if os.getpid() != pid:
         return
@@ -487,7 +487,7 @@ def _close_alone(close: Callable[[], None]) -> None:
 
 
 def _named(model: nn.Module, discovery: Discovery) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's parameters, and the rows of packed ones."""
+    """Yield the model's parameters, and the rows of packed ones."""
     yield from model.named_parameters()
     for packed in discovery.packed:
         for number, row in enumerate(packed.rows):
@@ -502,7 +502,7 @@ def _announce(
 
 
 def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
-    """Before allocating: refuse settings that this machine cannot run, and warn about slow ones."""
+    """Refuse, before allocating, settings that cannot run here, and warn about slow ones."""
     here = [p for p in model.parameters() if p.device.type == "cpu"]
     freed = sum(local_of(p).nbytes for p in here)
     found = preflight(plan, config.nvme, nvme_paths(config.nvme), freed_nbytes=freed)
@@ -529,7 +529,8 @@ def _say_slow(precision: str, device: torch.device) -> None:
 
 
 def _take_over(model: nn.Module, *, takes_values: bool) -> None:
-    """Of closed engines: modules whose parameters are gone, and come from `weights`."""
+    """Take over modules of closed engines, whose parameters are gone and come from `weights`.
+    Raises StateError unless `takes_values`."""
     closed = Refusal.of(model)
     if closed and not takes_values:
         raise StateError(
@@ -561,7 +562,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def refuse_shared(model: nn.Module) -> None:
-    """StateError if a parameter of this model is in other tiers that are open."""
+    """Raise StateError if a parameter of this model is in other tiers that are open."""
     closed = Refusal.of(model)
     for prefix, module in model.named_modules():
         taken, owner = UnitHooks.has_an_engine(module), UnitHooks.owner_of(module)
@@ -572,7 +573,7 @@ def refuse_shared(model: nn.Module) -> None:
 
 
 def _refuse_amid_use(store: WeightStore) -> None:
-    """StateError where something is being written that is not in the tiers yet."""
+    """Raise StateError if something is being written that is not in the tiers yet."""
     for name in store.in_use():
         raise StateError(
             f"close() while {name} is gathered, inside `with engine.gathered(...)` or amid a "

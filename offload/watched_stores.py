@@ -1,4 +1,4 @@
-"""Stores that a hook of torch's, which is one for all models, looks at.
+"""The stores that one hook of torch's, shared by all models, looks at.
 
 A hook for each store would be taken away by the garbage collector, amid torch's own iteration over
 all hooks: an error in whatever builds a module or makes a step then.
@@ -31,7 +31,7 @@ class WatchedStores:
         return (store for store in stores if store is not None)
 
     def add(self, store: WeightStore) -> RemovableHandle:
-        """Look at it from here on until the handle is removed."""
+        """Watch `store` until the returned handle is removed."""
         if not self._listens:
             self._listen()
             self._listens = True

@@ -12,12 +12,12 @@ DTYPE_OF = {value: key for key, value in FLOAT_OF.items()}
 
 
 def array_of(flat_bytes: torch.Tensor, kind: Float) -> Array:
-    """The kernels' view of 1D uint8 host memory: float32, or uint16 bits."""
+    """Return the kernels' view of 1D uint8 host memory: float32, or uint16 bits."""
     return flat_bytes.numpy().view(kind.storage)
 
 
 def flat_array(tensor: torch.Tensor) -> Array:
-    """The kernels' view of a contiguous host tensor's elements, 1D."""
+    """Return the kernels' view of a contiguous host tensor's elements, 1D."""
     flat = tensor.reshape(-1)
     if flat.dtype is torch.float32:
         array: Array = flat.numpy()

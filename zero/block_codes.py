@@ -57,22 +57,22 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """The reverse of `encode`, in any float format."""
+    """Decode into any float format: the reverse of `encode`."""
     for span, blocks in _steps(out.numel()):
         rows = codes[span].float().view(-1, CODE_BLOCK_NUMEL) * _or_nan(scales[blocks])[:, None]
         out[span].copy_(rows.view(-1))
 
 
 def add_decoded(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """out += the decoded values (fp32)."""
+    """Add the decoded values (fp32) to `out`."""
     for span, blocks in _steps(out.numel()):
         rows = codes[span].float().view(-1, CODE_BLOCK_NUMEL) * _or_nan(scales[blocks])[:, None]
         out[span].add_(rows.view(-1))
 
 
 def _or_nan(scales: torch.Tensor) -> torch.Tensor:
-    """As it is, or NaN where it is not finite: an infinite scale times a code of 0 would hide some
-    elements."""
+    """Return the scales, with NaN for those that are not finite: an infinite scale times a code of
+    0 would hide some elements."""
     return torch.where(scales.isfinite(), scales, float("nan"))
 
 

@@ -51,12 +51,12 @@ _FIXED = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def _state_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of what a module's `vars` are called, what is its state: the same in most calls."""
+    """Return those names in a module's `vars` that are its state: the same in most calls."""
     return tuple(name for name in names if name not in _NOT_STATE)
 
 
 def modules_of(block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As `named_modules`, whose generators within generators take longer than all else here."""
+    """Return what `named_modules` does, whose nested generators take longer than all else here."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", block)]
@@ -84,7 +84,7 @@ class _ModuleState:
 
     @classmethod
     def of(cls, module: nn.Module, path: str) -> _ModuleState:
-        """The state that a module has now."""
+        """Return the state that a module has now."""
         own = vars(module)
         attributes = {name: own[name] for name in _state_names(tuple(own))}
         exchangeable = [
@@ -148,7 +148,7 @@ class BlockState:
         self._exchange(lambda value: _copied(value, {}))
 
     def settle(self) -> None:
-        """The forward is over: large tensors that it left as they were need no copy."""
+        """Drop the copies of large tensors that the forward, which is over, left as they were."""
         for name, tensor in self._tensors():
             kept = self._kept.get(id(tensor))
             if kept is not None and _is_large(kept) and _same_bits(kept, tensor):
@@ -158,7 +158,7 @@ class BlockState:
         self._kept = {}
 
     def changed(self) -> list[str]:
-        """Parameters, and tensors without a copy, that were changed in place since."""
+        """Return the names of parameters and uncopied tensors that were changed in place since."""
         return [each.name for each in self._watched if each.tensor._version != each.version]
 
     @contextmanager
@@ -184,7 +184,7 @@ class BlockState:
         ]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor once, with one of its names."""
+        """Yield every tensor once, with one of its names."""
         seen: set[int] = set()
         some = [each.tensors() for each in self._modules if each.exchangeable or each.buffers]
         for name, tensor in chain.from_iterable(some):
@@ -194,7 +194,7 @@ class BlockState:
 
 
 def _parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
-    """As `named_parameters`: every parameter once, with its first name."""
+    """Return what `named_parameters` does: every parameter once, with its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for path, module in modules:
         for name, param in module._parameters.items():
@@ -208,7 +208,7 @@ def _is_exchangeable(value: Any) -> bool:
 
 
 def _without_graph(value: Any) -> Any:
-    """A detached copy: with its graph, the tensors kept by one pass would keep the pass before."""
+    """Return a detached copy: its graph would let tensors kept by one pass keep the pass before."""
     if not isinstance(value, torch.Tensor) or value.grad_fn is None:
         return value
     return value.detach().requires_grad_(value.requires_grad)
@@ -221,7 +221,7 @@ def _is_copied(tensor: torch.Tensor) -> bool:
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Of those that can be copied, by their id. Views of one memory are so again."""
+    """Return copies of the tensors that can be copied, by id. Shared memory stays shared."""
     by_memory: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         if _is_copied(tensor):
@@ -250,8 +250,8 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Without values nothing differs. Kernels that change a tensor do not always count it (batch
-    norm), so versions would not tell."""
+    """Compare two tensors; without values nothing differs. Kernels that change a tensor do not
+    always count it (batch norm), so versions would not tell."""
     if isinstance(a, (FakeTensor, ValuesUnknown)) or a.is_meta:
         return True
     flat_a, flat_b = (each.reshape(-1).view(torch.uint8) for each in (a, b))

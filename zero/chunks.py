@@ -26,8 +26,8 @@ from offload.zero.records import RecordFormat
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive elements of a rank's part that are updated with the same hyperparameters. Never
-    changed; one that is frozen takes five times as long to make."""
+    """Consecutive elements of a rank's part that are updated with the same hyperparameters. It is
+    never changed; a frozen dataclass takes five times as long to make."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class Segment:
     has_gradient: bool = True  # False: this one has a gradient of zeros, too
 
     def runs(self) -> Iterator[Segment]:
-        """The same updates, those together that one compiled loop can make."""
+        """Yield the same updates, joined where one compiled loop can make them."""
         if not self.missed:
             yield self
             return
@@ -70,7 +70,7 @@ class GroupUpdate:
 
     @property
     def can_begin(self) -> bool:
-        """Whether it need not wait for other ranks."""
+        """Whether the update need not wait for other ranks."""
         return self.state.gradients.is_reduced_locally or not self.has_gradients
 
 
@@ -94,7 +94,7 @@ class ChunkBytes:
 
     @property
     def needed_on_host(self) -> bool:
-        """Whether the bytes pass through host memory. To be called once `on_device` is known."""
+        """Whether the bytes pass through host memory. Must be called once `on_device` is known."""
         return self.on_device is None or not self.home.at_home_on_device
 
     def find_in_host_memory(self) -> None:
@@ -106,8 +106,8 @@ class ChunkBytes:
             self.in_place = self.home.host_piece(self.piece)
 
     def wait(self) -> torch.Tensor:
-        """The bytes in host memory (1D uint8), once they have arrived and nothing reads them any
-        more."""
+        """Return the bytes in host memory (1D uint8), once they have arrived and nothing reads them
+        any more."""
         if self.before is not None:
             self.before.wait()
         if self.in_place is not None:
@@ -118,7 +118,7 @@ class ChunkBytes:
         return self.staged
 
     def device_bytes(self) -> torch.Tensor:
-        """The bytes on the device (1D uint8), valid in stream order."""
+        """Return the bytes on the device (1D uint8), valid in stream order."""
         found = self.on_device if self.on_device is not None else self.copied
         assert found is not None, "there, or copied there"
         return found
@@ -162,7 +162,7 @@ class Chunk:
         return both if self.gradient is None else (*both, self.gradient)
 
     def segments(self) -> Iterator[tuple[Segment, slice]]:
-        """The chunk's segments, counted in elements from its start."""
+        """Yield the chunk's segments, counted in elements from its start."""
         for segment in self.update.segments:
             lo = max(segment.start, self.elements.start) - self.elements.start
             hi = min(segment.stop, self.elements.stop) - self.elements.start
@@ -171,7 +171,8 @@ class Chunk:
                     yield run, slice(lo, hi)
 
     def noise(self, seed: int, step: int, span: slice) -> Noise:
-        """Depends on the seed, the group, the step and an element's place in the group alone."""
+        """Return noise that depends on the seed, the group, the step and an element's place in the
+        group alone."""
         noise = noise_of(seed, self.update.group.index, step)
         first = self.update.state.part.trainable.start
         return noise.at(first + self.elements.start + span.start)

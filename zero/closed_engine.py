@@ -74,7 +74,7 @@ class Refusal:
 
     @staticmethod
     def of(model: nn.Module) -> list[Refusal]:
-        """Those of closed engines that a model or parts of it had."""
+        """Return the refusals that closed engines left on a model or parts of it."""
         hooks = [h for module in model.modules() for h in module._forward_pre_hooks.values()]
         return list(dict.fromkeys(hook for hook in hooks if isinstance(hook, Refusal)))
 
@@ -84,7 +84,7 @@ class Refusal:
     def lift(self, model: nn.Module) -> None:
         """Let another engine take over the closed engine's modules and parameters in `model`.
 
-        StateError if a graph of the closed engine still holds a parameter.
+        Raises StateError if a graph of the closed engine still holds a parameter.
         """
         here = {id(param) for param in model.parameters()}
         with torch._C.DisableTorchFunctionSubclass():
@@ -101,7 +101,7 @@ class Refusal:
 
 
 def _empty(param: nn.Parameter) -> None:
-    """On the meta device, the same object."""
+    """Move a parameter to the meta device, as the same object. Raises StateError if it is held."""
     if is_dtensor(param):
         raise StateError(
             "a closed engine's model of DTensors cannot be given to another one; build it anew"

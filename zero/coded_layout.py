@@ -1,4 +1,4 @@
-"""Where each parameter of a group lies among stored codes.
+"""The layout of a group's parameters among stored codes.
 
     in a slot   ├─── q_proj ───┤├─ norm ─┤├────── up_proj ──────┤   `zero.layout`
     stored      ├ codes ┤├─ norm ─┤├─── codes ───┤                  `kernels.weight_formats`, or raw
@@ -39,7 +39,7 @@ class CodedLayout:
 
 
 def refusal(shape: Sequence[int], weights: WeightFormat) -> str | None:
-    """Why a parameter of this shape cannot be stored so, as a clause; None if it can.
+    """Return why a parameter of this shape cannot be stored so, as a clause; None if it can.
 
     A group of INT8 and INT4 lies in one row (of `in_features` elements), one of NF4 anywhere.
     """
@@ -60,9 +60,9 @@ def lay_out_codes(
     layout: Layout, itemsize: int,
     weights_of: Callable[[ParamSpec], WeightFormat | None] = attrgetter("stored"),
 ) -> CodedLayout:  # fmt: skip
-    """The stored buffer of one rank's group, whose elements have `itemsize` bytes in a slot.
+    """Return the stored buffer of one rank's group, whose elements have `itemsize` bytes in a slot.
 
-    ValueError where a parameter cannot be stored as `weights_of` says (see `refusal`).
+    Raises ValueError if a parameter cannot be stored as `weights_of` says (see `refusal`).
     """
     parts = []
     end = 0

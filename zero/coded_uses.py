@@ -51,7 +51,7 @@ class StoredParam:
     dtype: torch.dtype
 
     def raw(self) -> torch.Tensor:
-        """The values of one that is stored as it is."""
+        """Return the values of a parameter that is stored as it is."""
         return self.stored.view(self.dtype).view(self.part.spec.shape)
 
 
@@ -59,8 +59,8 @@ def compute(
     function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
     find: Callable[[Any], StoredParam | None],
 ) -> Any:  # fmt: skip
-    """What `function` gives for released parameters that `find` knows; NotImplemented where that
-    takes their decoded values. Gradients are not recorded meanwhile."""
+    """Return the result of `function` for released parameters that `find` knows; NotImplemented if
+    it takes their decoded values. Gradients are not recorded meanwhile."""
     if function is functional.embedding:
         return _embedding(*args, **kwargs, find=find)
     if not _is_pure(name, args, kwargs, find):
@@ -81,7 +81,7 @@ def _is_pure(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
     find: Callable[[Any], StoredParam | None],
 ) -> bool:  # fmt: skip
-    """Whether the result is no view of a parameter, and none is written to."""
+    """Return whether the result is no view of a parameter, and none is written to."""
     if name == "float":
         found = find(args[0])
         return found is not None and found.dtype is not torch.float32
@@ -89,7 +89,7 @@ def _is_pure(
 
 
 class _IsCodedError(Exception):
-    """A parameter's values have to be decoded."""
+    """Raised when a parameter's values have to be decoded."""
 
 
 def _as_raw(value: Any, find: Callable[[Any], StoredParam | None]) -> Any:
@@ -105,7 +105,7 @@ def _linear(
     input: torch.Tensor, weight: Any, bias: Any = None, *,  # noqa: A002
     find: Callable[[Any], StoredParam | None],
 ) -> Any:  # fmt: skip
-    """As `torch.nn.functional.linear`, whose names these are."""
+    """Compute `torch.nn.functional.linear`, whose argument names these are."""
     stored = find(weight)
     if stored is None or not multiplies(input, stored.part):
         return NotImplemented
@@ -125,7 +125,7 @@ def _embedding(
     max_norm: float | None = None, *rest: Any, find: Callable[[Any], StoredParam | None],
     **others: Any,
 ) -> Any:  # fmt: skip
-    """As `torch.nn.functional.embedding`, whose names these are."""
+    """Compute `torch.nn.functional.embedding`, whose argument names these are."""
     stored = find(weight)
     if stored is None or stored.part.weights is None or max_norm is not None:
         return NotImplemented
@@ -147,7 +147,7 @@ def _embedding(
 
 
 def multiplies(x: torch.Tensor, part: CodedPart) -> bool:
-    """Whether `linear` takes less time for `x` than decoding and `torch.nn.functional.linear`."""
+    """Return whether `linear` takes less time for `x` than decoding and torch's `linear`."""
     rows = math.prod(x.shape[:-1])
     weights = part.weights
     if weights is None or len(part.spec.shape) != 2 or not 0 < rows <= MOST_ROWS:
@@ -159,11 +159,11 @@ def linear(
     x: torch.Tensor, stored: torch.Tensor, part: CodedPart, bias: torch.Tensor | None = None,
     run: Runner = serial,
 ) -> torch.Tensor:  # fmt: skip
-    """`torch.nn.functional.linear(x, weight, bias)`, where `stored` (uint8) has the codes of a
-    weight of `x`'s dtype. x (..., in_features), on the CPU; sums and bias are added in fp32 and
-    rounded once. Records nothing for backward.
+    """Compute `torch.nn.functional.linear(x, weight, bias)`, where `stored` (uint8) has the codes
+    of a weight of `x`'s dtype. x (..., in_features), on the CPU; sums and bias are added in fp32
+    and rounded once. Records nothing for backward.
 
-    `run` shares ranges of the weight's rows among threads. ValueError where shapes do not fit.
+    `run` shares ranges of the weight's rows among threads. Raises ValueError if shapes do not fit.
     """
     assert part.weights is not None, "a parameter that is stored as it is"
     columns, inner = part.spec.shape

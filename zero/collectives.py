@@ -86,7 +86,7 @@ class Collectives:
     def gather(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
         """Fill `whole` (1D uint8), of the group `name`, with the shards of all ranks, in order.
         `own` may be a view of this rank's place in it. Blocks; on a GPU only until the work is
-        queued on the current stream. RankError if a rank does not take part."""
+        queued on the current stream. Raises RankError if a rank does not take part."""
         self.traffic.gathered_nbytes += whole.numel()
         what, group = f"the all-gather of {_named(name)}", self.gather_group
         with self.watch.during(f"{self.of}gather", what, group) as limit:
@@ -95,8 +95,9 @@ class Collectives:
     def gather_coded(
         self, whole: torch.Tensor, own: torch.Tensor, name: str, codec: Codec, room: torch.Tensor
     ) -> None:
-        """As `gather`, with each shard encoded by `codec`: all ranks, the owner too, get the
-        decoded values. `room` (1D uint8) holds the encoded bytes of all shards meanwhile."""
+        """Gather as `gather` does, with each shard encoded by `codec`: all ranks, the owner too,
+        get the decoded values. `room` (1D uint8) holds the encoded bytes of all shards
+        meanwhile."""
         rank, step = self.gather_group.rank(), codec.stored_nbytes(own.numel())
         stored = room[: step * self.gather_group.size()]
         mine = stored[rank * step : (rank + 1) * step]
@@ -106,9 +107,9 @@ class Collectives:
             codec.decode(its, values)
 
     def reduce(self, contribution: torch.Tensor, work: Workspace, name: str) -> torch.Tensor:
-        """The average over all ranks of the world, of this rank's shard of it: 1D fp32, valid until
-        the next call. `contribution` (1D, any float format), of the group `name`, is equally long
-        on every rank. RankError if a rank does not take part."""
+        """Return the average over all ranks of the world, of this rank's shard of it: 1D fp32,
+        valid until the next call. `contribution` (1D, any float format), of the group `name`, is
+        equally long on every rank. Raises RankError if a rank does not take part."""
         what = f"the reduce-scatter of {_named(name)}"
         groups = self.reduce_group, self.replica_group
         with profiled(what), self.watch.during(f"{self.of}reduce", what, *groups) as limit:
@@ -143,7 +144,7 @@ class Collectives:
     def _reduce_codes(
         self, contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """out = the sum of all contributions, sent as codes. `room` has `codes_nbytes` twice."""
+        """Set `out` to the sum of all contributions as codes; `room` has `codes_nbytes` twice."""
         ranks, numel = self.reduce_group.size(), contribution.numel()
         nbytes = codes_nbytes(numel) - numel
         sizes = (numel, numel, nbytes, nbytes)
@@ -162,16 +163,16 @@ class Collectives:
 
 
 def _named(name: str) -> str:
-    """The group's name; that of the model's own parameters is empty."""
+    """Return a group's name for messages; `name` is empty for the model's own parameters."""
     return name if name and not name.startswith(" ") else f"the model's own{name or ' parameters'}"
 
 
 def _exchange_and_sum(
     contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor, group: Group
 ) -> None:
-    """out = the sum, in the order of the ranks, of all contributions to this rank. `room` (1D
-    uint8) holds them; if it is too small, they are exchanged piece by piece, which copies what is
-    sent."""
+    """Set `out` to the sum, in the order of the ranks, of all contributions to this rank. `room`
+    (1D uint8) holds them; if it is too small, they are exchanged piece by piece, which copies what
+    is sent."""
     ranks, numel = group.size(), contribution.numel()
     room = room.view(contribution.dtype)
     if numel <= room.numel():
@@ -213,13 +214,13 @@ def _all_gather(whole: torch.Tensor, own: torch.Tensor, group: Group, arrival: _
 
 
 def all_gather_flat(whole: torch.Tensor, own: torch.Tensor, group: Group) -> None:
-    """The backend's own all-gather of 1D tensors, by the name it has in this PyTorch."""
+    """Call the backend's own all-gather of 1D tensors, by the name it has in this PyTorch."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, own, group=group)
 
 
 def _sends_faster(whole: torch.Tensor, group: Group) -> bool:
-    """Gloo's all-gather takes two to three times as long as sending each shard to every rank."""
+    """Return whether sends are faster: Gloo's all-gather takes two to three times as long."""
     return whole.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 

@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """`function` and all that it calls run as they are; a graph under way ends before it."""
+    """Let `function` and all that it calls run uncompiled; a graph in progress ends before it."""
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -42,12 +42,12 @@ def uncompiled(function: Function) -> Function:
 
 
 def break_graph(function: Function) -> Function:
-    """`function` is part of no graph; the functions it calls may be compiled separately."""
+    """Keep `function` out of graphs; the functions it calls may be compiled separately."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 @break_graph
 def is_active() -> bool:
-    """Whether what this thread runs may be compiled."""
+    """Return whether code on this thread may be compiled."""
     return _compiler_of_frames() is not None

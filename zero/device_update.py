@@ -120,7 +120,7 @@ class DeviceUpdate:
 
 
 def _tensors(kept: RecordFormat, record: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
-    """The arrays of a record (1D uint8 on the device), each as long as its field says."""
+    """Return the arrays of a record (1D uint8 on the device), each as long as its field says."""
     found = {}
     for field, start in zip(kept.fields, kept.offsets(numel)[:-1], strict=True):
         stop = start + field.numel(numel) * field.dtype.itemsize

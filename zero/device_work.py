@@ -14,7 +14,7 @@ from offload.swap.streams import CopyStream, WorkStream
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """Streams and memory. Where the CPU does everything, there are neither."""
+    """Streams and memory. A CPU that does everything needs neither."""
 
     stream: WorkStream  # for the update thread
     links: Links  # for the update's own copies
@@ -24,6 +24,6 @@ class DeviceWork:
 
     @classmethod
     def nothing(cls) -> DeviceWork:
-        """That of a CPU."""
+        """Return the work of a CPU, with streams that do nothing and without memory."""
         cpu = torch.device("cpu")
         return cls(WorkStream(cpu), Links(CopyStream(cpu), CopyStream(cpu)))

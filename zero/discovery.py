@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: repeated blocks, and the rest by the module with them.
+"""The groups of parameters that are gathered together: repeated blocks, and the rest by module.
 
 A *unit* is a module whose forward needs groups; a *group* is a set of parameters that move
 together. Usually there is one group per unit. Tied weights belong to the first unit that has them;
@@ -58,7 +58,7 @@ class GroupPlan:
     frozen: bool = False  # no parameter is updated, whether or not it requires a gradient
 
     def shapes(self) -> tuple[ParamShape, ...]:
-        """Its parameters without their values; of DTensors, what this rank has."""
+        """Its parameters without their values; for DTensors, the parts that this rank has."""
         shapes = shapes_of(self.params, frozen=self.frozen)
         if not self.stored:
             return shapes
@@ -88,7 +88,7 @@ class Discovery:
     adapters: frozenset[str] = frozenset()  # parameters that PEFT has added, by their names
 
     def shape(self) -> ModelShape:
-        """The same without modules and values."""
+        """Return the same without modules and values."""
         packed = {index for unit in self.units if unit.is_packed for index in unit.groups}
         return ModelShape(
             tuple(
@@ -103,10 +103,12 @@ class Discovery:
         )  # fmt: skip
 
     def stored(self, storage: Storage | None) -> Discovery:
-        """The same with frozen weights as `storage` has them, apart from what is trained; with None
-        as it is. Adapters are small, and not to be rounded with what they adapt.
+        """Return the same with frozen weights as `storage` has them, apart from those that are
+        trained; with None, unchanged. Adapters are small, and not rounded with the weights that
+        they adapt.
 
-        ConfigError and UnsupportedError as `zero.storage.cut`; UnsupportedError for DTensors.
+        Raises ConfigError and UnsupportedError as `zero.storage.cut`; UnsupportedError for
+        DTensors.
         """
         if storage is None:
             return self
@@ -134,7 +136,7 @@ class Discovery:
 def shapes_of(
     params: Iterable[tuple[tuple[str, ...], nn.Parameter]], *, frozen: bool = False
 ) -> tuple[ParamShape, ...]:
-    """`(names, parameter)` pairs without their values; of DTensors, what this rank has."""
+    """Return `(names, parameter)` pairs without values; for DTensors, this rank's parts."""
     return tuple(
         ParamShape(names, tuple(local_of(p).shape), p.requires_grad and not frozen)
         for names, p in params
@@ -142,7 +144,7 @@ def shapes_of(
 
 
 def _adapters_in(model: nn.Module) -> Iterator[str]:
-    """Names of parameters that PEFT has added."""
+    """Yield the names of parameters that PEFT has added."""
     for prefix, module in model.named_modules():
         added = getattr(module, "adapter_layer_names", ())
         added = (*added, "prompt_encoder") if hasattr(module, "peft_config") else added
@@ -153,14 +155,14 @@ def _adapters_in(model: nn.Module) -> Iterator[str]:
 
 
 def managed(param: nn.Parameter, only: torch.dtype | None = None) -> bool:
-    """Whether the engine moves a parameter: real floating point only (integers and complex numbers
-    stay in the model), in the format `only` if there is one."""
+    """Return whether the engine moves a parameter: real floating point only (integers and complex
+    numbers stay in the model), in the format `only` if there is one."""
     moves = param.is_floating_point() and not param.is_sparse
     return moves and (only is None or param.dtype is only)
 
 
 def refuse_uninitialised(model: nn.Module) -> None:
-    """UnsupportedError if a lazy module of torch has not been called yet."""
+    """Raise UnsupportedError if a lazy module of torch has not been called yet."""
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UnsupportedError(
@@ -173,8 +175,8 @@ def discover(
     model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True,
     frozen: bool = False, only: torch.dtype | None = None,
 ) -> Discovery:  # fmt: skip
-    """The groups and units of a model (see `find_groups`). `frozen`: nothing will be updated.
-    `only`: parameters in other formats stay in the model."""
+    """Return the groups and units of a model (see `find_groups`). `frozen`: nothing will be
+    updated. `only`: parameters in other formats stay in the model."""
     refuse_uninitialised(model)
     trees = _Trees(frozen=frozen, only=only)
     groups, units = find_groups(trees.of(model), block_classes, experts=experts)
@@ -207,7 +209,7 @@ def discover(
 
 
 def _pack(groups: Sequence[TreeGroup], trees: _Trees) -> dict[int, PackedParam]:
-    """The packed parameters, by the id of their tree's."""
+    """Return the packed parameters, by the id of their tree's parameter."""
     packed: dict[int, PackedParam] = {}
     for group in groups:
         for names, param in group.params:
@@ -218,7 +220,7 @@ def _pack(groups: Sequence[TreeGroup], trees: _Trees) -> dict[int, PackedParam]:
 
 
 def tree_of(model: nn.Module) -> ModuleTree:
-    """The model's modules and parameters without their code and values."""
+    """Return the model's modules and parameters without their code and values."""
     refuse_uninitialised(model)
     return _Trees().of(model)
 
@@ -237,7 +239,7 @@ class _Trees:
         self._whole: set[int] = set()
 
     def of(self, module: nn.Module) -> ModuleTree:
-        """One tree per module, however many places it is in."""
+        """Return the tree of a module: one per module, however many places it is in."""
         if id(module) not in self._trees:
             own = module.named_parameters(recurse=False, remove_duplicate=False)
             if isinstance(getattr(module, "parameter_name", None), str):
@@ -265,8 +267,8 @@ class _Trees:
 
 
 def ep_size_of(module: nn.Module) -> int:
-    """Over how many ranks the experts are spread that a module holds: what a list of modules says
-    of itself (`moe.Experts`); 1 for any other module."""
+    """Return the number of ranks over which a module's experts are spread, which a list of modules
+    states itself (`moe.Experts`); 1 for any other module."""
     return int(getattr(module, "ep_size", 1)) if isinstance(module, nn.ModuleList) else 1
 
 
@@ -281,8 +283,9 @@ def _kind_of(module: nn.Module) -> ModuleKind:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Experts of transformers 5, whose implementation can be chosen, and is the one that computes
-    with one expert's rows at a time; or a module that says of itself that it stands for such ones.
+    """Return whether a module has experts of transformers 5, whose implementation can be chosen,
+    and is the one that computes with one expert's rows at a time; or states that it stands for such
+    ones.
     """
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     params = list(module.parameters())
@@ -299,8 +302,8 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def _asks_the_registry(module: nn.Module) -> bool:
-    """Whether transformers' own decorator made this forward, and it asks for the implementation
-    where ours is: not in FP8's registry, nor does a subclass or a patch compute by itself."""
+    """Return whether transformers' own decorator made this forward, and it asks the registry that
+    has this implementation: not FP8's, and no subclass or patch that computes by itself."""
     forward = getattr(module.forward, "__func__", None)
     cells = getattr(forward, "__closure__", None) or ()
     return any(type(cell.cell_contents).__name__ == "ExpertsInterface" for cell in cells)

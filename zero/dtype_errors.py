@@ -23,8 +23,8 @@ _ABOUT_DTYPES = re.compile(
 
 
 def explain_dtypes(error: Exception, name: str, module: nn.Module, given: Any) -> None:
-    """DtypeError if the cause of `error` is that the inputs `given` to the module `name`, or its
-    buffers, have another dtype than its parameters."""
+    """Raise DtypeError if the cause of `error` is that the inputs `given` to the module `name`, or
+    its buffers, have another dtype than its parameters."""
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if own is None or isinstance(error, OffloadError) or not _ABOUT_DTYPES.search(str(error)):
         return
@@ -45,7 +45,7 @@ def explain_dtypes(error: Exception, name: str, module: nn.Module, given: Any) -
 
 
 def _others(tensors: Any, own: torch.dtype) -> list[str]:
-    """Formats of floating point tensors that are not `own`."""
+    """Return the formats of floating point tensors that are not `own`."""
     found = {t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()}
     return sorted(_name(dtype) for dtype in found - {own})
 

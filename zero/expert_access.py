@@ -20,7 +20,7 @@ class ExpertAccess:
         self._table = table
 
     def announce(self, experts: Sequence[int]) -> None:
-        """These will be used now, in this order."""
+        """Announce the experts that will be used now, in this order."""
         for packed in self._table.packed.values():
             if packed.is_shown:  # within `gathered`: the rows do not have what was written there
                 self._store.adopt_changes()
@@ -29,6 +29,6 @@ class ExpertAccess:
 
     @contextmanager
     def using(self, expert: int) -> Iterator[Mapping[str, nn.Parameter]]:
-        """The rows of one expert, by the names of the module's parameters. Gathered inside."""
+        """Provide one expert's rows, gathered inside, by the names of the module's parameters."""
         with self._store.expert(self._table.groups[expert]):
             yield self._table.rows_of(expert)

@@ -1,4 +1,4 @@
-"""How many experts a router chooses for a token, from a model's configuration."""
+"""The number of experts that a router chooses for a token, from a model's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BY_TYPE = {"switch_transformers": 1, "nllb-moe": 2}  # written into the code
 
 
 def experts_per_token(values: Mapping[str, Any]) -> int | None:
-    """The number that all layers share; None where none is named, or layers differ."""
+    """Return the number that all layers share; None if none is named, or layers differ."""
     for key in _CHOSEN:
         if (found := _number(values.get(key))) is not None:
             return found
@@ -32,7 +32,8 @@ def experts_per_token(values: Mapping[str, Any]) -> int | None:
 
 
 def experts_per_token_of(model: nn.Module) -> int | None:
-    """By the model's configuration; of one without, what its modules call so and agree on."""
+    """Return the number from the model's configuration; without one, the number in its modules'
+    attributes, if they agree on it."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
         return experts_per_token(vars(config.get_text_config()))
@@ -46,7 +47,7 @@ def experts_per_token_of(model: nn.Module) -> int | None:
 
 
 def _number(value: Any) -> int | None:
-    """Of one number, or of a list with the same one for each layer."""
+    """Return one number, or that of a list with the same one for each layer; None otherwise."""
     if isinstance(value, list):
         return _number(value[0]) if value and all(each == value[0] for each in value) else None
     whole = isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Which states are fetched, and when: in the order of their use, ahead of it.
+"""The fetching of states, ahead of their use and in its order.
 
     used        a  b  c  d                  the trace learns this order and expects it again
     need(b)        ├ b is here
@@ -28,15 +28,15 @@ class Bringable(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Never moves."""
+        """Whether it never moves."""
         ...
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """As `State.bring`."""
+        """Bring it, as `State.bring` does."""
         ...
 
     def note_use(self) -> None:
-        """As `State.note_use`."""
+        """Note a use, as `State.note_use` does."""
         ...
 
 
@@ -58,25 +58,25 @@ class PendingUpdates(Protocol):
     def is_pending(self, index: int) -> bool: ...
 
     def promote(self, index: int) -> None:
-        """The item is needed now: its update is the next to begin."""
+        """Note that the item is needed now: its update is the next to begin."""
         ...
 
 
 class NoUpdates:
-    """No item ever changes."""
+    """No pending updates: no item ever changes."""
 
     def is_pending(self, index: int) -> bool:
         return False
 
     def promote(self, index: int) -> None:
-        """There is no update."""
+        """Do nothing: there is no update."""
 
 
 class Fetcher:
     """Brings states before they are used. For the thread of the model."""
 
     def __init__(self, depth: int) -> None:
-        """At most `depth` states are fetched ahead."""
+        """`depth` is the greatest number of states that are fetched ahead."""
         self.trace = Trace()
         self.updates: PendingUpdates = NoUpdates()
         self._depth = depth
@@ -105,19 +105,19 @@ class Fetcher:
         self._any_moves |= not item.state.in_place
 
     def next_use(self, index: int) -> float:
-        """Uses until an item is needed; infinity if it is not expected. For any thread."""
+        """Return the uses until an item is needed; infinity if unexpected. For any thread."""
         if index in (self._needed, self._needed_choice):
             return _NOW
         announced = self._announced.get(index)
         return self.trace.next_use(index) if announced is None else announced
 
     def begin_forward(self) -> None:
-        """The whole model is called."""
+        """Note that the whole model is called."""
         self._announced = {}  # of a call that failed
         self.trace.begin_forward()
 
     def need(self, item: Fetchable, *, backward: bool = False) -> None:
-        """`item` is used now: note the use, move its update to the front or begin to bring it."""
+        """Note that `item` is used now; move its update to the front or begin to bring it."""
         index = item.index
         self._needed_choice = index if index in self._choices else None
         if self._needed_choice is None:
@@ -157,7 +157,7 @@ class Fetcher:
     def _bring_all(
         self, coming: Iterable[tuple[int, float]], priority: Priority = Priority.NORMAL
     ) -> bool:
-        """Items and their next uses, as far as there is room. Whether there was for all."""
+        """Bring items with these next uses, while there is room. Returns whether all had room."""
         for index, next_use in coming:
             if self.updates.is_pending(index):
                 continue  # its update brings it

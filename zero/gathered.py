@@ -100,7 +100,7 @@ class Gatherer:
         fences: Fences, dtype: torch.dtype, codes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """`pool` is of the memory that the model computes in; `room_nbytes` is the same on every
-        rank. `codes` is room for 8-bit codes, where those are gathered instead of elements of
+        rank. `codes` is room for 8-bit codes, if those are gathered instead of elements of
         `dtype`."""
         self.collectives = collectives
         self.device = device
@@ -141,12 +141,12 @@ class Gatherer:
         self.collectives.gather_coded(whole, own, name, self._codec, self._codes)
 
     def used(self, state: GatheredState) -> None:
-        """`state` is the most recently used now."""
+        """Note that `state` is the most recently used now."""
         self._gathered[id(state)] = self._gathered.pop(id(state))
 
     def expect(self, state: GatheredState, now: GatheredState) -> None:
-        """`state` is needed next: begin to gather it, if there is room beside what is needed `now`.
-        Copies that were used before that make room."""
+        """Note that `state` is needed next: begin to gather it, if there is room beside what is
+        needed `now`. Copies that were used before that make room."""
         if state.is_gathered:
             return
         self._make_room(state, now)
@@ -167,8 +167,8 @@ class Gatherer:
             self.gathers_codes = True
 
     def begin_pass(self) -> None:
-        """The model is called: every pass begins in the same state, so that a rank without data can
-        repeat the last one."""
+        """Begin a pass of the model in the same state as every pass, so that a rank without data
+        can repeat the last one."""
         self._give_up(list(self._gathered.values()))
         self.log.begin_pass()
 
@@ -203,7 +203,7 @@ class GatheredState(SharedState):
         self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer,
         is_held: Callable[[], bool], update: Callable[[], Transfer[None] | None],
     ) -> None:  # fmt: skip
-        """`is_held` says whether a module has entered the group; readers wait for `update`."""
+        """`is_held` returns whether a module has entered the group; readers wait for `update`."""
         super().__init__(home, layout.numel * itemsize, first_piece=0)
         self.is_held = is_held
         self._trainable = layout.numel_trainable * itemsize
@@ -231,7 +231,7 @@ class GatheredState(SharedState):
         self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[CopyMark, ...],
         *, codes: bool,
     ) -> CopyMark:  # fmt: skip
-        """On the gathering thread."""
+        """Gather all shards, on the gathering thread."""
         if update is not None:
             update.wait()
         for mark in before:
@@ -244,7 +244,7 @@ class GatheredState(SharedState):
         return mark_here(self._gatherer.device)
 
     def end(self) -> Lease:
-        """Forget the copy; returns its memory."""
+        """Forget the copy, and return its memory."""
         lease, arrival = self._copy()
         arrival.wait()
         self._lease = self._arrival = None
@@ -266,7 +266,7 @@ class GatheredState(SharedState):
             self._gatherer.give_up(self)
 
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Of this rank's shard: reads may come in any order."""
+        """Bring this rank's shard alone: reads may come in any order."""
         return self.is_gathered or self.home.bring(next_use=next_use, priority=priority)
 
     def tensor(self) -> torch.Tensor:
@@ -280,7 +280,7 @@ class GatheredState(SharedState):
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
     def wrote(self, *, to_edge: bool = False) -> None:
-        """The caller changed the whole copy: store this rank's part of it."""
+        """Store this rank's part of the whole copy, which the caller changed."""
         lease, _ = self._copy()
         if self.is_coded:
             raise UnsupportedError(
@@ -375,7 +375,7 @@ class ReplicatedState(SharedState):
         self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
 
     def _refresh(self, update: Transfer[None] | None, trainable: bool, frozen: bool) -> CopyMark:
-        """On the gathering thread."""
+        """Gather what other ranks have changed, on the gathering thread."""
         if update is not None:
             update.wait()
         whole, collectives = self.home.tensor(), self._gatherer.collectives
@@ -420,7 +420,7 @@ class ReplicatedState(SharedState):
         return self.home.residency()
 
     def host_wrote(self) -> None:
-        """Of this rank's part alone."""
+        """Note that the host wrote this rank's part alone."""
         self.home.host_wrote()
         self.overwritten()
 
@@ -468,7 +468,7 @@ class _Outlived:
         self._lease.free()
 
     def leave(self) -> None:
-        """Nothing to do: it has no home."""
+        """Do nothing: it has no home."""
 
     def transit(self) -> Callable[[], None] | None:
         return None

@@ -20,11 +20,11 @@ from offload.zero.local_tensors import forget_values
 
 
 class Versioned(Protocol):
-    """Home of a parameter's values."""
+    """The home of a parameter's values."""
 
     @property
     def version(self) -> int:
-        """Changes with them."""
+        """A number that changes with the values."""
         ...
 
 
@@ -44,7 +44,7 @@ class _Given:
 
     @property
     def is_stale(self) -> bool:
-        """The parameter has changed since it was copied."""
+        """Whether the parameter has changed since it was copied."""
         return self.version != self.group.version
 
 
@@ -65,10 +65,10 @@ class GivenCopies:
         self._given.append(given)
 
     def written(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters whose copies were written to, with those copies. The caller must exhaust the
-        iterator.
+        """Yield parameters whose copies were written to, with those copies. The caller must exhaust
+        the iterator.
 
-        StateError for copies of parameters that have changed since."""
+        Raises StateError for copies of parameters that have changed since."""
         if not self._given:
             return
         self._given = [g for g in self._given if g.is_written or g.copied() is not None]

@@ -144,19 +144,19 @@ class GradientHandles:
 
     # ---------------------------------------------------------------- from autograd
     def is_current(self, key: Place, gradient: torch.Tensor | None) -> bool:
-        """Whether `gradient` is the handle of a parameter's accumulated gradient."""
+        """Return whether `gradient` is the handle of a parameter's accumulated gradient."""
         return key in self._sources and gradient is self._handles[key]
 
     def came(self, key: Place) -> None:
-        """Autograd gave a gradient of a parameter."""
+        """Note that autograd gave a gradient of a parameter."""
         self._came.append(key)
 
     def is_set(self, key: Place, gradient: torch.Tensor) -> bool:
-        """Whether `gradient` is a user's tensor to which autograd has added."""
+        """Return whether `gradient` is a user's tensor to which autograd has added."""
         return key in self._set and self._set[key] == local_of(gradient).data_ptr()
 
     def note_set(self) -> None:
-        """Before a pass: note the parameters whose `.grad` is a user's tensor. It stays there, as
+        """Note, before a pass, the parameters whose `.grad` is a user's tensor. It stays there, as
         in torch: it may be a view of a buffer that the user zeroes or accumulates in."""
         self._last, self._came = self._came or self._last, []
         self.packed.follow()
@@ -168,7 +168,7 @@ class GradientHandles:
             }  # fmt: skip
 
     def take(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
-        """`param.grad` was None, and autograd gave `gradient`."""
+        """Take `gradient` from autograd, for a parameter whose `.grad` was None."""
         key = state.group.index, index
         if key in self._sources or self._has(state, index):
             self._forget([key])
@@ -178,7 +178,7 @@ class GradientHandles:
         self.packed.came(self._params[key])
 
     def add(self, source: GradientSource, gradient: torch.Tensor) -> None:
-        """Autograd, or the user, adds to an existing gradient."""
+        """Add a gradient, from autograd or the user, to an existing one."""
         self._arrive(source.state, source.index, gradient)
         source.zeroed = False
         self._agreed = False
@@ -207,7 +207,7 @@ class GradientHandles:
     def drop_cleared(self) -> None:
         """Forget gradients whose `param.grad` was set to None.
 
-        StateError where an update has begun with one.
+        Raises StateError if an update has begun with one.
         """
         self.packed.follow()
         there = [*self._sources, *self._taken]
@@ -223,7 +223,7 @@ class GradientHandles:
             self._forget(sorted(gone))  # in the same order on all ranks
 
     def collect(self) -> None:
-        """Before a step: drop gradients that users cleared, take in those that users set."""
+        """Before a step, drop gradients that users cleared, and take in those that users set."""
         self.drop_cleared()
         with torch._C.DisableTorchFunctionSubclass():
             found = {key: param.grad for key, param in self._params.items()}
@@ -272,7 +272,7 @@ class GradientHandles:
             self._taken.add(key)
 
     def complete(self) -> None:
-        """After ranks have agreed: a parameter with a gradient on any rank has one here, too."""
+        """Give every parameter with a gradient on any rank one here, after ranks have agreed."""
         if not self._rank_work.reductions.has_others:
             return
         for state in self._states:
@@ -283,8 +283,8 @@ class GradientHandles:
                     self.packed.came(self._params[key])
 
     def repeat(self) -> None:
-        """For a rank without data: the parameters of the last pass get gradients, as on other
-        ranks."""
+        """Give the parameters of the last pass gradients, as on other ranks, for a rank without
+        data."""
         self._agreed = False
         for key in self._last:
             if key not in self._sources and self._params[key].grad is None:
@@ -320,7 +320,7 @@ class GradientHandles:
         return bool(state.gradients.passes[index])
 
     def _detach(self, keys: Sequence[Place]) -> None:
-        """Give a handle that the user has kept, or views of, a copy of its value."""
+        """Give the handles that the user has kept, or has views of, copies of their values."""
         for key in keys:
             if key not in self._sources or not self._is_kept(key):
                 continue
@@ -331,26 +331,26 @@ class GradientHandles:
             del self._handles[key]
 
     def why_lost(self, source: GradientSource) -> str | None:
-        """Why a gradient that is cleared has no value any more for those who kept its handle; None
-        if it has one."""
+        """Return why a cleared gradient has no value any more for holders of its handle; None if it
+        has one."""
         if isinstance(source.state.gradients, ReducedGradients):
             # all ranks would have to take part, and perhaps only this rank kept the handle
             return "it was cleared, and its parts are on several ranks; .clone() it before"
         return _CUT_SHORT if self._is_incomplete(source) else None
 
     def _is_incomplete(self, source: GradientSource) -> bool:
-        """Whether parts from other micro-batches are still missing."""
+        """Return whether parts from other micro-batches are still missing."""
         return not source.zeroed and not self._has(source.state, source.index)
 
     def _is_kept(self, key: Place) -> bool:
-        """Whether there are references to a handle, or to its source, beside ours."""
+        """Return whether anything but this table refers to a handle, or to its source."""
         handle, source = self._handles[key], self._sources[key]
         # a local variable, an entry of a dictionary, an argument; the source has the handle, too
         return sys.getrefcount(handle) > 3 or sys.getrefcount(source) > 4
 
     # ---------------------------------------------------------------- rows of packed parameters
     def source_of(self, row: torch.Tensor) -> GradientSource | None:
-        """Of a row's accumulated gradient; None if it has none."""
+        """Return the source of a row's accumulated gradient; None if it has none."""
         return self._sources.get(self._places[id(row)])
 
     def begin(self, row: torch.Tensor) -> GradientSource:
@@ -360,12 +360,12 @@ class GradientHandles:
         return self._sources[key]
 
     def value_of_row(self, row: nn.Parameter) -> torch.Tensor | None:
-        """As `value`."""
+        """Return the gradient of a row, as `value` does."""
         key = self._places[id(row)]
         return self.value(row, self._states[key[0]], key[1])
 
     def norm_of(self, sources: Sequence[GradientSource]) -> torch.Tensor:
-        """As `norm`, of rows together."""
+        """Return the norm of several rows together, as `norm` does."""
         for source in sources:
             self._check(source)
             self._agree(source)
@@ -377,8 +377,8 @@ class GradientHandles:
 
     # ---------------------------------------------------------------- values
     def value(self, param: nn.Parameter, state: OptimizerState, index: int) -> torch.Tensor | None:
-        """A copy of a parameter's gradient, in the accumulator's format and on the parameter's
-        device; None if it has none, or one that is incomplete."""
+        """Return a copy of a parameter's gradient, in the accumulator's format and on the
+        parameter's device; None if it has none, or one that is incomplete."""
         self.drop_cleared()
         gradient = param.grad
         if gradient is None:
@@ -392,7 +392,7 @@ class GradientHandles:
         return None if whole_here and self._is_incomplete(source) else self._read(source)
 
     def value_of(self, source: GradientSource) -> torch.Tensor:
-        """A copy, in the parameter's format."""
+        """Return a copy, in the parameter's format."""
         self._check(source)
         if source.kept is not None:
             return source.kept.clone()
@@ -424,7 +424,7 @@ class GradientHandles:
     def _whole(
         self, gradients: ReducedGradients, state: OptimizerState, index: int
     ) -> torch.Tensor:
-        """The whole gradient, from all ranks' parts."""
+        """Return the whole gradient, from all ranks' parts."""
         gradients.landed.wait()
         mine = gradients.read(index)
         spec = state.group.layout.params[index]
@@ -437,7 +437,7 @@ class GradientHandles:
         return combined.to(DTYPE_OF[gradients.format]).view(spec.shape)
 
     def _ranks_of(self, state: OptimizerState) -> AnyRankWork:
-        """Those with other parts of the gradient."""
+        """Return the ranks with other parts of the gradient."""
         work = self._rank_work
         return work.experts if state.group.ep_size > 1 and work.experts is not None else work
 
@@ -486,7 +486,7 @@ class GradientHandles:
             source.zeroed = True
 
     def norm(self, source: GradientSource) -> torch.Tensor:
-        """The 2-norm of the whole gradient, 0-dim, fp32."""
+        """Return the 2-norm of the whole gradient, 0-dim, fp32."""
         self._check(source)
         device = source.state.group.device
         self._agree(source)
@@ -495,11 +495,11 @@ class GradientHandles:
         return self._stepper.gradient_norm_of([source.key]).to(device)
 
     def _is_shared(self, key: Place) -> bool:
-        """Whether other ranks have gradients of this parameter, too."""
+        """Return whether other ranks have gradients of this parameter, too."""
         return isinstance(self._states[key[0]].gradients, ReducedGradients)
 
     def _agree(self, source: GradientSource) -> None:
-        """On several ranks: reduce these gradients. All ranks must call it, and do, for they run
+        """Reduce these gradients, on several ranks. All ranks must call it, and do, for they run
         the same program."""
         if self._agreed or not self._is_shared(source.key):
             return

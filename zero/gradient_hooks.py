@@ -38,7 +38,7 @@ class GradientHooks:
 
     @uninterrupted
     def came(self, param: torch.Tensor) -> None:
-        """Autograd has given a gradient of `param`."""
+        """Note that autograd has given a gradient of `param`."""
         with self._store.one_thread:
             found = self._store.group_of(param)
             assert found is not None, "hooked as one of a group"
@@ -54,7 +54,7 @@ class GradientHooks:
 
 
 class _Hook:
-    """The garbage collector does not see what a tensor's hook keeps: this one keeps nothing."""
+    """A hook without references: the garbage collector does not see those of tensors' hooks."""
 
     def __init__(self, hooks: GradientHooks) -> None:
         self._hooks = weakref.ref(hooks)
@@ -67,7 +67,7 @@ class _Hook:
 
 
 def refuse_graph(name: str) -> NoReturn:
-    """UnsupportedError: a gradient has a graph of its own."""
+    """Raise UnsupportedError: a gradient has a graph of its own."""
     raise UnsupportedError(
         f"backward(create_graph=True): the gradient of {name} would have to keep its graph, and "
         "gradients leave for their tier as they come; use torch.autograd.grad(loss, tensors, "
@@ -76,7 +76,7 @@ def refuse_graph(name: str) -> NoReturn:
 
 
 def is_trained_here(param: nn.Parameter) -> bool:
-    """Whether an engine fetches a parameter's values, or waits for its gradients."""
+    """Return whether an engine fetches a parameter's values, or waits for its gradients."""
     if is_released(param):
         return True
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}

@@ -98,22 +98,22 @@ class DevicePartials:
         self._fetched: Array | None = None
 
     def take(self, blocks: int) -> slice:
-        """Places for one parameter."""
+        """Return places for one parameter."""
         start = self._taken
         self._taken += blocks
         assert self._taken <= self._flat.numel(), "counted from the same groups"
         return slice(start, self._taken)
 
     def view(self, place: slice) -> torch.Tensor:
-        """The places, for kernels; `changed` says that one is to write there."""
+        """Return the places, for kernels; call `changed` when one is to write there."""
         return self._flat[place]
 
     def changed(self) -> None:
-        """The current stream is given a kernel that writes sums."""
+        """Note that the current stream is given a kernel that writes sums."""
         self._fetched = None
 
     def read(self, place: slice) -> Array:
-        """The sums; waits for the current stream if any is new."""
+        """Return the sums; waits for the current stream if any is new."""
         if self._fetched is None:
             self._fetched = self._flat[: self._taken].to("cpu", copy=True).numpy()
         return self._fetched[place]
@@ -129,7 +129,7 @@ class _OnDevice(GradientPath):
         self._sums = [partials.view(place) for place in self._places]
 
     def _for_kernel(self, index: int) -> torch.Tensor:
-        """Where the current stream writes sums to."""
+        """Return the memory that the current stream writes sums to."""
         self._partials.changed()
         return self._sums[index]
 
@@ -181,7 +181,7 @@ class LeavingPath(_OnDevice):
         return self._runs[itemsize]
 
     def _copy_in_pieces(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One that is larger than a buffer. Blocks of the norm are not cut."""
+        """Copy a gradient that is larger than a buffer. Blocks of the norm are not cut."""
         itemsize, numel = target.itemsize, target.numel()
         partials = self._for_kernel(index)
         step = self._outbox.nbytes // itemsize // NORM_BLOCK * NORM_BLOCK
@@ -195,7 +195,7 @@ class LeavingPath(_OnDevice):
             self._last = self._outbox.send(target[start:stop].view(torch.uint8), filled)
 
     def _sent(self) -> CopyMark:
-        """When all that was copied is in the accumulator."""
+        """Return a mark that is reached when all that was copied is in the accumulator."""
         if isinstance(self._last, Pack):
             self._last = self._outbox.sent(self._last)
         return self._last

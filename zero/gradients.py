@@ -50,8 +50,8 @@ class GradientAccumulator:
         outbox: Outbox | None = None, share: float = 1.0,
     ) -> None:  # fmt: skip
         """`specs` are the parameters, or parts of them, at their offsets in the accumulator.
-        `partials` and `outbox` are there where gradients come on a device that runs kernels of
-        ours. `share`: what gradients are multiplied with."""
+        `partials` and `outbox` are given if gradients come on a device with kernels of this
+        library. `share` multiplies gradients."""
         self.name = name
         self._share = share
         self._specs = list(specs)
@@ -115,13 +115,13 @@ class GradientAccumulator:
         return True
 
     def _passed(self, index: int, passes: int) -> None:
-        """A parameter has so many passes now."""
+        """Note how many passes a parameter has now."""
         self._having[int(self.passes[index])] -= 1
         self._having[passes] += 1
         self.passes[index] = passes
 
     def _opened(self) -> torch.Tensor:
-        """The accumulator."""
+        """Return the accumulator, opened if it is not."""
         if self._open is None:
             self.landed.wait()
             buffer = self.state.tensor() if self.has_any else self.state.blank()
@@ -150,7 +150,7 @@ class GradientAccumulator:
         self._factors[index] *= factor
 
     def factor(self, index: int) -> float:
-        """The factor that the accumulator's values have to be multiplied by."""
+        """Return the factor that the accumulator's values have to be multiplied by."""
         return self._factors.item(index) * self._share
 
     def drop(self, indices: Sequence[int]) -> None:
@@ -189,14 +189,14 @@ class GradientAccumulator:
         return True
 
     def square(self, index: int) -> float:
-        """The sum of squares of what was accumulated for a parameter."""
+        """Return the sum of squares of the gradient accumulated for a parameter."""
         if not self.passes[index]:
             return 0.0
         return total_square(self._path.squares(index).tolist()) * self.factor(index) ** 2
 
     def read(self, index: int) -> torch.Tensor | None:
-        """A copy of the accumulated gradient (fp32, or 16-bit if it is neither a sum nor scaled),
-        or None if there is none (any more: an update during backward uses them up)."""
+        """Return a copy of the accumulated gradient (fp32, or 16-bit if it is neither a sum nor
+        scaled), or None if there is none (any more: an update during backward uses them up)."""
         if not self.passes[index] or self._spent:
             return None
         self._arrive()
@@ -231,12 +231,12 @@ class GradientAccumulator:
 
 
 def total_square(parts: Sequence[float]) -> float:
-    """The sum of sums of squares; infinite or NaN if any of them is."""
+    """Return the sum of sums of squares; infinite or NaN if any of them is."""
     return math.fsum(parts)  # of what is not negative: no infinities of both signs
 
 
 def flat_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Contiguous, 1D, of a format that accumulators know."""
+    """Return a gradient as a contiguous 1D tensor, in a format that accumulators know."""
     if gradient.requires_grad:
         gradient = gradient.detach()
     if gradient.is_sparse:

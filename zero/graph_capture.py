@@ -10,7 +10,7 @@ from offload.tiers.errors import UnsupportedError
 
 
 def refuse_capture(device: torch.device) -> None:
-    """UnsupportedError if this thread's stream of `device` is recording a graph."""
+    """Raise UnsupportedError if this thread's stream of `device` is recording a graph."""
     if accelerator.is_capturing(device):
         raise UnsupportedError(
             f"a {accelerator.of(device).title} graph is being captured (torch.cuda.graph, "

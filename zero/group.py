@@ -43,24 +43,24 @@ NO_PICKLES = (
 
 
 def digest(param: torch.Tensor) -> int:
-    """Of the bytes of a parameter's values (of this rank's part)."""
+    """Return a digest of the bytes of a parameter's values (of this rank's part)."""
     flat = local_of(param).detach().cpu().reshape(-1).view(torch.uint8)
     return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How many tensors there are over this one's memory (and storages of Python's)."""
+    """Return how many tensors share this one's memory (and storages of Python's)."""
     memory = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(memory._cdata))
 
 
 def _hold_plain(param: torch.Tensor, values: torch.Tensor) -> None:
-    """`hold`, for what is known to be no DTensor."""
+    """Hold `values`, as `hold` does, in a parameter that is known to be no DTensor."""
     param.data = values
 
 
 def _outside_inference(function: Callable[[ParamGroup], None]) -> Callable[[ParamGroup], None]:
-    """An evaluation in inference mode must not turn parameters into inference tensors."""
+    """Run `function` outside of inference mode: parameters must not become inference tensors."""
 
     @functools.wraps(function)
     def call(group: ParamGroup) -> None:
@@ -87,17 +87,17 @@ class RankCopies:
         return False
 
     def invalidate_gathered(self) -> None:
-        """An update was submitted: copies made before it hold old values."""
+        """Note that an update was submitted: copies made before it hold old values."""
 
     def refresh(self) -> None:
         """Begin to fetch parts that other ranks have changed. All ranks refresh the same groups in
         the same order, also those that only some of them use."""
 
     def overwritten(self) -> None:
-        """Every rank has overwritten the whole buffer: each part counts as its owner wrote it."""
+        """Note that all ranks overwrote the whole buffer: each part counts as its owner's."""
 
     def on_last_release(self) -> None:
-        """No module or caller uses the whole buffer any more, for now."""
+        """Note that no module or caller uses the whole buffer any more, for now."""
 
 
 class GroupState(enum.Enum):
@@ -144,7 +144,7 @@ class ParamGroup:
         dtype: torch.dtype, state: State, device: torch.device,
         classes_of: Callable[[type], Classes], copies: RankCopies | None = None, ep_size: int = 1,
     ) -> None:  # fmt: skip
-        """`classes_of` gives the classes for a parameter of a given class; `copies` are those of
+        """`classes_of` returns the classes for a parameter of a given class; `copies` are those of
         other ranks' parts in `state`. `ep_size` > 1: an expert of a table that is spread over so
         many ranks, where other ranks have other experts."""
         self.index = index
@@ -188,23 +188,23 @@ class ParamGroup:
         self._views: list[torch.Tensor] = []
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
-        """The parameters with their original classes."""
+        """Return the parameters with their original classes."""
         return [(p, kinds.own) for p, kinds in zip(self.params, self._classes, strict=True)]
 
     @property
     def is_entered(self) -> bool:
-        """True while a module's forward or `gathered` has entered and not left."""
+        """Whether a module's forward or `gathered` has entered and not left."""
         return bool(self._users or self._held_for)
 
     def fall_behind(self, catch_up: Callable[[ParamGroup], None]) -> None:
-        """A step was missed: before anything is read, `catch_up` begins its update."""
+        """Note that a step was missed: before anything is read, `catch_up` begins its update."""
         self._catch_up = catch_up
         self.invalidate()
         if self.residing is GroupState.GATHERED:
             self.withhold()
 
     def caught_up(self) -> None:
-        """An update by all steps that were missed is about to be submitted."""
+        """Note that an update by all steps that were missed is about to be submitted."""
         self._catch_up = None
 
     def begin_missed(self) -> None:
@@ -215,15 +215,15 @@ class ParamGroup:
             self._catch_up(self)
 
     def has_kept_views(self) -> bool:
-        """Whether anybody else has a view of the values where an update would write to them. Those
-        of the group itself end."""
+        """Return whether there are views, other than the group's own, of the values where an update
+        would write to them. The group's own end."""
         if self.residing is GroupState.GATHERED:
             self.withhold()
         written = self.state.undoable()
         return written is not None and written.has_views()
 
     def decided_update(self) -> Transfer[None] | None:
-        """What readers have to wait for, once an update that no step has made is undone."""
+        """Return the update that readers wait for, after undoing one that no step has made."""
         if self.on_trial is not None:
             self.on_trial()
         return self.pending
@@ -240,7 +240,7 @@ class ParamGroup:
                 self.pending = None
 
     def flat(self) -> torch.Tensor:
-        """The whole buffer, 1D, valid: waits for a pending update and for its arrival."""
+        """Return the whole buffer, 1D, valid: waits for a pending update and for its arrival."""
         self.wait_for_update()
         found = self.state.tensor()
         if self._flat is not None and found is self._home:
@@ -251,7 +251,7 @@ class ParamGroup:
         return flat
 
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """One for each parameter."""
+        """Return one view for each parameter."""
         if flat is self._flat and self._views:
             return self._views
         start = flat.storage_offset()
@@ -321,8 +321,8 @@ class ParamGroup:
             param.__class__ = kind
 
     def enter(self, user: object, *, calls: bool = False) -> None:
-        """`user` (a module's call, a `gathered`) needs the parameters; it must call `leave`, also
-        if this raises. `calls`: it is a module's call."""
+        """Note that `user` (a module's call, a `gathered`) needs the parameters; it must call
+        `leave`, also if this raises. `calls`: it is a module's call."""
         self._users.add(user)
         if self.on_hold is not None:
             self.on_hold(self, user, True)
@@ -330,7 +330,7 @@ class ParamGroup:
             self.gather()
 
     def leave(self, user: object) -> None:
-        """`user` is done; the last one to leave releases. Idempotent."""
+        """Note that `user` is done; the last one to leave releases. Idempotent."""
         self._users.discard(user)
         if self.on_hold is not None:
             self.on_hold(self, user, False)
@@ -339,7 +339,7 @@ class ParamGroup:
             self.copies.on_last_release()
 
     def hold(self, user: int) -> None:
-        """As `enter`, for a pass repeated without data: nothing computes with the parameters."""
+        """Enter for a pass repeated without data: nothing computes with the parameters."""
         self._held_for.add(user)
 
     def let_go(self, user: int) -> None:
@@ -349,8 +349,8 @@ class ParamGroup:
         self._held_for.clear()
 
     def await_or_withhold(self) -> None:
-        """An update was submitted: a parameter whose home is used in place must not show half of
-        it."""
+        """Wait for a submitted update, or withhold parameters: one whose home is used in place must
+        not show half of it."""
         if self.permanent:
             self.gather()
         elif self.state.in_place:
@@ -361,21 +361,21 @@ class ParamGroup:
         self._put_placeholders()
 
     def close(self) -> None:
-        """Let nothing of ours refer to the buffer any more."""
+        """Drop all references of this group to the buffer."""
         self._put_placeholders()
         self._home = self._flat = None
         self._views = []
 
     def invalidate(self) -> None:
-        """An update was submitted: values read before it are old."""
+        """Note that an update was submitted: values read before it are old."""
         self.version += 1
         self.updated_at = self.version
         self.copies.invalidate_gathered()
 
     def changed(self) -> list[int]:
-        """Parameters (by index) that were written to since the last call or `note_versions`, also
-        through `.data`, or whose `.data` was set to another tensor, which is copied into the
-        buffer."""
+        """Return the parameters (by index) that were written to since the last call or
+        `note_versions`, also through `.data`, or whose `.data` was set to another tensor, which is
+        copied into the buffer."""
         rebound = self.take_over()
         with torch._C.DisableTorchFunctionSubclass():  # released ones would be asked one by one
             versions = [param._version for param in self.params]
@@ -403,16 +403,17 @@ class ParamGroup:
         )
 
     def watch(self, index: int) -> None:
-        """The `.data` of a gathered parameter is taken: what is written through it is not counted
-        by autograd."""
+        """Note that the `.data` of a gathered parameter is taken: autograd does not count what is
+        written through it."""
         if self.residing is GroupState.GATHERED and index not in self._watched:
             self._watched[index] = digest(self.params[index])
 
     def take_over(self) -> list[int]:
-        """Copy what `param.data` was set to while gathered into the buffer; which ones (by index).
+        """Copy what `param.data` was set to while gathered into the buffer; return those parameters
+        (by index).
 
-        UnsupportedError for values of another shape, dtype or device, and if the user still refers
-        to the previous `.data`: that is a view of the buffer, whose values would change.
+        Raises UnsupportedError for values of another shape, dtype or device, and if the user still
+        refers to the previous `.data`: that is a view of the buffer, whose values would change.
         """
         if self.residing is not GroupState.GATHERED:
             return []
@@ -462,7 +463,7 @@ class ParamGroup:
         return [local_of(param).data_ptr() for param in self.params]
 
     def note_versions(self) -> None:
-        """Writes up to now are accounted for."""
+        """Account for all writes up to now."""
         self._watched.clear()
         self._written = [param._version for param in self.params]
 

@@ -2,7 +2,7 @@
 
 `aten::linear` saves `weight.t()`, a view that would keep the whole gathered buffer alive until
 backward. A handle `(group, shape, stride, offset)` becomes a view of the buffer that the group has
-by then. Other saved tensors go to the hooks that were active before ours if there are any
+by then. Other saved tensors go to the hooks that were active before these if there are any
 (`save_on_cpu`, a checkpoint around the whole model), else to the keeper of activations if there is
 one and it takes them; else they stay. DTensors stay: a write in place is not counted at the local
 tensor, so a keeper could not tell two versions apart.
@@ -38,8 +38,8 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """A view of a group's flat buffer: sizes, strides and offset in elements of `dtype`. Never
-    changed; one that is frozen takes five times as long to make."""
+    """A view of a group's flat buffer: sizes, strides and offset in elements of `dtype`. It is
+    never changed; a frozen dataclass takes five times as long to make."""
 
     group: ParamGroup
     version: int
@@ -61,7 +61,7 @@ class _Outer:
 
 
 def active_hooks() -> Hooks | None:
-    """The saved-tensor hooks that torch would call now."""
+    """Return the saved-tensor hooks that torch would call now."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
@@ -77,7 +77,7 @@ class KeptTensor(Protocol):
     """A saved tensor that a keeper has taken over."""
 
     def tensor(self) -> torch.Tensor:
-        """Its values as they were when it was kept, without a graph."""
+        """Return its values as they were when it was kept, without a graph."""
         ...
 
 
@@ -85,7 +85,7 @@ class Keeper(Protocol):
     """Stores saved tensors outside device memory until backward needs them."""
 
     def keep(self, tensor: torch.Tensor) -> KeptTensor | None:
-        """An object that gives the values back; None if the tensor stays."""
+        """Return an object that gives the values back; None if the tensor stays."""
         ...
 
 
@@ -136,7 +136,7 @@ class HandleTable:
         self._experts = 0  # being computed, one within another
 
     def note(self, group: ParamGroup) -> None:
-        """`group` was gathered: views of its buffer become handles from now on."""
+        """Note that `group` was gathered: views of its buffer become handles from now on."""
         for param in group.params:
             local = local_of(param)
             if local.numel():
@@ -144,14 +144,15 @@ class HandleTable:
                 return
 
     def group_of(self, tensor: torch.Tensor) -> ParamGroup | None:
-        """The group whose buffer `tensor`, or a DTensor's local part, is a view of."""
+        """Return the group whose buffer `tensor`, or a DTensor's local part, is a view of."""
         memory = tensor if type(tensor) is torch.Tensor else memory_of(tensor)
         if memory is None or memory.layout is not torch.strided or memory.is_meta:
             return None
         return self._buffers.get(memory.untyped_storage().data_ptr())
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """A context that packs views of buffers as handles, outside of any hooks set within it.
+        """Return a context that packs views of buffers as handles, outside of any hooks set within
+        it.
 
         Inside a checkpoint it does nothing: tensors saved there are recomputed, and the checkpoint
         compares both passes (but see `of_expert`).
@@ -175,8 +176,8 @@ class HandleTable:
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
     def views(self) -> AbstractContextManager[Any]:
-        """A context for recomputation in a backward pass: views of buffers stay views, and no
-        tensor is parked, since backward needs them at once.
+        """Return a context for recomputation in a backward pass: views of buffers stay views, and
+        no tensor is parked, since backward needs them at once.
 
         A leaf is saved as the object itself, and a released parameter has no values: save the view
         that it is now.
@@ -196,9 +197,9 @@ class HandleTable:
 
     @contextmanager
     def of_expert(self) -> Iterator[None]:
-        """Around the computation of one expert, in both passes of a checkpoint: its matrices become
-        handles and are no tensors of the checkpoint's. That would hold those of all experts of a
-        block in memory at once, from its second pass until its backward is over."""
+        """Compute one expert inside, in both passes of a checkpoint: its matrices become handles,
+        not tensors of the checkpoint, which would hold those of all experts of a block in memory at
+        once, from its second pass until its backward is over."""
         outer = active_hooks()
         self._experts += 1
         try:
@@ -282,20 +283,21 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
 
 
 def _was_written(handle: Handle) -> bool:
-    """By a user. Any parameter of the group counts where it is unknown which one was saved."""
+    """Return whether a user wrote to the parameter of a handle. If it is unknown which one was
+    saved, any parameter of the group counts."""
     written = handle.group.written_at
     indices = [index for index, _ in _params_of(handle)] or list(written)
     return any(written.get(index, 0) > handle.version for index in indices)
 
 
 def _name_of(handle: Handle) -> str:
-    """The parameter that a handle is a view of; the group, if no parameter has its dtype."""
+    """Return the name of a handle's parameter; the group's, if no parameter has its dtype."""
     found = next((name for _, name in _params_of(handle)), handle.group.name)
     return f"{found}, saved in shape {tuple(handle.shape)},"
 
 
 def _params_of(handle: Handle) -> Iterator[tuple[int, str]]:
-    """Number and name of the parameter that a handle is a view of."""
+    """Yield number and name of the parameter that a handle is a view of."""
     group = handle.group
     for index, spec in enumerate(group.layout.params):
         if group.dtype is handle.dtype and spec.offset <= handle.offset < spec.stop:

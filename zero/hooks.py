@@ -92,7 +92,7 @@ class UnitHooks:
 
     @staticmethod
     def has_an_engine(module: nn.Module) -> bool:
-        """Whether an engine that is open calls for a module's parameters."""
+        """Return whether an engine that is open calls for a module's parameters."""
         return any(_hooks_of(module))
 
     @staticmethod
@@ -112,23 +112,23 @@ class UnitHooks:
         self._register(unit.module, before)
 
     def _read_ahead_by(self, module: nn.Module) -> list[ParamGroup]:
-        """The groups of an encoder's first layer, or of a layer or an attention: before these call
-        a module they ask of what class its parameters are, and where they are released compute in
-        another way (what is padded is not zero, or not NaN then)."""
+        """Return the groups of an encoder's first layer, or of a layer or an attention: before
+        these call a module they ask of what class its parameters are, and where they are released
+        compute in another way (padding is not zero, or not NaN then)."""
         if not isinstance(module, ASK_FOR_CLASSES):
             return []
         asked = module.layers[:1] if isinstance(module, nn.TransformerEncoder) else module
         return self._groups_in(asked)
 
     def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
-        """Those with a parameter of a module."""
+        """Return the groups with a parameter of a module."""
         found = [self._where.get(id(param)) for param in module.parameters()]
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
-        """Hooks on a module within a unit, which have nothing to do while the unit is called. It
-        may be called by a method of the unit, by the user, or in a backward pass, to be computed
-        again."""
+        """Install hooks on a module within a unit, which have nothing to do while the unit is
+        called. It may be called by a method of the unit, by the user, or in a backward pass, to be
+        computed again."""
         units = {id(self._groups[index]) for index in unit.groups}
         groups = [group for group in self._groups_in(inner) if id(group) in units]
         ahead = self._read_ahead_by(inner)
@@ -141,7 +141,7 @@ class UnitHooks:
         self, module: nn.Module, before: Callable[[nn.Module, Any], None],
         needs_no_hooks: Callable[[], bool] | None = None,
     ) -> None:  # fmt: skip
-        """`needs_no_hooks`: whether the hooks have nothing to do in the call that begins."""
+        """`needs_no_hooks` returns whether the hooks have nothing to do in the call that begins."""
 
         hooks = _Hook(before, self._owner), self._after
         if id(module) not in self._asked:
@@ -203,7 +203,7 @@ class UnitHooks:
 
     @interrupted_in_waits
     def _enter(self, groups: Sequence[ParamGroup], user: _User, *, calls: bool = False) -> None:
-        """To be followed by `_leave`, also where this raises."""
+        """Enter groups. `_leave` must follow, also if this raises."""
         for group in groups:
             self._use(group)
             user.groups.append(group)
@@ -225,8 +225,8 @@ class UnitHooks:
 
     @contextmanager
     def expert(self, group: ParamGroup) -> Iterator[None]:
-        """Around the computation of one expert that is no module. What an interrupt leaves of it
-        ends with the call that it is in."""
+        """Hold a group around the computation of one expert that is no module. The remains of an
+        interrupt end with the call that it is in."""
         user = _User()
         calls = self._calls[-1:]
         for call in calls:
@@ -257,7 +257,7 @@ class UnitHooks:
 
     @contextmanager
     def held(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
-        """`groups` are gathered and stay so inside."""
+        """Keep `groups` gathered inside."""
         user = _User()
         try:
             self._enter(groups, user)
@@ -279,7 +279,7 @@ class UnitHooks:
 
     @contextmanager
     def computing(self, unit: Unit) -> Iterator[None]:
-        """Around a unit's own forward, for a caller that runs it without calling the module."""
+        """Wrap a unit's own forward, for a caller that runs it without calling the module."""
         outer = len(self._calls)
         try:
             self._begin(unit.module, [self._groups[index] for index in unit.groups])
@@ -303,14 +303,14 @@ class UnitHooks:
 
 
 def _may_take_the_fast_path(encoder: nn.Module) -> bool:
-    """As `nn.TransformerEncoder` decides, but for its input."""
+    """Return whether `nn.TransformerEncoder` would take its fast path, apart from its input."""
     if encoder.training:
         return False
     return not (torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters()))
 
 
 def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
-    """Modules with parameters inside of a unit, each once, with the innermost unit around it."""
+    """Yield modules with parameters inside of units, each once, with their innermost unit."""
     seen = {id(unit.module) for unit in units}
     for unit in sorted(units, key=lambda unit: -unit.name.count(".") if unit.name else 1):
         for inner in unit.module.modules():
@@ -320,7 +320,7 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
 
 
 def _hooks_of(module: nn.Module) -> Iterator[_Hook]:
-    """Ours that are called before a module."""
+    """Yield the hooks of this library that are called before a module."""
     guard: Any = module._compiled_call_impl
     if isinstance(guard, _Guard):
         yield guard.before
@@ -328,7 +328,7 @@ def _hooks_of(module: nn.Module) -> Iterator[_Hook]:
 
 
 class _Hook:
-    """Our hook on a module: copying or pickling it with the module raises."""
+    """A hook of this library on a module: copying or pickling it with the module raises."""
 
     __slots__ = ("_function", "owner")
 
@@ -411,7 +411,7 @@ class _Guard:
 
     @break_graph
     def run_forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`forward` is the module's, called without the hooks of others."""
+        """Run `forward`, which is the module's, called without the hooks of others."""
         if self._needs_no_hooks is not None and self._needs_no_hooks():
             return self._ending_calls(forward, args, kwargs)
         return self._ending_calls(self._between_hooks, (forward, args, kwargs), {})
@@ -436,7 +436,7 @@ class _Guard:
 
     @break_graph
     def _between_hooks(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """As torch does it, which takes longer than a small layer."""
+        """Call a module between its hooks as torch does, which takes longer than a small layer."""
         result = None
         try:
             self.before(self._module, args)
@@ -449,8 +449,8 @@ class _Guard:
 
     @break_graph
     def _is_bare(self) -> bool:
-        """Whether a call is its forward between our two hooks, without hooks of others, a compiler
-        or a tracer."""
+        """Return whether a call is its forward between these two hooks, without hooks of others, a
+        compiler or a tracer."""
         module = self._module
         return self._installed is None and not (
             len(module._forward_pre_hooks) > self._registered
@@ -493,7 +493,7 @@ def _drop(hook: _Hook, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
 
 class _Forward(ReplacedForward):
     """The forward of a module that asks of what class its parameters are: called by itself
-    (`layer.forward(x)`), it is called between our hooks all the same."""
+    (`layer.forward(x)`), it is called between the hooks all the same."""
 
     def __init__(self, module: nn.Module, guard: _Guard, calls: Sequence[_Call]) -> None:
         super().__init__(module)

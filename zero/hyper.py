@@ -21,7 +21,7 @@ class Hyper:
     numbers: tuple[tuple[str, Number], ...]  # the kind's fields that do not change with the step
 
     def scalars(self, step: int, grad_scale: float) -> Scalars:
-        """As kernels take them, for a parameter's update number `step`, counted from 1."""
+        """Return the kernels' numbers for update number `step` of a parameter, from 1."""
         return self.kind.at(step, grad_scale, dict(self.numbers))
 
 

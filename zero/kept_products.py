@@ -62,7 +62,7 @@ class KeepProducts:
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Around the block's forward."""
+        """Keep products of the block's forward, which runs inside."""
         with _Watch(self._keep):
             yield
         self.calls = [(op, self._settled(outputs)) for op, outputs in self.calls]
@@ -84,7 +84,8 @@ class KeepProducts:
 
     @contextmanager
     def calls_again(self) -> Iterator[None]:
-        """Around the block's forward when it is computed again; may be entered several times."""
+        """Use the kept products in the block's forward, computed again inside, as often as
+        needed."""
         left = iter(self.calls)
 
         def replay(op: Any, run: Callable[[], Any]) -> Any:
@@ -109,7 +110,7 @@ class _Watch(TorchDispatchMode):
         self._take = take
 
     def __exit__(self, *error: Any) -> None:
-        """Also if it was taken off already, and others are on the stack."""
+        """Leave, even if it was taken off already and others are on the stack."""
         if self in _get_current_dispatch_mode_stack():
             super().__exit__(*error)
 
@@ -135,8 +136,8 @@ class watches_taken_off:  # noqa: N801 - as other contexts, and not a generator
 
 
 def _is_dear(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether to keep the results. Not those of random operations: if attention is not computed
-    again it draws no random numbers, and the dropout after it would draw them."""
+    """Return whether to keep the results. Those of random operations are not kept: if attention is
+    not computed again it draws no random numbers, and the dropout after it would draw them."""
     schema: Any = getattr(op, "_schema", None)
     if schema is None:  # an operation of higher order
         return False
@@ -162,11 +163,11 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_lost(outputs: Any | None) -> bool:
-    """Whether a call's outputs were changed in place: inside of its block (None) or outside."""
+    """Return whether outputs of a call were changed in place: in its block (None) or outside."""
     leaves = pytree.tree_leaves(outputs)
     return outputs is None or any(leaf.changed for leaf in leaves if isinstance(leaf, _Kept))
 
 
 def _restored(outputs: Any) -> Any:
-    """New tensors each time: autograd writes its graph into what an operation returns."""
+    """Return new tensors each time: autograd writes its graph into what an operation returns."""
     return pytree.tree_map_only(_Kept, lambda saved: _detached(saved.tensor()), outputs)

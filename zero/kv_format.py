@@ -1,4 +1,4 @@
-"""How a page of keys and values lies in memory and in files.
+"""The format of a page of keys and values in memory and in files.
 
 A page is a fixed number of tokens of one layer: of every row of the batch and every head. As it is
 computed (`PlainFormat`):
@@ -45,7 +45,7 @@ _NAN_BITS = 0x7FC00000
 
 @dataclass(frozen=True)
 class KVShape:
-    """Of keys or of values: one row of the batch, one token."""
+    """The shape of keys or of values: one row of the batch, one token."""
 
     heads: int
     dim: int
@@ -53,7 +53,7 @@ class KVShape:
 
     @classmethod
     def of(cls, states: torch.Tensor, dtype: torch.dtype) -> KVShape:
-        """Of `states` [batch, heads, tokens, dim]."""
+        """Return the shape of `states` [batch, heads, tokens, dim]."""
         return cls(states.shape[1], states.shape[3], dtype)
 
 
@@ -73,12 +73,12 @@ class PageFormat(abc.ABC):
         return self._end(self.batch * self.tokens)
 
     def _end(self, vectors: int) -> int:
-        """Bytes of so many vectors per head."""
+        """Return the bytes of so many vectors per head."""
         return sum(self._part_nbytes(shape, vectors) for shape in (self.keys, self.values))
 
     @classmethod
     def token_nbytes(cls, keys: KVShape, values: KVShape, batch: int) -> int:
-        """What one token of all rows takes; in a page, alignment comes on top."""
+        """Return the bytes that one token of all rows takes; in a page, alignment comes on top."""
         return sum(cls._vector_nbytes(shape) * shape.heads for shape in (keys, values)) * batch
 
     def _part_nbytes(self, shape: KVShape, vectors: int) -> int:
@@ -86,11 +86,11 @@ class PageFormat(abc.ABC):
 
     @classmethod
     def _vector_nbytes(cls, shape: KVShape) -> int:
-        """Of one token and head."""
+        """Return the bytes of one token and head."""
         return vector_nbytes(shape.dim, shape.dtype.itemsize, int8=not cls.exact)
 
     def _parts(self, page: torch.Tensor) -> list[tuple[KVShape, torch.Tensor]]:
-        """The bytes of keys and of values in `page` (1D uint8)."""
+        """Return the bytes of keys and of values in `page` (1D uint8)."""
         vectors = self.batch * self.tokens
         middle = self._part_nbytes(self.keys, vectors)
         return [(self.keys, page[:middle]), (self.values, page[middle : self.nbytes])]
@@ -107,8 +107,8 @@ class PageFormat(abc.ABC):
         self, page: torch.Tensor, span: slice, rows: torch.Tensor | None,
         keys: torch.Tensor | None, values: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Fill [batch, heads, count, dim] of each with the tokens `span` of `page`, of those
-        `rows` of it; None: all of them in order. What is None is not wanted."""
+        """Fill [batch, heads, count, dim] of each with the tokens `span` of `page`, of those `rows`
+        of it; None: all of them in order. Keys or values that are None are not read."""
         for (shape, part), states in zip(self._parts(page), (keys, values), strict=True):
             if states is not None:
                 self._read(shape, part, span, rows, states)
@@ -128,7 +128,7 @@ class PageFormat(abc.ABC):
 
     @abc.abstractmethod
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
-        """What `part` consists of: views [batch, heads, tokens, ...]."""
+        """Return the views [batch, heads, tokens, ...] that `part` consists of."""
 
     @abc.abstractmethod
     def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None: ...
@@ -141,12 +141,12 @@ class PageFormat(abc.ABC):
 
     @abc.abstractmethod
     def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
-        """Fill `into` with what reading `states` would give, once written."""
+        """Fill `into` with the values that reading `states` would give, once written."""
 
     def _view(
         self, part: torch.Tensor, shape: KVShape, *last: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[batch, heads, tokens, *last] of `dtype`, at the beginning of `part`."""
+        """Return [batch, heads, tokens, *last] of `dtype`, at the beginning of `part`."""
         sizes = (self.batch, shape.heads, self.tokens, *last)
         return part[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
 
@@ -179,7 +179,7 @@ class Int8Format(PageFormat):
     exact = False
 
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
-        """Words [batch, heads, tokens, groups] and codes [batch, heads, tokens, coded dim]."""
+        """Return words [batch, heads, tokens, groups], codes [batch, heads, tokens, coded dim]."""
         coded = coded_dim(shape.dim)
         words = self._view(part, shape, coded // group_of(shape.dim), dtype=torch.int32)
         behind = part[words.numel() * words.itemsize :]
@@ -209,7 +209,7 @@ class Int8Format(PageFormat):
 
 
 def _encode(shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and codes of vectors [..., dim], which are first rounded as they are computed with."""
+    """Return words and codes of vectors [..., dim], rounded to the model's format first."""
     coded, size = coded_dim(shape.dim), group_of(shape.dim)
     values = functional.pad(states.to(shape.dtype), (0, coded - shape.dim)).contiguous()
     words = values.new_empty((*values.shape[:-1], coded // size), dtype=torch.int32)
@@ -224,7 +224,7 @@ def _encode(shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _decode(shape: KVShape, words: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Vectors [..., dim]."""
+    """Return the vectors [..., dim]."""
     words, codes = words.contiguous(), codes.contiguous()
     values = torch.empty_like(codes, dtype=shape.dtype)
     if values.device.type == "cpu":
@@ -242,7 +242,7 @@ def _flat(tensor: torch.Tensor) -> Array:
 
 
 def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) -> None:
-    """What `encode_weights` does, by operations of torch on any device."""
+    """Encode as `encode_weights` does, by operations of torch on any device."""
     groups = values.float().view(*words.shape, -1)
     largest = groups.abs().amax(dim=-1)
     scales = (largest / 127).view(torch.int32) & _SCALE_MASK
@@ -254,6 +254,6 @@ def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) 
 
 
 def decode_int8(words: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
-    """What `decode_weights` does, by operations of torch on any device."""
+    """Decode as `decode_weights` does, by operations of torch on any device."""
     groups = codes.view(torch.int8).float().view(*words.shape, -1)
     values.copy_(groups.mul_(words.view(torch.float32)[..., None]).view(values.shape))

@@ -37,7 +37,7 @@ Rows = torch.Tensor | None  # of a page, in the order of the batch; None: as the
 
 @dataclass(eq=False)
 class _Page:
-    """A full page. Given back when nobody has it any more."""
+    """A full page. It is given back when no reference to it is left."""
 
     format: PageFormat
     owners: list[KVPages]
@@ -61,7 +61,7 @@ class KVPages:
         self, store: KVStore, name: str, seat: Seat, window: int | None = None,
         tokens: int | None = None,
     ) -> None:  # fmt: skip
-        """`window`: so many tokens are kept, in the end. Made by `KVStore.pages`."""
+        """`window` is the number of tokens that are kept in the end. Made by `KVStore.pages`."""
         self.name = name
         self.length = 0  # tokens
         self.batch = 0
@@ -80,8 +80,8 @@ class KVPages:
 
     # ---------------------------------------------------------------- fetching
     def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Begin to bring the pages, in order, as far as there is room; whether that was all. What
-        failed is raised where it is read."""
+        """Begin to bring the pages, in order, as far as there is room; return whether all had room.
+        Errors are raised where the page is read."""
         try:
             return all(
                 page.state.bring(next_use=next_use, priority=priority) for page, _ in self._pages
@@ -94,14 +94,14 @@ class KVPages:
             page.state.note_use()
 
     def next_use_of(self, page: _Page) -> float:
-        """Uses until the page is needed. For any thread."""
+        """Return the uses until the page is needed. For any thread."""
         reading, place = self._reading, self._places.get(page)
         if reading is not None and place is not None and place >= reading:
             return _NOW
         return self._store.fetcher.trace.next_use(self.seat.index)
 
     def give_back(self, page: State) -> None:
-        """It was one of these pages, and nobody has it any more."""
+        """Give back one of these pages, to which no reference is left."""
         self._store.free_page(page)
 
     # ---------------------------------------------------------------- the verbs
@@ -110,11 +110,12 @@ class KVPages:
         self, keys: torch.Tensor, values: torch.Tensor, *, keep: int | None = None,
         length: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Add tokens, [batch, heads, count, dim]; keys and values of all of them, old and new.
+        """Add tokens, [batch, heads, count, dim]; return keys and values of all of them, old and
+        new.
 
-        Contiguous, with the bits of `torch.cat`; valid until they are let go of. With `keep` only
-        the last so many stay here. With `length` zeros follow up to it. Raises TierFullError, and
-        has then added nothing.
+        They are contiguous, with the bits of `torch.cat`, and valid until they are let go of. With
+        `keep` only the last so many stay here. With `length` zeros follow up to it. Raises
+        TierFullError, and has then added nothing.
         """
         self._check(keys, values)
         self._learn(keys, values)
@@ -142,7 +143,7 @@ class KVPages:
     def read(
         self, *, keys: bool = False, values: bool = False, length: int | None = None
     ) -> list[torch.Tensor]:
-        """Those that are asked for, as `extend` returns them."""
+        """Return the keys or values that are asked for, as `extend` does."""
         self._check_open()
         with self._in_use():
             found = list(self._room_for(max(self.length, length or 0), keys=keys, values=values))
@@ -215,8 +216,8 @@ class KVPages:
 
     @interrupted_in_waits
     def join(self, others: Sequence[KVPages]) -> None:
-        """Let these, which are empty, have the rows of all others, one after the other. Those are
-        parts of a batch: of the same layer and length, with as many tokens in a page."""
+        """Let these pages, which are empty, have the rows of all others, one after the other. Those
+        are parts of a batch: of the same layer and length, with as many tokens in a page."""
         self._check_open()
         first = others[0]
         assert first._format is not None, "they have tokens"
@@ -243,7 +244,7 @@ class KVPages:
             row += kind.batch if rows is None else len(rows)
 
     def copied(self, name: str | None = None) -> KVPages:
-        """The same tokens once more, on their own from here on. Full pages are shared."""
+        """Return the same tokens once more, independent from now on. Full pages are shared."""
         self._check_open()
         other = self._store.pages(name or self.name, self._window, self.page_tokens)
         other.batch, other._format = self.batch, self._format
@@ -274,8 +275,8 @@ class KVPages:
             self._store.left(self)
 
     def _give_up(self) -> None:
-        """Bytes are lost: close, also what says so itself, which would keep the error and all that
-        its traceback refers to."""
+        """Close after bytes were lost, also states that raise that error: they would keep it, and
+        all that its traceback refers to."""
         with suppress(OffloadError):
             self.close()
 
@@ -310,7 +311,7 @@ class KVPages:
                 )
 
     def _learn(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The shapes, when they are seen first."""
+        """Note the shapes when they are first seen."""
         if self._format is not None:
             return
         self.batch = keys.shape[0]
@@ -345,7 +346,7 @@ class KVPages:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Around a read: no page of it makes room for another one before it was read."""
+        """Protect a read: no page of it makes room for another one before it was read."""
         self._reading = 0
         try:
             self._store.use(self)
@@ -383,7 +384,7 @@ class KVPages:
             self._format.read(self._open.tensor, span, None, *into)
 
     def _bring_from(self, place: int) -> int:
-        """Begin to bring pages from `place` on; the first that found no room."""
+        """Begin to bring pages from `place` on; return the first that found no room."""
         for page, _ in self._pages[place:]:
             if not page.state.bring(next_use=_NOW, priority=Priority.URGENT):
                 break
@@ -392,7 +393,7 @@ class KVPages:
 
     # ---------------------------------------------------------------- writing
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """All of it or, where that fails, nothing."""
+        """Append all of it or, if that fails, nothing."""
         before, at, count = self.length, 0, keys.shape[2]
         try:
             while at < count:
@@ -405,7 +406,7 @@ class KVPages:
             raise
 
     def _append_some(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """Fill the open page as far as there are tokens; how many went in."""
+        """Fill the open page as far as there are tokens; return how many went in."""
         assert self._format is not None, "learnt"
         kind = self._format
         count = min(keys.shape[2], kind.tokens - self._filled)
@@ -425,7 +426,7 @@ class KVPages:
         return count
 
     def _add_page(self, fill: Callable[[torch.Tensor], object]) -> None:
-        """Another full page, in the tier that is its home."""
+        """Add another full page, in the tier that is its home."""
         assert self._format is not None, "learnt"
         page = _Page(self._format, [self])
         page.state = self._store.new_page(self.name, self._format.nbytes, page.next_use)
@@ -444,7 +445,7 @@ class KVPages:
         self._pages.append((page, None))
 
     def _open_page(self) -> torch.Tensor:
-        """The open page's bytes."""
+        """Return the open page's bytes."""
         assert self._format is not None, "learnt"
         if self._open is None:
             self._open = self._store.open_page(f"{self.name}, the open page", self._format.nbytes)
@@ -476,8 +477,8 @@ class KVPages:
         self._store.close_page(before)
 
     def _format_of(self, batch: int) -> PageFormat:
-        """For another batch. A larger one has fewer tokens in a page, while no page is full: as
-        many would not find room."""
+        """Return the format for another batch. A larger one has fewer tokens in a page, while no
+        page is full: as many would not find room."""
         assert self._format is not None, "learnt"
         kind = self._format
         tokens = kind.tokens
@@ -496,7 +497,7 @@ class KVPages:
         self._places = {page: place for place, (page, _) in enumerate(self._pages)}
 
     def _forget(self, pages: Sequence[tuple[_Page, Rows]]) -> None:
-        """Leave them all, also where one fails; then raise the first error."""
+        """Leave all pages, also if one fails; then raise the first error."""
         errors = []
         for page, _ in pages:
             try:

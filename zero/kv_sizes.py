@@ -1,4 +1,4 @@
-"""Bytes of keys and values, before there are any."""
+"""The bytes of keys and values, before there are any."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _WORD_NBYTES = 4  # of each group
 
 
 def coded_dim(dim: int) -> int:
-    """Elements of a head's vector in 8 bits: of `dim`, and zeros up to whole groups."""
+    """Return the elements of a head's vector in 8 bits: `dim`, and zeros up to whole groups."""
     return round_up(dim, _GROUPS[-1])
 
 
 def group_of(dim: int) -> int:
-    """Elements of such a vector that share a scale: the largest group that divides it."""
+    """Return how many elements of such a vector share a scale: the largest group that fits."""
     return next(size for size in _GROUPS if not coded_dim(dim) % size)
 
 
 def vector_nbytes(dim: int, itemsize: int, *, int8: bool) -> int:
-    """Of one head's key or value of one token, as it is stored."""
+    """Return the bytes of one head's key or value of one token, as it is stored."""
     coded = coded_dim(dim)
     return coded + _WORD_NBYTES * (coded // group_of(dim)) if int8 else dim * itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """What a layer keeps of one sequence: keys and values of its tokens, and states that do not
-    grow (of linear attention)."""
+    """The contents of a layer's cache for one sequence: keys and values of its tokens, and states
+    that do not grow (of linear attention)."""
 
     heads: int
     key_dim: int
@@ -39,21 +39,21 @@ class CachedLayer:
 
     @property
     def token_numel(self) -> int:
-        """Elements of one token."""
+        """The elements of one token."""
         return self.heads * (self.key_dim + self.value_dim)
 
     def token_nbytes(self, itemsize: int, *, int8: bool = False) -> int:
-        """Of one token, as it is stored."""
+        """Return the bytes of one token, as it is stored."""
         dims = (self.key_dim, self.value_dim)
         return self.heads * sum(vector_nbytes(dim, itemsize, int8=int8) for dim in dims)
 
     def kept_tokens(self, tokens: int) -> int:
-        """Between two passes, when `tokens` have been seen."""
+        """Return the tokens kept between two passes, when `tokens` have been seen."""
         return tokens if self.window is None else min(tokens, self.window - 1)
 
     def kept_numel(self, tokens: int) -> int:
         return self.token_numel * self.kept_tokens(tokens) + self.fixed_numel
 
     def read_numel(self, tokens: int) -> int:
-        """That a pass of one token reads behind `tokens` others."""
+        """Return the elements that a pass of one token reads behind `tokens` others."""
         return self.kept_numel(tokens) + self.token_numel

@@ -5,9 +5,9 @@
                 │─────buffer───▶ Lease      keys and values for attention, the same for each layer
                 └──────use─────▶ Fetcher    pages are fetched ahead with the weights
 
-Caches come and go: one per call of `generate`. A cache that nobody has any more is given back by
-whoever comes next, or at once where that is safe: its last reference may go anywhere, in any
-thread, also amid our own bookkeeping.
+Caches come and go: one per call of `generate`. A cache without references is given back by the
+next call, or at once where that is safe: its last reference may go anywhere, in any thread, also
+amid the store's own bookkeeping.
 """
 
 from __future__ import annotations
@@ -42,42 +42,42 @@ _OPEN_SHARE = 4  # ... and all open pages together at most this part of the memo
 
 
 class KVHomes(Protocol):
-    """Where pages of keys and values live. Raises TierFullError where a budget has no room."""
+    """The memory for pages of keys and values. Raises TierFullError if a budget has no room."""
 
     lock: threading.RLock
 
     def kv_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
-        """The home of another page."""
+        """Return the home of another page."""
         ...
 
     def free_kv_page(self, state: State) -> None: ...
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
-        """Memory that the model computes with."""
+        """Return memory that the model computes with."""
         ...
 
     def free_kv_memory(self, lease: Lease) -> None:
-        """What was queued to read it may still do so."""
+        """Free memory; reads of it that are already queued may finish."""
         ...
 
     def kv_room_nbytes(self) -> int:
-        """Memory that open pages and what attention reads may take."""
+        """Return the memory that open pages and what attention reads may take."""
         ...
 
     @property
     def page_nbytes(self) -> int | None:
-        """Of a page, about; None: as there is room."""
+        """The approximate bytes of a page; None if only the room limits them."""
         ...
 
     @property
     def kv_tokens(self) -> int:
-        """Of all rows of a piece of the batch, that are planned for; 0: it is not known."""
+        """The tokens that are planned for, of all rows of a piece of the batch; 0 if unknown."""
         ...
 
 
 class Seat:
-    """A number in the trace, that the pages of one layer after another have: of caches that follow
-    each other, the same layer has the same."""
+    """A number in the trace, for the successive pages of one layer: in caches that follow each
+    other, the same layer has the same number."""
 
     in_place = False
 
@@ -124,9 +124,9 @@ class KVStore:
         page_tokens: int | None = None, check_usable: Callable[[], None] = lambda: None,
         trim: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Caches have about so many `layers` (times pieces of the batch); `page_tokens` are in a
-        page, by default as many as make it `KV_PAGE_NBYTES` long and leave room for open ones.
-        `trim` gives memory that was freed back to the system, now and then."""
+        """`layers` is about how many layers caches have (times pieces of the batch); `page_tokens`
+        are in a page, by default as many as make it `KV_PAGE_NBYTES` long and leave room for open
+        ones. `trim` gives memory that was freed back to the system, now and then."""
         self.fetcher = fetcher
         self.device = device
         self.check_usable = check_usable
@@ -150,8 +150,8 @@ class KVStore:
     def pages(
         self, name: str, window: int | None = None, tokens: int | None = None
     ) -> KVPages:  # fmt: skip
-        """Room for the keys and values of one layer, empty; with `tokens` in a page, by default as
-        many as suit it."""
+        """Return empty room for the keys and values of one layer; with `tokens` in a page, by
+        default as many as suit it."""
         self.reap()
         if self._closed:
             raise StateError(f"{name}: the model was given back; dispatch it again")
@@ -165,27 +165,27 @@ class KVStore:
         return seat.pages
 
     def left(self, pages: KVPages) -> None:
-        """They were closed."""
+        """Note that pages were closed."""
         if self._live.pop(pages.seat.index, None) is not None:
             pages.seat.pages = None
             self._free_seats.append(pages.seat)
             self._free_seats.sort(key=lambda seat: -seat.index)  # the same order for the next cache
 
     def drop(self, pages: KVPages) -> None:
-        """Nobody has them any more. For any thread, at any time."""
+        """Give back pages to which no reference is left. For any thread, at any time."""
         if os.getpid() != self._process:  # a forked child: they are its parent's
             return
         self._dropped.append(pages)
         self.tidy()
 
     def tidy(self) -> None:
-        """`reap`, if it can be done here and now. For any thread, at any time."""
+        """Call `reap`, if it can be done here and now. For any thread, at any time."""
         held = self._homes.lock._is_owned()  # type: ignore[attr-defined]
         if threading.get_ident() == self._thread and not held:
             self.reap()
 
     def reap(self) -> None:
-        """Give back what nobody has any more."""
+        """Give back all pages to which no reference is left."""
         while self._dropped:
             try:
                 self._dropped.popleft().close()
@@ -196,7 +196,7 @@ class KVStore:
 
     # ---------------------------------------------------------------- for pages
     def use(self, pages: KVPages) -> None:
-        """They are needed now: note it and begin to bring them."""
+        """Note that pages are needed now, and begin to bring them."""
         self.check_usable()
         self._thread = threading.get_ident()  # threads take turns
         self.reap()
@@ -204,7 +204,7 @@ class KVStore:
             self.fetcher.need(pages.seat)
 
     def fetch_ahead(self) -> None:
-        """Begin to bring what is used next."""
+        """Begin to bring the states that are used next."""
         with self._session:
             self.fetcher.fetch_ahead()
 
@@ -212,7 +212,7 @@ class KVStore:
         self, keys: KVShape, values: KVShape, batch: int, window: int | None,
         tokens: int | None = None,
     ) -> PageFormat:  # fmt: skip
-        """Of the pages of one layer."""
+        """Return the format of the pages of one layer."""
         tokens = tokens or self._page_tokens
         if tokens is None:
             most = self._homes.page_nbytes or min(
@@ -236,7 +236,7 @@ class KVStore:
         self._homes.free_kv_page(page)
 
     def open_page(self, name: str, nbytes: int) -> OpenPage:
-        """Memory for a page that is written to."""
+        """Return memory for a page that is written to."""
         size = round_up(nbytes, PAGE_NBYTES)
         for slab in self._slabs.get(size, ()):
             if slab.free:
@@ -246,7 +246,7 @@ class KVStore:
         return slab.free.pop()
 
     def _new_slab(self, name: str, size: int) -> _Slab:
-        """For as many pages as there are layers, or find room together; else for one."""
+        """Allocate a slab of a page for each layer, or of as many as find room, or of one."""
         slabs = -(-self._layers * size // _SLAB_NBYTES)
         cells = -(-self._layers // slabs)
         room = self._homes.kv_room_nbytes() // (_OPEN_SHARE * size)
@@ -266,7 +266,7 @@ class KVStore:
         return slab
 
     def close_page(self, page: OpenPage) -> None:
-        """An open page's memory is not needed any more."""
+        """Take back an open page's memory."""
         slab = page.slab
         slab.free.append(page)
         if len(slab.free) == slab.cells:
@@ -281,8 +281,8 @@ class KVStore:
     def buffer(
         self, what: str, batch: int, shape: KVShape, length: int, room: int
     ) -> torch.Tensor:  # fmt: skip
-        """[batch, heads, length, dim], contiguous, content undefined, in memory that has room for
-        `room` tokens. Nobody else gets its memory while any view of it is alive."""
+        """Return [batch, heads, length, dim], contiguous, content undefined, in memory that has
+        room for `room` tokens. That memory is not used again while any view of it is alive."""
         # of the planned size from the beginning on: later there may be no such room in one piece
         room = max(room, self._homes.kv_tokens // batch)
         token_nbytes = batch * shape.heads * shape.dim * shape.dtype.itemsize

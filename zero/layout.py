@@ -1,4 +1,4 @@
-"""Where each parameter lies in its group's flat buffer.
+"""The layout of parameters in their group's flat buffer.
 
     elements  0                          numel_trainable              numel
               ├─ p0 ─┤├─── p1 ───┤├ p2 ┤ │ ├─ frozen q0 ─┤├─ q1 ─┤ │
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def edge(self) -> int:
-        """Where pieces begin anew: nothing behind it is updated."""
+        """The element where pieces begin anew: nothing behind it is updated."""
         paged = self.numel_trainable % SHARD_ALIGN_NUMEL == 0
         return self.numel_trainable if paged else self.numel
 
@@ -101,15 +101,15 @@ class Layout:
         return self.shard_trainable + self.shard_frozen
 
     def chunks(self, chunk_numel: int) -> list[range]:
-        """One rank's trainable elements in pieces of `chunk_numel`, counted from its first."""
+        """Return one rank's trainable elements in pieces of `chunk_numel`, counted from 0."""
         end = self.shard_trainable
         starts = range(0, end, chunk_numel)
         return [range(start, min(start + chunk_numel, end)) for start in starts]
 
 
 def lay_out(params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1) -> Layout:
-    """The layout of parameters, which may have any order and sizes (also 0), for `ranks` shards,
-    each of which can be cut evenly for `replicas`."""
+    """Return the layout of parameters, which may have any order and sizes (also 0), for `ranks`
+    shards, each of which can be cut evenly for `replicas`."""
     world = ranks * replicas
     frozen = sum(param.numel for param in params if not param.trainable)
     paged = world > 1 or SHARD_ALIGN_NUMEL <= frozen < sum(param.numel for param in params)

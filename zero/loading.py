@@ -91,7 +91,7 @@ class _Window:
                 values(spec)  # is it there at all?
 
     def assemble(self, elements: range) -> Array:
-        """fp32 values of a range of the flat buffer; zero between parameters."""
+        """Return fp32 values of a range of the flat buffer; zero between parameters."""
         full = np.zeros(len(elements), dtype=np.float32)
         for spec in self._params:
             lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
@@ -106,7 +106,7 @@ class _Window:
 
 
 def _store(full: Array, weights: Array, own: Float, arrays: dict[str, Array]) -> None:
-    """Full-precision values into the weights and, if it has one, the record's master."""
+    """Store full-precision values in the weights and, if it has one, the record's master."""
     if "low" in arrays:
         split_master(full, weights, arrays["low"])
         return

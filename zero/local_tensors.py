@@ -40,8 +40,8 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, without a graph; waits if a collective is still to bring it.
-    A plain tensor as it is."""
+    """Return this rank's part of a DTensor, without a graph; waits if a collective is still to
+    bring it. A plain tensor is returned as it is."""
     if not is_dtensor(tensor):
         return tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -51,8 +51,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that holds the memory of a tensor's values; None where it has no memory of its own
-    (the result of a collective under way, values in a tier, other wrappers)."""
+    """Return the tensor that holds the memory of a tensor's values; None if it has no memory of its
+    own (the result of a collective in progress, values in a tier, other wrappers)."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     has_none: bool = isinstance(tensor, PagedTensor) or is_traceable_wrapper_subclass(tensor)
@@ -87,20 +87,20 @@ def forget_values(tensor: torch.Tensor) -> None:
 
 @functools.cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One for all that forget: what they share has no bytes."""
+    """Return an empty tensor, the same for all that forget: they share no bytes."""
     with torch.inference_mode(False), _disable_current_modes():
         return torch.empty(0, dtype=dtype, device=device)
 
 
 def rebuilt(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor without a graph around a local tensor."""
+    """Return a DTensor without a graph around a local tensor."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, spec, requires_grad=False)
 
 
 def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as a part of a tensor that is spread over ranks as `param` is."""
+    """Return `local` as a part of a tensor that is spread over ranks as `param` is."""
     if not is_dtensor(param):
         return local
     spec = param._spec
@@ -112,8 +112,8 @@ def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def spread_as(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `tensor`, spread as `param` is: a gradient may come as sums to be added
-    up (Partial) or in other shards. A collective of the mesh's ranks where it does."""
+    """Return this rank's part of `tensor`, spread as `param` is: a gradient may come as sums to be
+    added up (Partial) or in other shards. A collective of the mesh's ranks if it does."""
     if not is_dtensor(param) or not is_dtensor(tensor):
         return local_of(tensor)
     if tensor.placements != param.placements:

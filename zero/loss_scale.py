@@ -30,7 +30,7 @@ class LossScale:
         self.scale = _fp32(self.scale)
 
     def update(self, *, overflow: bool) -> None:
-        """A step was skipped for an `overflow`, or made."""
+        """Change the scale after a step that was skipped for an `overflow`, or made."""
         if overflow:
             self.good_steps = 0
             self._change_to(max(self.scale * self.backoff_factor, self.min_scale))
@@ -41,17 +41,17 @@ class LossScale:
             self._change_to(self.scale * self.growth_factor)
 
     def _change_to(self, scale: float) -> None:
-        """... unless gradients could not be divided by it."""
+        """Change the scale, unless gradients could not be divided by it."""
         rounded = _fp32(scale)
         if has_inverse(rounded):
             self.scale = rounded
 
 
 def has_inverse(scale: float) -> bool:
-    """Whether it and 1 / `scale` are fp32 numbers above 0."""
+    """Return whether it and 1 / `scale` are fp32 numbers above 0."""
     return 0 < _fp32(scale) < math.inf and _fp32(1 / _fp32(scale)) < math.inf
 
 
 def _fp32(value: float) -> float:
-    """Rounded to nearest even, to infinity where it is too large."""
+    """Round to nearest even, and to infinity if it is too large."""
     return c_float(value).value

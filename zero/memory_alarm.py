@@ -20,10 +20,10 @@ _ENOUGH = -1.0
 
 
 class MemoryAlarm:
-    """Which rank is short of memory, as of the last step."""
+    """Knows which rank is short of memory, as of the last step."""
 
     def __init__(self, left_nbytes: Callable[[], int | None]) -> None:
-        """`left_nbytes()`: what is left on this rank, if that is too little."""
+        """`left_nbytes()` returns the bytes left on this rank, if these are too few."""
         self._left_nbytes = left_nbytes
         self._known = _ENOUGH, 0.0  # bytes that are left, and on which rank
 
@@ -36,7 +36,7 @@ class MemoryAlarm:
     def spread(
         self, exchange: Callable[[list[float]], np.ndarray], numbers: Sequence[float]
     ) -> np.ndarray:
-        """`exchange(numbers)`, one row per rank, and with them what each rank knows."""
+        """Return `exchange(numbers)`, one row per rank; what each rank knows goes with them."""
         rows = exchange([*numbers, *self._known])
         for left, rank in rows[:, -2:].tolist():
             if left != _ENOUGH:
@@ -45,7 +45,7 @@ class MemoryAlarm:
         return rows[:, :-2]
 
     def check(self) -> None:
-        """LowMemoryError, on all ranks, once after each step in which one of them is short."""
+        """Raise LowMemoryError, on all ranks, once after each step in which one is short."""
         (left, rank), self._known = self._known, (_ENOUGH, 0.0)
         if left != _ENOUGH:
             raise LowMemoryError(

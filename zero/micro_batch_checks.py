@@ -19,7 +19,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the norm; 16 bits:
 
 
 def check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> None:
-    """UnsupportedError for an output of the block `name` that is not one row per sample."""
+    """Raise UnsupportedError for an output of the block `name` that is not one row per sample."""
     for tensor in tensors:
         if tensor.dim() == 0 or tensor.shape[0] != span.stop - span.start:
             raise UnsupportedError(
@@ -29,8 +29,8 @@ def check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> N
 
 
 def is_close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether `a` is `b` but for the order of sums; integers, inf and NaN must be equal. `dtype`
-    is what they were computed in, where it is not theirs."""
+    """Return whether `a` is `b` but for the order of sums; integers, inf and NaN must be equal.
+    `dtype` is the format that they were computed in, if it is not theirs."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     finite = b.isfinite()
@@ -44,7 +44,7 @@ def is_close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
 
 
 def refuse_batch_norm(unit: Unit, count: int) -> None:
-    """UnsupportedError for a block with a batch norm; `count` is that of micro-batches."""
+    """Raise UnsupportedError for a block with a batch norm; `count` is that of micro-batches."""
     for name, module in unit.module.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UnsupportedError(
@@ -55,7 +55,7 @@ def refuse_batch_norm(unit: Unit, count: int) -> None:
 
 
 def refuse_chosen_gradients(unit: Unit) -> None:
-    """UnsupportedError in a backward pass that computes only chosen gradients."""
+    """Raise UnsupportedError in a backward pass that computes only chosen gradients."""
     if not torch.autograd._is_checkpoint_valid():
         raise UnsupportedError(
             f"{unit.name}: torch.autograd.grad and backward(inputs=...) cannot go through a block "
@@ -65,7 +65,7 @@ def refuse_chosen_gradients(unit: Unit) -> None:
 
 
 def refuse_outer_checkpoint(unit: Unit) -> None:
-    """UnsupportedError where the model itself recomputes the block that is being called."""
+    """Raise UnsupportedError if the model itself recomputes the block that is being called."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
         raise UnsupportedError(

@@ -26,7 +26,7 @@ class GradientSums:
 
     @staticmethod
     def numel_of(groups: Sequence[ParamGroup]) -> int:
-        """Elements that the buffer needs for a block of these groups."""
+        """Return the elements that the buffer needs for a block of these groups."""
         return sum(group.layout.numel_trainable for group in groups)
 
     @contextmanager
@@ -58,7 +58,8 @@ class GradientSums:
         self._passes[group.index, index] = passes + 1
 
     def totals(self, group: ParamGroup) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each parameter of the group that got gradients, by index, and their sum (a view)."""
+        """Yield each parameter of the group that got gradients, by index, and their sum (a
+        view)."""
         for index, spec in enumerate(group.layout.params):
             if (group.index, index) in self._passes:
                 yield index, self._view(group, spec)

@@ -63,19 +63,19 @@ class SplitArgument(Protocol):
 
     @property
     def whole(self) -> Any:
-        """What the block was given."""
+        """The argument that the block was given."""
         ...
 
     def part(self, rows: slice) -> Any:
-        """What the block gets with these samples. What it changes there counts after `join`."""
+        """Return the block's argument for these samples. Changes in it count after `join`."""
         ...
 
     def join(self) -> None:
-        """Every sample was in one part, in this order, and the block has computed with them."""
+        """Note that every sample was in one part, in this order, and has been computed."""
         ...
 
     def trial(self) -> SplitArgument:
-        """The same, whose parts are copies that a block may change without effect."""
+        """Return the same, whose parts are copies that a block may change without effect."""
         ...
 
 
@@ -90,7 +90,7 @@ class MicroBatching:
         self, count: int, units: Sequence[Unit], backward: BlockBackward, *, compare: bool = True,
         splitters: Splitters | None = None, check: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        """UnsupportedError where no block can be split, or a block holds a batch norm.
+        """Raises UnsupportedError if no block can be split, or a block holds a batch norm.
 
         `compare=False` skips the test for mixed samples: without values it cannot be made.
         `splitters` are for calls without gradients. `check` is given the name of each block that is
@@ -106,8 +106,8 @@ class MicroBatching:
 
 
 def blocks_of(count: int, units: Sequence[Unit]) -> list[Unit]:
-    """Those that run over `count` pieces. UnsupportedError where there are none, or one holds a
-    batch norm."""
+    """Return the blocks that run over `count` pieces. Raises UnsupportedError if there are none, or
+    one holds a batch norm."""
     blocks = [unit for unit in units if unit.repeated]
     if not blocks:
         raise UnsupportedError(
@@ -166,7 +166,7 @@ class _BatchedBlock(ReplacedForward):
         return whole.result()
 
     def _in_turn(self, pieces: _Pieces) -> Any:
-        """One piece after the other, without a graph."""
+        """Compute one piece after the other, without a graph."""
         whole = _Whole(pieces.batch)
         for number in range(self.count):
             call = pieces.call(number, pieces.leaves)
@@ -182,7 +182,7 @@ class _BatchedBlock(ReplacedForward):
         return self.own(*args, **kwargs)
 
     def flattened(self, values: Any) -> tuple[list[Any], pytree.TreeSpec]:
-        """Some caches are trees of tensors to torch: those that are split stay whole."""
+        """Flatten `values`. Split arguments stay whole, even caches that are trees to torch."""
         return pytree.tree_flatten(values, is_leaf=lambda each: self._splitter_of(each) is not None)
 
     def _splitter_of(self, value: Any) -> Callable[[Any, int], SplitArgument] | None:
@@ -196,18 +196,18 @@ class _BatchedBlock(ReplacedForward):
         return leaf if split is None else split(leaf, batch)
 
     def called(self) -> _Call:
-        """For the graph of one call to keep, until backward has gone through it."""
+        """Return a call, for its graph to keep until backward has gone through it."""
         call = _Call()
         self._waiting.add(call)
         return call
 
     def backward_of(self, call: _Call) -> AbstractContextManager[None]:
-        """A context for the backward of one call."""
+        """Return a context for the backward of one call."""
         self._waiting.discard(call)
         return self.backward(self.unit.groups, bool(self._waiting))
 
     def _batch(self, leaves: Sequence[Any], *, training: bool) -> int:
-        """The first dimension of the first tensor; UnsupportedError for other objects."""
+        """Return the first tensor's first dimension. Raises UnsupportedError for other objects."""
         for leaf in leaves:
             splits = self._splitter_of(leaf) is not None
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and (training or not splits):
@@ -223,8 +223,8 @@ class _BatchedBlock(ReplacedForward):
         return sizes[0]
 
     def _refuse_mixing_once(self, pieces: _Pieces, *, training: bool) -> None:
-        """Once per mode of its modules, per choice of arguments that are split, and with or without
-        gradients."""
+        """Test once per mode of its modules, per choice of arguments that are split, and with or
+        without gradients."""
         modes = tuple(each.training for each in self.unit.module.modules())
         asked = modes, tuple(pieces.split), training
         if self._alone is not None and asked not in self._alone:
@@ -259,11 +259,11 @@ class _Pieces:
         ]
 
     def call(self, number: int, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        """(args, kwargs) of one piece, from whole leaves."""
+        """Return (args, kwargs) of one piece, from whole leaves."""
         return self._call(self.spans[number], leaves)
 
     def pair(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        """(args, kwargs) of the first two pieces together."""
+        """Return (args, kwargs) of the first two pieces together."""
         return self._call(slice(0, self.spans[1].stop), leaves)
 
     def _call(self, span: slice, leaves: Sequence[Any]) -> tuple[Any, Any]:
@@ -280,7 +280,7 @@ class _Pieces:
         return part
 
     def whole_of(self, leaf: Any) -> Any:
-        """Where a block returns a part of an argument, the argument."""
+        """Return the whole argument for a part that a block returns; any other leaf as it is."""
         return self._wholes.get(id(leaf), leaf)
 
 
@@ -297,7 +297,7 @@ class _Whole:
     def put(
         self, number: int, pieces: _Pieces, output: tuple[list[Any], pytree.TreeSpec], name: str
     ) -> list[torch.Tensor]:
-        """Copy a piece's outputs, which are flattened, to their place; its tensors."""
+        """Copy a piece's outputs, which are flattened, to their place; return its tensors."""
         leaves, structure = output
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         span = pieces.spans[number]
@@ -418,7 +418,7 @@ class _OverPieces(torch.autograd.Function):
 def _entered(
     pieces: _Pieces, number: int, differentiable: Sequence[int], sink: list[_InputGradients]
 ) -> tuple[Any, Any]:
-    """One piece's (args, kwargs), its differentiable inputs at the beginning of a new graph."""
+    """Return one piece's (args, kwargs), with differentiable inputs at the start of a new graph."""
     span = pieces.spans[number]
     leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in pieces.leaves]
     args = pieces.call(number, leaves)
@@ -433,5 +433,5 @@ def _entered(
 
 
 def _edge(tensor: torch.Tensor) -> Any:
-    """Where a piece's graph ends; it does not keep the tensor. None without a graph."""
+    """Return the end of a piece's graph, without keeping the tensor. None without a graph."""
     return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None

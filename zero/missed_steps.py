@@ -39,7 +39,7 @@ ZeroUpdates = dict[int, list[tuple[Scalars, int]]]
 
 
 class MissedSteps:
-    """What the groups of packed `tables` have missed. For the thread of the model."""
+    """The steps that the groups of packed `tables` have missed. For the thread of the model."""
 
     def __init__(
         self, states: Sequence[OptimizerState], tables: Sequence[ExpertTable], *, alone: bool
@@ -49,33 +49,34 @@ class MissedSteps:
         self._log_of = {state.group.index: log for log in self._logs for state in log.states}
 
     def begin_step(self, hyper_of: HyperOf) -> None:
-        """A step is made: note its numbers."""
+        """Note the numbers of a step that is made."""
         for log in self._logs:
             log.begin_step(hyper_of)
 
     def end_step(self, having: Collection[int]) -> list[ParamGroup]:
-        """Groups that are not among `having` missed the step; returns those that had missed none
+        """Note that groups not among `having` missed the step; return those that had missed none
         before."""
         return [group for log in self._logs for group in log.end_step(having)]
 
     def take(self, state: OptimizerState, graded: Collection[int] | None = None) -> ZeroUpdates:
-        """All that a group has missed, which the caller is about to make. With `graded`, before an
-        update of these parameters with gradients; then the step under way for the others, too."""
+        """Return all that a group has missed, which the caller is about to make. With `graded`,
+        before an update of these parameters with gradients; then the step in progress for the
+        others, too."""
         log = self._log_of.get(state.group.index)
         return {} if log is None else log.take(state, graded)
 
     def lacks(self, state: OptimizerState) -> bool:
-        """Whether a group has missed any step."""
+        """Return whether a group has missed any step."""
         log = self._log_of.get(state.group.index)
         return log is not None and log.lacks(state)
 
     def overdue(self) -> list[ParamGroup]:
-        """Groups that should not miss more: they have missed many, or parts of them are updated by
-        other ranks, which do not know when this one needs them."""
+        """Return groups that should not miss more: they have missed many, or parts of them are
+        updated by other ranks, which do not know when this one needs them."""
         return [group for log in self._logs for group in log.overdue()]
 
     def behind(self) -> list[ParamGroup]:
-        """Groups that have missed any step."""
+        """Return groups that have missed any step."""
         return [group for log in self._logs for group in log.behind(0)]
 
 
@@ -108,8 +109,8 @@ class _Log:
             self._now = tuple(step)
 
     def _has_gradient(self, packed: PackedParam) -> bool:
-        """Whether plain PyTorch's would have one, if only of zeros. What several ranks have agreed
-        on are the rows' gradients."""
+        """Return whether plain PyTorch's parameter would have a gradient, if only of zeros. On
+        several ranks, they have agreed on the rows' gradients."""
         if self._alone and packed.has_gradient:
             return True
         states = self._all_states
@@ -163,7 +164,7 @@ class _Log:
         return self.behind(0 if is_shared else MOST_MISSED)
 
     def behind(self, steps: int) -> Iterator[ParamGroup]:
-        """Groups that have missed more than so many."""
+        """Yield groups that have missed more than `steps`."""
         if len(self._steps) <= steps:
             return
         for state in self.states:
@@ -173,5 +174,5 @@ class _Log:
 
 @lru_cache(maxsize=4 * MOST_MISSED)  # experts of all layers ask for the same
 def _numbers(hyper: Hyper, step: int) -> Scalars:
-    """Of an update with a gradient of zeros: no clipping or loss scale changes it."""
+    """Return the numbers of an update with a zero gradient: clipping and loss scale change none."""
     return hyper.scalars(step, 1.0)

@@ -1,4 +1,4 @@
-"""A model without its values: which parameters there are, and which move together.
+"""A model without its values: its parameters, and the groups that move together.
 
 All that planning needs to know. Made from modules by `Discovery.shape()`, or from a file's header;
 works without torch and without the model's code.
@@ -34,8 +34,8 @@ class GroupShape:
         return lay_out(self.params, self.ranks, self.replicas)
 
     def sharding(self, of_all: Sharding) -> Sharding:
-        """Among which ranks the group's states are shared: experts that are spread with those that
-        have the same ones; what is stored in codes is whole on each."""
+        """Return the ranks among which the group's states are shared: for spread experts, those
+        that have the same ones; a group that is stored in codes is whole on each."""
         if any(param.stored is not None for param in self.params):
             return ALONE
         return of_all.of_experts(self.ep_size)
@@ -81,8 +81,8 @@ class ModelShape:
 
     @cached_property
     def joined(self) -> ModelShape:
-        """The same model with the experts of a block in the block's group, where they are not to
-        move one by one: as `shape_of(..., experts=False)`, but for the order in a group."""
+        """Return the same model with the experts of a block in the block's group, where they are
+        not to move one by one: as `shape_of(..., experts=False)`, but for the order in a group."""
         home: dict[int, int] = {}  # an expert's group -> its block's
         block: UnitShape | None = None
         for unit in self.units:
@@ -108,7 +108,7 @@ class ModelShape:
 
     @property
     def frozen(self) -> ModelShape:
-        """The same model when none of it is trained."""
+        """Return the same model when none of it is trained."""
         groups = (
             replace(group, params=tuple(replace(p, trainable=False) for p in group.params))
             for group in self.groups
@@ -116,7 +116,7 @@ class ModelShape:
         return replace(self, groups=tuple(groups))
 
     def with_adapters(self, rank: int) -> ModelShape:
-        """The same model frozen, with two trained matrices of LoRA's beside each one of a block."""
+        """Return the model frozen, with two trained LoRA matrices beside each one of a block."""
         repeated = {index for unit in self.units if unit.repeated for index in unit.groups}
         groups = (
             replace(group, params=(*group.params, *_adapters(group, rank)))
@@ -127,8 +127,8 @@ class ModelShape:
         return replace(self, groups=tuple(groups))
 
     def spread(self, ep_size: int) -> ModelShape:
-        """What the first of `ep_size` ranks has of the model when the experts of every table are
-        spread over them, which they divide: others have as many, under other numbers."""
+        """Return the first rank's part of the model when the experts of every table are spread over
+        `ep_size` ranks, which divides their number: others have as many, under other numbers."""
         here = {index for t in self.tables.values() for index in t[: len(t) // ep_size]}
         kept = [i for i, group in enumerate(self.groups) if not group.table or i in here]
         numbers = {index: number for number, index in enumerate(kept)}
@@ -144,8 +144,9 @@ class ModelShape:
         return replace(self, groups=tuple(groups), units=tuple(units))
 
     def stored(self, storage: Storage | None) -> ModelShape:
-        """The same model with frozen weights as `storage` has them, apart from what is trained
-        (see `zero.storage.cut`), with None as it is; the last of these changes."""
+        """Return the same model with frozen weights as `storage` has them, apart from those that
+        are trained (see `zero.storage.cut`), with None as it is. It must be the last of these
+        changes."""
         if storage is None:
             return self
         cuts, renumbered = cut(storage, [(g.name, g.table, g.params) for g in self.groups])
@@ -163,8 +164,8 @@ class ModelShape:
         return replace(self, groups=tuple(groups), units=tuple(units))
 
     def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
-        """The same model, every group in equal shards for `ranks`, `replicas` times, but for those
-        that `GroupShape.sharding` has otherwise."""
+        """Return the same model, every group in equal shards for `ranks`, `replicas` times, but for
+        those that `GroupShape.sharding` has otherwise."""
         sharding = Sharding(ranks, replicas=replicas)
         groups = (
             replace(group, ranks=its.ranks, replicas=its.replicas)
@@ -175,12 +176,12 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        """Parameters; tied ones count once."""
+        """The number of parameters; tied ones count once."""
         return sum(group.numel for group in self.groups)
 
     @property
     def numel_of_all_ranks(self) -> int:
-        """With the experts that are on other ranks alone."""
+        """The number of parameters, including the experts that only other ranks have."""
         return sum(group.numel * group.ep_size for group in self.groups)
 
     @cached_property
@@ -189,7 +190,7 @@ class ModelShape:
 
     @property
     def shared(self) -> frozenset[int]:
-        """Groups that several units use: with micro-batches they get a gradient from each."""
+        """The groups that several units use: with micro-batches they get a gradient from each."""
         uses = Counter(index for unit in self.units for index in unit.groups)
         return frozenset(index for index, count in uses.items() if count > 1)
 
@@ -203,7 +204,7 @@ def _adapters(group: GroupShape, rank: int) -> Iterator[ParamShape]:
 
 
 def _unpacked(rows: Sequence[ParamShape]) -> Iterator[ParamShape]:
-    """Rows of packed parameters as those; others as they are."""
+    """Yield the packed parameters in place of their rows; others as they are."""
     packed: dict[tuple[str, ...], list[ParamShape]] = defaultdict(list)
     for row in rows:
         packed[tuple(name.rpartition("[")[0] or name for name in row.names)].append(row)

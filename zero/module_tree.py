@@ -64,7 +64,7 @@ class ModuleTree:
         return self.class_name if self.type_key is None else self.type_key
 
     def modules(self) -> Iterator[ModuleTree]:
-        """This module and all below, each once, parents first."""
+        """Yield this module and all below, each once, parents first."""
         seen: set[int] = set()
         waiting = [self]
         while waiting:
@@ -75,7 +75,7 @@ class ModuleTree:
                 waiting.extend(reversed(module.children.values()))
 
     def parameters(self) -> Iterator[TreeParam]:
-        """All parameters, each once, in module order."""
+        """Yield all parameters, each once, in module order."""
         seen: set[int] = set()
         for module in self.modules():
             for param in module.params.values():
@@ -84,7 +84,7 @@ class ModuleTree:
                     yield param
 
     def distinct_children(self) -> list[tuple[str, ModuleTree]]:
-        """Children by name; a module that is there twice, once."""
+        """Return children by name; a module that is there twice, once."""
         return list({id(c): (n, c) for n, c in reversed(self.children.items())}.values())[::-1]
 
 
@@ -113,11 +113,11 @@ class TreeUnit:
 def find_groups(
     root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = True
 ) -> tuple[list[TreeGroup], list[TreeUnit]]:
-    """The groups and units of a tree; where `experts`, each expert is one of its own, and where
-    experts are spread over ranks in any case.
+    """Return the groups and units of a tree; where `experts`, each expert is one of its own, and
+    where experts are spread over ranks in any case.
 
-    ConfigError if a named block class is not in it; UnsupportedError if experts that are spread
-    have a parameter that something else has, too.
+    Raises ConfigError if a named block class is not in it; UnsupportedError if experts that are
+    spread have a parameter that something else has, too.
     """
     check_classes(block_classes, root)
     names = names_of(root)
@@ -144,7 +144,7 @@ def find_groups(
 def shape_of(
     root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = True
 ) -> ModelShape:
-    """The groups and units of a tree as planning wants them."""
+    """Return the groups and units of a tree as planning wants them."""
     groups, units = find_groups(root, block_classes, experts=experts)
     return ModelShape(
         tuple(
@@ -161,14 +161,14 @@ def shape_of(
 
 
 def _names_in(names: dict[int, tuple[str, ...]], param: TreeParam) -> tuple[str, ...]:
-    """A parameter's names; of a row, those of its packed parameter with its number."""
+    """Return a parameter's names; for a row, those of its packed parameter with its number."""
     if param.packed is None:
         return names[id(param)]
     return tuple(f"{name}[{param.row}]" for name in names[id(param.packed)])
 
 
 def names_of(root: ModuleTree) -> dict[int, tuple[str, ...]]:
-    """Every qualified name of each parameter, by its id, in module order."""
+    """Return every qualified name of each parameter, by its id, in module order."""
     names: dict[int, list[str]] = defaultdict(list)
     waiting = [("", root)]
     while waiting:
@@ -182,7 +182,7 @@ def names_of(root: ModuleTree) -> dict[int, tuple[str, ...]]:
 
 
 def check_classes(block_classes: Sequence[str], root: ModuleTree) -> None:
-    """Every named class must be one of the model's; the error lists those that could be meant."""
+    """Raise ConfigError for a class that is not the model's, listing those that may be meant."""
     if not block_classes:
         return
     found = {m.class_name for m in root.modules() if next(m.parameters(), None) is not None}
@@ -197,8 +197,8 @@ def check_classes(block_classes: Sequence[str], root: ModuleTree) -> None:
 def _units(
     module: ModuleTree, name: str, classes: set[str], tables: _Tables
 ) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
-    """Depth first: a block or small subtree is one unit, else own parameters, then children.
-    Experts are units behind the one around them."""
+    """Yield units depth first: a block or small subtree is one unit, else own parameters, then
+    children. Experts are units behind the one around them."""
     if tables.has(module):
         yield from tables.experts_of(module, name)
         return
@@ -222,7 +222,7 @@ def _units(
 def _whole(
     module: ModuleTree, name: str, tables: _Tables, *, repeated: bool
 ) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
-    """One unit, but for the experts in it."""
+    """Yield a module as one unit, but for the experts in it."""
     within = list(tables.within(module, name))
     apart = {id(param) for _, table in within for param in table.parameters()}
     params = [param for param in _managed(module.parameters()) if id(param) not in apart]
@@ -251,14 +251,14 @@ class _Tables:
                     self._found.add(id(child))
 
     def ep_size(self, unit: TreeUnit) -> int:
-        """Over how many ranks the experts are spread that a unit is one of."""
+        """Return the number of ranks over which the experts are spread that a unit is one of."""
         return self._ep_sizes.get(unit.table, 1)
 
     def has(self, module: ModuleTree) -> bool:
         return id(module) in self._found
 
     def within(self, module: ModuleTree, name: str) -> Iterator[tuple[str, ModuleTree]]:
-        """Those below a module, with their names."""
+        """Yield the modules of experts below a module, with their names."""
         for child_name, child in module.distinct_children():
             path = f"{name}.{child_name}" if name else child_name
             if self.has(child):
@@ -269,7 +269,7 @@ class _Tables:
     def experts_of(
         self, table: ModuleTree, name: str
     ) -> Iterator[tuple[TreeUnit, list[TreeParam]]]:
-        """Each expert as a unit, with its parameters."""
+        """Yield each expert as a unit, with its parameters."""
         self._ep_sizes[name] = table.ep_size
         if table.kind is not ModuleKind.PACKED_EXPERTS:
             for child_name, expert in _listed(table):
@@ -308,7 +308,7 @@ def _is_packed(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:
 
 
 def _listed(table: ModuleTree) -> list[tuple[str, ModuleTree]]:
-    """The experts in a list, which may hold a dropout or an identity beside them."""
+    """Return the experts in a list, which may hold a dropout or an identity beside them."""
     return [(n, c) for n, c in table.distinct_children() if next(c.parameters(), None) is not None]
 
 
@@ -323,7 +323,7 @@ def _is_list(module: ModuleTree, names: dict[int, tuple[str, ...]]) -> bool:
 
 
 def _is_apart(params: Sequence[TreeParam], names: dict[int, tuple[str, ...]]) -> bool:
-    """Whether the parameters of experts are worth moving one by one, and nobody else's."""
+    """Return whether experts' parameters are worth moving one by one, and in no other place."""
     managed = all(param.managed and len(names[id(param)]) == 1 for param in params)
     return managed and sum(param.numel for param in params) > SMALL_TABLE_NUMEL
 
@@ -342,7 +342,7 @@ def _is_whole(module: ModuleTree, name: str, classes: set[str]) -> bool:
 
 
 def _repeated_children(module: ModuleTree) -> set[int]:
-    """Children of a container that share their class with a sibling and hold parameters."""
+    """Return children of a container that share their class with a sibling and hold parameters."""
     if module.kind not in (ModuleKind.CONTAINER, ModuleKind.SEQUENCE):
         return set()
     children = [c for _, c in module.distinct_children() if _managed(c.parameters())]
@@ -352,6 +352,6 @@ def _repeated_children(module: ModuleTree) -> set[int]:
 
 
 def _managed(params: Iterator[TreeParam]) -> list[TreeParam]:
-    """In order, each once, those that are ours to move."""
+    """Return the parameters that the engine moves, in order, each once."""
     unique = {id(param): param for param in params if param.managed}
     return list(unique.values())

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite: said with the parameters' names, and counted in a row."""
+"""Reports steps with gradients that are not finite, by parameter, and counts them in a row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _log = logging.getLogger("offload")
 
 
 class NonfiniteSteps:
-    """What a stepper says of such steps. The first one is a warning, later ones are information:
-    under fp16 some are normal."""
+    """The reports of a stepper's non-finite steps. The first one is a warning, later ones are
+    information: under fp16 some are normal."""
 
     def __init__(self, most: int) -> None:
-        """`most`: skipped in a row before `check` raises."""
+        """`most` is the number of skipped steps in a row before `check` raises."""
         self._most = most
         self._said = False
         self._names: Sequence[str] = ()
@@ -25,8 +25,8 @@ class NonfiniteSteps:
     def note(
         self, step: int, names: Sequence[str], params: int, *, skipped: bool, scale: float | None
     ) -> None:
-        """The gradients of `names` are not finite, of `params` parameters. `scale`: of the loss,
-        from the next step on."""
+        """Report that the gradients of `names` are not finite, out of `params` parameters. `scale`
+        is the loss scale from the next step on."""
         what = "skipped" if skipped else "applied as it is (set skip_nonfinite: true to skip)"
         if scale is not None:
             what += f", and the loss scale is {scale:g} now"
@@ -38,11 +38,11 @@ class NonfiniteSteps:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
 
     def end_row(self) -> None:
-        """A step's gradients were finite, or a checkpoint was loaded."""
+        """End the row: a step's gradients were finite, or a checkpoint was loaded."""
         self.in_a_row = 0
 
     def check(self) -> None:
-        """NonfiniteError if too many steps were skipped in a row. For the end of a step."""
+        """Raise NonfiniteError if too many steps were skipped in a row. For the end of a step."""
         if self.in_a_row < self._most:
             return
         first = self._names[0] if self._names else "the norm of all together"

@@ -29,8 +29,8 @@ Place = tuple[int, int]  # a group, and a parameter in it
 class GradientNorms:
     """2-norms of the gradients of `states`, fp32, kept until `invalidate`.
 
-    Of several ranks all have to ask, and are answered from one exchange; but of experts of one
-    rank's alone, which knows their norms. `loss_scale`: what the gradients were multiplied with.
+    On several ranks all must ask, and one exchange answers them, except for experts that one rank
+    alone has: it knows their norms. `loss_scale` is the factor that multiplied the gradients.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class GradientNorms:
         }
 
     def invalidate(self) -> None:
-        """A gradient has changed."""
+        """Note that a gradient has changed."""
         self._norms = None
 
     def of(self, places: Sequence[Place], loss_scale: float) -> torch.Tensor:
-        """Of one parameter's gradient, 0-dim."""
+        """Return the norm of one parameter's gradient, 0-dim."""
         alone = not self._reductions.has_others and self._tensor_parallel is None
         if alone or self._is_own(places):
             return _norms_of([self._square_of(places)], loss_scale)[0]
         return self._all(loss_scale)[self._places[places[0]]]
 
     def total(self, loss_scale: float) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` has it: the norm of the norms that there are."""
+        """Return the norm of all norms, as `torch.nn.utils.clip_grad_norm_` has it."""
         norms = self._all(loss_scale)
         there = [
             any(self._states[group].gradients.passes[index] for group, index in places)
@@ -87,8 +87,8 @@ class GradientNorms:
         return total
 
     def nonfinite(self, loss_scale: float) -> list[str]:
-        """Names of parameters whose gradient is infinite or NaN on some rank, in order. Experts
-        that only others have are named by those that are in their place here."""
+        """Return the names of parameters whose gradient is infinite or NaN on some rank, in order.
+        Experts that only others have are named by those that are in their place here."""
         found = [(number, "") for number in _nonfinite(self._all(loss_scale))]
         for place in _nonfinite(self._elsewhere):
             kind, number = divmod(place, len(self._spread))
@@ -98,16 +98,16 @@ class GradientNorms:
 
     @property
     def numel(self) -> int:
-        """Parameters that count."""
+        """The number of parameters that count."""
         return len(self._order)
 
     def _name_of(self, number: int) -> str:
-        """Of a packed parameter, its first row's."""
+        """Return a parameter's name; for a packed one, its first row's."""
         group, index = self._order[number][0]
         return self._states[group].group.layout.params[index].name
 
     def _all(self, loss_scale: float) -> torch.Tensor:
-        """In order; 0 where there is no gradient. The same on every rank."""
+        """Return the norms in order, the same on every rank; 0 where there is no gradient."""
         if self._norms is None:
             squares = [self._square_of(places) for places in self._order]
             self.alarm.look()
@@ -126,7 +126,7 @@ class GradientNorms:
     def _count_experts(
         self, squares: list[float], rows: np.ndarray, sharding: Sharding, loss_scale: float
     ) -> None:
-        """Each expert counts once, whichever ranks have it, or parts of it."""
+        """Count each expert once, whichever ranks have it, or parts of it."""
         ep_size = self._group_of(self._order[self._spread[0]]).ep_size
         among = sharding.of_experts(ep_size).ranks  # that have parts; others have the same
         found = [
@@ -138,7 +138,7 @@ class GradientNorms:
         self._elsewhere = _norms_of([each for kind in found for each in kind], loss_scale)
 
     def _own_kind(self) -> int:
-        """Which of the spread experts this rank has."""
+        """Return which of the spread experts this rank has."""
         sharding = self._reductions.sharding
         ep_size = self._group_of(self._order[self._spread[0]]).ep_size
         return (sharding.replica * sharding.ranks + sharding.rank) % ep_size
@@ -147,7 +147,7 @@ class GradientNorms:
         return self._states[places[0][0]].group
 
     def _is_own(self, places: Sequence[Place]) -> bool:
-        """Whether no other rank has a part of it."""
+        """Return whether no other rank has a part of the parameter."""
         group = self._group_of(places)
         return self._reductions.sharding.of_experts(group.ep_size).world_size == 1
 
@@ -164,7 +164,7 @@ class GradientNorms:
 
 
 def clip_coefficient(total: torch.Tensor, limit: float | None) -> float:
-    """What gradients are multiplied with, bit for bit as `torch.nn.utils.clip_grad_norm_` does."""
+    """Return the factor for gradients, bit for bit as `torch.nn.utils.clip_grad_norm_` has it."""
     if limit is None or not bool(total.isfinite()):
         return 1.0
     return float(torch.clamp(limit / (total + 1e-6), max=1.0))
@@ -181,5 +181,5 @@ def _nonfinite(norms: torch.Tensor) -> list[int]:
 
 
 def _added_up(rows: np.ndarray) -> list[float]:
-    """Sums of squares over ranks, one row each."""
+    """Return sums of squares over ranks, one row each."""
     return [total_square(column) for column in rows.T.tolist()]

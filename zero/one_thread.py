@@ -25,7 +25,7 @@ os.register_at_fork(after_in_child=_note_process)
 
 
 class OneThread:
-    """Entered by one thread, as often as it likes. Thread-safe."""
+    """A context that one thread enters, as often as it likes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class OneThread:
             self._depth += 1
 
     def check(self) -> None:
-        """StateError where entering would raise it."""
+        """Raise StateError if entering would."""
         self.check_process()
         this, other = get_ident(), self._inside
         if self._depth and other != this and not (_is_autograds(this) or _is_autograds(other)):
@@ -59,7 +59,7 @@ class OneThread:
             self._depth -= 1
 
     def check_process(self) -> None:
-        """StateError in a forked child: the engine's threads have stayed with its parent."""
+        """Raise StateError in a forked child: the engine's threads have stayed with its parent."""
         if self._process != _process:
             raise StateError(
                 f"this engine belongs to process {self._process}; its threads are not in this one, "

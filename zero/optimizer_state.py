@@ -44,21 +44,21 @@ class Gradients(Protocol):
         ...
 
     def add(self, index: int, gradient: torch.Tensor) -> bool:
-        """Take in a gradient of parameter `index`. False if the update must not count on it before
-        the step."""
+        """Take in a gradient of parameter `index`. Returns False if the update must not count on it
+        before the step."""
         ...
 
     def read(self, index: int) -> torch.Tensor | None:
-        """A copy of this rank's part of a gradient; None if it has none."""
+        """Return a copy of this rank's part of a gradient; None if it has none."""
         ...
 
     def close(self) -> bool:
-        """Let what arrived go home; False if there is nothing to let go."""
+        """Let what arrived go home. Returns False if there is nothing to let go."""
         ...
 
     def square(self, index: int) -> float:
-        """The sum of squares of what this rank updates a parameter with; infinite or NaN if that
-        is."""
+        """Return the sum of squares of the gradient that this rank updates a parameter with;
+        infinite or NaN if that is."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Gradients(Protocol):
         ...
 
     def factor(self, index: int) -> float:
-        """The factor that an update has to multiply the values in `state` by."""
+        """Return the factor that an update has to multiply the values in `state` by."""
         ...
 
     def drop(self, indices: Sequence[int]) -> None:
@@ -110,11 +110,11 @@ class OptimizerState:
 
     @property
     def nbytes(self) -> int:
-        """Of the group's parameters and the optimizer's records, without gradients."""
+        """The bytes of the group's parameters and the optimizer's records, without gradients."""
         return self.group.state.nbytes + sum(record.nbytes for record in self.records)
 
     @property
     def in_place(self) -> bool:
-        """True if nothing of this group ever moves."""
+        """Whether nothing of this group ever moves."""
         states = (self.group.state, self.gradients.state, *self.records)
         return all(state.in_place for state in states)

@@ -30,7 +30,7 @@ class PackedParam:
 
     @classmethod
     def of(cls, param: nn.Parameter, names: tuple[str, ...]) -> PackedParam:
-        """The rows begin as views of the parameter's values, each with a version of its own."""
+        """Make a packed parameter; its rows begin as views, each with a version of its own."""
         rows = [nn.Parameter(row.data, param.requires_grad) for row in param.detach()]
         return cls(param, names, rows, type(param))
 
@@ -40,7 +40,7 @@ class PackedParam:
 
     @property
     def spec(self) -> ParamSpec:
-        """As if it lay in a buffer of its own."""
+        """The parameter's spec, as if it lay in a buffer of its own."""
         group, index = self.places[0]
         trainable = group.layout.params[index].trainable
         return ParamSpec(self.names, tuple(self.param.shape), 0, trainable)
@@ -60,7 +60,7 @@ class PackedParam:
 
     @property
     def version(self) -> int:
-        """Changes with every update or write of a row."""
+        """A number that changes with every update or write of a row."""
         return sum(group.version for group, _ in self.places)
 
 
@@ -74,5 +74,5 @@ class ExpertTable:
     packed: dict[str, PackedParam] = field(default_factory=dict)  # by their names in the module
 
     def rows_of(self, expert: int) -> dict[str, nn.Parameter]:
-        """An expert's rows of the packed parameters."""
+        """Return an expert's rows of the packed parameters."""
         return {name: packed.rows[expert] for name, packed in self.packed.items()}

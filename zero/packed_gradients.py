@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def there(reference: weakref.ref[T]) -> T:
-    """What an engine has, for a gradient's handle. StateError where it was dropped."""
+    """Return what a gradient's handle refers to. Raises StateError if the engine was dropped."""
     found = reference()
     if found is None:
         raise StateError(
@@ -101,13 +101,13 @@ class PackedGradients:
         self._given: set[PackedParam] = set()  # rows' gradients are views of a user's tensor
 
     def prepare(self) -> None:
-        """Forget what `.grad` was before there was an engine, as that of other parameters."""
+        """Forget the `.grad` from before the engine, as for other parameters."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed in self._all:
                 packed.param.grad = None
 
     def came(self, row: torch.Tensor) -> None:
-        """A parameter got a gradient; perhaps it is a row."""
+        """Note that a parameter, which may be a row, got a gradient."""
         packed = self._of_row.get(id(row))
         if packed is not None and packed not in self._shown:
             self._show(packed)
@@ -123,7 +123,7 @@ class PackedGradients:
             param.grad = handle
 
     def follow(self) -> None:
-        """Let rows have what users did to `.grad`: set it to None, or to a tensor."""
+        """Apply to the rows what users did to `.grad`: set it to None, or to a tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed in list(self._shown):
                 if packed.param.grad is not self._shown[packed]:
@@ -143,8 +143,8 @@ class PackedGradients:
                         row.grad = own
 
     def _part(self, packed: PackedParam) -> None:
-        """`.grad` was set to something else. A user who has kept the handle, or views of it, gets a
-        copy of its value."""
+        """Separate a handle from `.grad`, which was set to something else. A user who has kept it,
+        or views of it, gets a copy of its value."""
         handle = self._shown.pop(packed)
         source = handle.source
         # a local variable, an argument; the handle has the source, too
@@ -157,7 +157,7 @@ class PackedGradients:
         _clear_rows(packed)
 
     def forget(self, why: str) -> None:
-        """All gradients are used up."""
+        """Forget all gradients, which are used up."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed, handle in list(self._shown.items()):
                 if packed.param.grad is handle and all(row.grad is None for row in packed.rows):
@@ -169,7 +169,7 @@ class PackedGradients:
 
     # ---------------------------------------------------------------- values
     def value(self, packed: PackedParam) -> torch.Tensor | None:
-        """A copy, in the accumulators' format; None if there is none."""
+        """Return a copy, in the accumulators' format; None if there is none."""
         self._rows.drop_cleared()
         if packed.param.grad is None:
             return None
@@ -183,7 +183,7 @@ class PackedGradients:
         return whole
 
     def value_of(self, source: PackedGradientSource) -> torch.Tensor:
-        """A copy, in the parameter's format."""
+        """Return a copy, in the parameter's format."""
         param = source.packed.param
         whole = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
         for row, into in zip(source.packed.rows, whole, strict=True):
@@ -201,7 +201,7 @@ class PackedGradients:
         self, source: PackedGradientSource, operation: Operation, args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """Of an operation on the whole gradient, from the rows' answers."""
+        """Return the result of an operation on the whole gradient, from the rows' answers."""
         rows = self._sources_of(source.packed)
         if operation is aten.add_.Tensor or not rows:
             return source if operation is aten.zero_.default else NotImplemented
@@ -215,13 +215,13 @@ class PackedGradients:
         return NotImplemented if answers[0] is NotImplemented else source
 
     def _sources_of(self, packed: PackedParam) -> list[GradientSource]:
-        """Of those rows that have a gradient."""
+        """Return the sources of those rows that have a gradient."""
         found = [self._rows.source_of(row) for row in packed.rows]
         return [source for source in found if source is not None]
 
 
 def _keeps_zeros(args: Sequence[Any]) -> bool:
-    """Whether rows without a gradient stay zero times (or by) these."""
+    """Return whether rows without a gradient stay zero times (or by) these."""
     return all(bool(torch.as_tensor(each).isfinite().all()) for each in args)
 
 

@@ -1,4 +1,4 @@
-"""Packed parameters as whole tensors, for those who read and write them outside of the model."""
+"""Packed parameters as whole tensors, to be read and written outside of the model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PackedValues:
         self, store: WeightStore, full: Callable[[nn.Parameter], torch.Tensor], gathered: Gathered,
         wrote: Callable[[nn.Parameter], None],
     ) -> None:  # fmt: skip
-        """`full` gives a copy of one row, `gathered` opens rows for writing. `wrote` takes a row's
-        values for written ones."""
+        """`full` returns a copy of one row, `gathered` opens rows for writing. `wrote` marks a
+        row's values as written."""
         self._store = store
         self._full = full
         self._gathered = gathered
@@ -34,7 +34,7 @@ class PackedValues:
         self._shown: dict[PackedParam, list[int]] = {}  # and the digests of their rows
 
     def whole(self, packed: PackedParam) -> torch.Tensor:
-        """A copy."""
+        """Return a copy of the values."""
         for group, _ in packed.places:
             group.begin_missed()
         made = torch.empty(
@@ -46,7 +46,7 @@ class PackedValues:
 
     @contextmanager
     def shown(self, params: Sequence[PackedParam], *, keep: bool) -> Iterator[None]:
-        """Inside, the parameters' data are their values. `keep` what is written to them."""
+        """Show the values as the parameters' data inside. With `keep`, writes to them are kept."""
         fresh = [packed for packed in params if packed not in self._shown]
         try:
             for packed in fresh:
@@ -95,8 +95,8 @@ class PackedValues:
                 self._store.hide(packed)
 
     def adopt(self, params: Sequence[PackedParam] | None = None) -> None:
-        """Let rows have what was written to the parameters that are shown. All ranks take over any
-        rank's writes."""
+        """Let rows have the values that were written to the shown parameters. All ranks take over
+        any rank's writes."""
         for packed in list(self._shown) if params is None else params:
             values = packed.param.detach()
             wanted = packed.spec.shape, self._store.dtype

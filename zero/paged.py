@@ -45,29 +45,29 @@ _KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 
 
 def name_of(operation: Operation) -> str:
-    """Without its overload."""
+    """Return the name of an operation without its overload."""
     return str(operation.__name__.partition(".")[0])
 
 
 class Source(Protocol):
-    """Where the values of a PagedTensor are."""
+    """The source of a PagedTensor's values."""
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """The name for errors."""
         ...
 
     def reading(self) -> AbstractContextManager[torch.Tensor]:
-        """The values inside; they must not be written to, and may be gone afterwards."""
+        """Provide the values inside; they must not be written to, and may be gone afterwards."""
         ...
 
     def writing(self) -> AbstractContextManager[torch.Tensor]:
-        """The values inside, as a tensor whose contents become the source's at the end."""
+        """Provide the values inside, as a tensor whose contents become the source's at the end."""
         ...
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of an operation on the whole tensor, without its values; NotImplemented where
-        they are needed. `args` are those after the tensor itself."""
+        """Return the result of an operation on the whole tensor, without its values; NotImplemented
+        if they are needed. `args` are those after the tensor itself."""
         ...
 
 
@@ -81,7 +81,7 @@ class _View:
     pick: int | None  # of several views that the operation gives
 
     def of(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
-        """`start` is where in their storage the values begin."""
+        """Return the view of `tensor`; `start` is where in their storage the values begin."""
         args, kwargs = self.args, self.kwargs
         if self.operation is aten.as_strided.default:  # counts from there
             args, kwargs = from_start(start, *args, **kwargs), {}
@@ -91,12 +91,12 @@ class _View:
 
 
 def from_start(start: int, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """Arguments of `as_strided`, with an offset that counts from `start`."""
+    """Return arguments of `as_strided`, with an offset that counts from `start`."""
     return size, stride, None if storage_offset is None else start + storage_offset
 
 
 class PagedTensor(torch.Tensor):
-    """See the module's text. Operations on one, or with one among others, give plain tensors."""
+    """A tensor in a tier (see above). Operations on one, or with one, give plain tensors."""
 
     source: Source
     views: tuple[_View, ...]
@@ -155,12 +155,12 @@ class PagedTensor(torch.Tensor):
     # ------------------------------------------------- what does not come to __torch_dispatch__
     @property
     def data(self) -> PagedTensor:
-        """The same: there is no graph to be left out."""
+        """The tensor itself: there is no graph to be left out."""
         return self
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Becomes the values. The shape, format and device are the source's, others are refused."""
+        """Set the values. Shape, format and device must be the source's; others are refused."""
         if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
             self._refuse(
                 f"setting .data to {tuple(value.shape)}, {value.dtype} on {value.device}, in place"
@@ -176,22 +176,22 @@ class PagedTensor(torch.Tensor):
         return self._like().new_tensor(*args, **kwargs)
 
     def _like(self) -> torch.Tensor:
-        """PyTorch makes no tensor of the kind of one that has a dispatch key of its own."""
+        """Return a plain tensor: PyTorch makes none like one with a dispatch key of its own."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def values(self) -> torch.Tensor:
-        """A copy, as a plain tensor without a graph."""
+        """Return a copy, as a plain tensor without a graph."""
         with torch.no_grad(), _reading(self) as values:
             return values.detach().clone()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy, read-only: writing to it would not reach the tensor."""
+        """Return a copy, read-only: writing to it would not reach the tensor."""
         array = self.values().numpy(force=force)
         array.setflags(write=False)
         return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Always a copy."""
+        """Return a copy, always."""
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def tolist(self) -> Any:
@@ -259,7 +259,7 @@ def _share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shape_of(paged: PagedTensor) -> torch.Tensor:
-    """Shape, strides and dtype alone."""
+    """Return a tensor of its shape, strides and dtype alone."""
     shape = torch.empty_strided(
         paged.shape, paged.stride(), dtype=paged.dtype, device=torch.device("meta")
     )
@@ -267,7 +267,7 @@ def _shape_of(paged: PagedTensor) -> torch.Tensor:
 
 
 def _gives_views(operation: Operation) -> bool:
-    """Whether the result aliases an argument that is not written to."""
+    """Return whether the result aliases an argument that is not written to."""
     schema = operation._schema
     aliases = [arg.alias_info for arg in schema.arguments if arg.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
@@ -276,7 +276,7 @@ def _gives_views(operation: Operation) -> bool:
 def _in_parts(
     paged: PagedTensor, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """In inference mode PyTorch does not take an operation apart, which may give a copy (`to`)."""
+    """Decompose an operation as inference mode does not: it may give a copy (`to`)."""
     found = operation.decompose(*args, **kwargs)
     for each in found if isinstance(found, (list, tuple)) else [found]:
         if isinstance(each, PagedTensor) and paged.requires_grad:
@@ -332,7 +332,7 @@ def _on_values(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _one_by_one(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A foreach operation, tensor by tensor: the values of all of them at once might not fit."""
+    """Run a foreach operation, tensor by tensor: the values of all at once might not fit."""
     count = len(args[0])
 
     def one(arg: Any, number: int) -> Any:
@@ -381,7 +381,7 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _leave(entered: list[AbstractContextManager[torch.Tensor]], *error: Any) -> None:
-    """As an `ExitStack` would, all of them whatever one raises. But an `ExitStack` that is
+    """Leave all contexts, as an `ExitStack` would, whatever one raises. But an `ExitStack` that is
     interrupted is garbage for the collector alone, and what it had not left would be in use."""
     try:
         while entered:
@@ -392,16 +392,17 @@ def _leave(entered: list[AbstractContextManager[torch.Tensor]], *error: Any) -> 
 
 
 def _in_lists(arg: Any, change: Callable[[Any], Any]) -> Any:
-    """By itself and not within `_run`: a function that calls itself is garbage for the collector
-    alone, and with it the values that it opened, whose memory nobody could have until then."""
+    """Apply `change`, also in lists. It is not nested in `_run`: a function that calls itself is
+    garbage for the collector alone, and would hold the memory of the values that it opened until
+    then."""
     if isinstance(arg, (list, tuple)):
         return type(arg)(_in_lists(each, change) for each in arg)
     return change(arg)
 
 
 def _results(found: Any, paged_of: dict[int, PagedTensor], memory: set[int]) -> Any:
-    """The results to return: an argument that was written is returned as itself; views of values
-    that are about to be released are copied."""
+    """Return the results: an argument that was written is returned as itself; views of values that
+    are about to be released are copied."""
     if isinstance(found, (list, tuple)):
         return type(found)(_results(each, paged_of, memory) for each in found)
     if not isinstance(found, torch.Tensor):
@@ -412,7 +413,7 @@ def _results(found: Any, paged_of: dict[int, PagedTensor], memory: set[int]) -> 
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Which memory a tensor has; 0 for wrappers of others, and for what has several."""
+    """Return which memory a tensor has; 0 for wrappers of others, and for several memories."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     return tensor.untyped_storage()._cdata if is_plain else 0
 
@@ -450,7 +451,7 @@ def _zeroed(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
 
 def _unscaled(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """`GradScaler.unscale_`."""
+    """Unscale gradients, as in `GradScaler.unscale_`."""
     tensors, found_inf, inverse_scale = args
     for tensor in tensors:
         if not bool(torch.linalg.vector_norm(tensor).isfinite()):

@@ -22,12 +22,12 @@ class PassLog:
         self._last: dict[bool, list[Action]] = {}
 
     def begin_pass(self) -> None:
-        """The model is called."""
+        """Note that the model is called."""
         self.end_pass()
         self._under_way = []
 
     def note(self, action: Action) -> None:
-        """`action` was done, if that was in a pass."""
+        """Note `action`, if a pass is in progress."""
         if self._under_way is None:
             return
         self._under_way.append(action)
@@ -35,18 +35,18 @@ class PassLog:
             self._under_way = None
 
     def note_gradient(self, *, reduced: bool) -> None:
-        """The pass under way has a backward."""
+        """Note that the pass in progress has a backward."""
         self._reduced = reduced
 
     def end_pass(self) -> None:
-        """A step is taken, or the model is called again."""
+        """Note that a step is taken, or the model is called again."""
         if self._under_way and self._reduced is not None:
             self._last[self._reduced] = self._under_way
         self._under_way = self._reduced = None
 
     def repeat(self, *, reduced: bool) -> None:
-        """Do what the last pass with gradients did, if possible one that reduced them, or did not.
-        StateError if there was none."""
+        """Repeat the last pass with gradients, if possible one that reduced them, or did not.
+        Raises StateError if there was none."""
         self.end_pass()
         actions = self._last.get(reduced) or self._last.get(not reduced)
         if not actions:

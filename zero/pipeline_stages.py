@@ -21,8 +21,8 @@ _SCHEDULES = "torch.distributed.pipelining.schedules"
 
 
 def check_schedule(rules: StepRules) -> None:
-    """UnsupportedError if the caller, however far up, is a schedule that cannot be followed. For
-    the first forward of a model."""
+    """Raise UnsupportedError if the caller, however far up, is a schedule that cannot be followed.
+    For the first forward of a model."""
     schedule = _calling_schedule()
     if schedule is None:
         return

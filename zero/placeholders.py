@@ -1,4 +1,4 @@
-"""What a released parameter has for data: a tensor of its shape that no operation can read.
+"""Placeholders, the data of released parameters: tensors that no operation can read.
 
 `__torch_function__` sees the uses that come through Python (zero/released.py). What reads a tensor
 below it (`torch.tensor(p)`, `torch.asarray(p, copy=True)`, `torch.func`, nested tensors) comes to
@@ -33,7 +33,7 @@ _KEYS_OF_WRAPPERS = _KEYS.add(torch._C.DispatchKey.Python)
 
 
 class _WithKey(torch.Tensor):
-    """PyTorch makes only wrappers with a key of one's choice."""
+    """A tensor with a key of one's choice, which PyTorch makes for wrappers only."""
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> NoReturn:
@@ -71,7 +71,7 @@ def _listen() -> torch.library.Library:
 
 
 def _use(operation: Operation, *args: Any, **kwargs: Any) -> Any:
-    """An operation with placeholders among its arguments."""
+    """Run an operation with placeholders among its arguments."""
     found = [each for each in _tensors([args, kwargs]) if torch._C._dispatch_keys(each).has(_KEY)]
     for tensor in found:
         # of the class of released parameters

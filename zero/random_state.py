@@ -31,12 +31,12 @@ _NUMPY: np.random.RandomState = np.random.mtrand._rand
 
 
 def generators_of(module: nn.Module) -> list[Generator]:
-    """Python's and NumPy's, and those that a block keeps for itself and that have a state."""
+    """Return Python's and NumPy's generators, and those with a state that a block has."""
     return [_PYTHON, _NUMPY, *_own_generators(module).values()]
 
 
 def named_generators(module: nn.Module, device: torch.device) -> dict[str, Generator]:
-    """All of the above and torch's, by names that another process has for them, too."""
+    """Return all of the above and torch's, by names that another process has for them, too."""
     found: dict[str, Generator] = {"python": _PYTHON, "numpy": _NUMPY}
     found["torch"] = torch.default_generator
     if accelerator.is_accelerator(device):
@@ -54,7 +54,7 @@ def _own_generators(module: nn.Module) -> dict[str, Generator]:
 
 
 def default_generators(tensors: Sequence[torch.Tensor]) -> list[Generator]:
-    """Torch's, for the CPU and the devices of `tensors`."""
+    """Return torch's generators for the CPU and the devices of `tensors`."""
     devices = {tensor.device for tensor in tensors if accelerator.is_accelerator(tensor.device)}
     return [torch.default_generator, *(accelerator.of(each).generator(each) for each in devices)]
 
@@ -68,7 +68,7 @@ class RandomState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside they draw the same again; afterwards they go on from where they were."""
+        """Inside, generators draw the same again; afterwards they go on from where they were."""
         now = [state_of(each) for each in self._generators]
         self._put(self._first, now)
         try:
@@ -77,12 +77,12 @@ class RandomState:
             self._put(now, [state_of(each) for each in self._generators])
 
     def moved(self) -> bool:
-        """Whether anything was drawn since."""
+        """Return whether anything was drawn since."""
         now = [state_of(each) for each in self._generators]
         return not all(map(_is_same, now, self._first))
 
     def _put(self, states: Sequence[Any], now: Sequence[Any]) -> None:
-        """Set it only if it differs: comparing costs less than setting."""
+        """Set the states that differ: comparing costs less than setting."""
         for generator, state, current in zip(self._generators, states, now, strict=True):
             if _is_same(state, current):
                 continue
@@ -90,7 +90,7 @@ class RandomState:
 
 
 def is_generator(value: object) -> bool:
-    """Whether `state_of` knows it."""
+    """Return whether `state_of` knows the object."""
     return _is_generator(type(value))  # type: ignore[arg-type]
 
 
@@ -100,7 +100,7 @@ def _is_generator(kind: type) -> bool:
 
 
 def state_of(generator: Generator) -> Any:
-    """What it draws next, and which children it spawns next."""
+    """Return a state that decides a generator's next draws, and its next children."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -112,8 +112,8 @@ def state_of(generator: Generator) -> Any:
 
 
 def set_state(generator: Generator, state: Any) -> None:
-    """Let it draw what it drew after `state_of`. ValueError, TypeError or RuntimeError for what is
-    no state of its kind."""
+    """Let a generator draw what it drew after `state_of`. Raises ValueError, TypeError or
+    RuntimeError for a value that is no state of its kind."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -124,7 +124,7 @@ def set_state(generator: Generator, state: Any) -> None:
 
 
 def _seeds_of(bits: np.random.BitGenerator) -> dict[str, Any] | None:
-    """What its children are made from; None where that is no class of NumPy's."""
+    """Return the seeds that its children are made from; None if they are of no class of NumPy's."""
     seeds = bits.seed_seq
     return dict(seeds.state) if type(seeds) is np.random.SeedSequence else None
 

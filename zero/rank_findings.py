@@ -1,4 +1,4 @@
-"""Which rank kept a collective from ending, from the records that ranks publish."""
+"""The search for the rank that kept a collective from ending, in the records that ranks publish."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_missing(
     mine: Activity, members: Iterable[int], before: Mapping[int, RankRecord | None],
     after: Mapping[int, RankRecord | None],
 ) -> Findings:  # fmt: skip
-    """The ranks missing from `mine`, a collective of `members`. `before` and `after` are the
+    """Return the ranks missing from `mine`, a collective of `members`. `before` and `after` are the
     records of all other ranks, read at two times between which every living rank has spoken.
 
     A rank that is gone, or left with an error of its own, is the reason why others are late, and
@@ -53,7 +53,7 @@ def find_missing(
 
 
 def _silent(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Killed, stopped, cut off, or not even begun."""
+    """Return the reason if a rank was killed, stopped, cut off, or has not even begun."""
     if after is None:
         return "has never come to offload.initialize, or was killed there"
     if after.left is not None or before is None or after.beat > before.beat:
@@ -66,14 +66,14 @@ def _silent(mine: Activity, before: RankRecord | None, after: RankRecord | None)
 
 
 def _failed(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Left because of something that no other rank did."""
+    """Return the reason if a rank left because of something that no other rank did."""
     if after is None or after.left is None or after.blames:
         return None
     return f"has left: {after.left}" if after.left else "has closed its engine"
 
 
 def _elsewhere(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Is in another collective than `mine` in its place."""
+    """Return the reason if a rank is in another collective than `mine` in its place."""
     if after is None or after.left is not None or after.number_in(mine.lane) != mine.number:
         return None
     now = after.doing_in(mine.lane) or after.done.get(mine.lane)
@@ -84,20 +84,20 @@ def _elsewhere(mine: Activity, before: RankRecord | None, after: RankRecord | No
 
 
 def _idle(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Has not come to it, and is in no collective."""
+    """Return the reason if a rank has not come to it, and is in no collective."""
     if after is None or after.doing or after.blames or after.number_in(mine.lane) >= mine.number:
         return None
     return f"lives and has not come to it: it {_last_of(after)}"
 
 
 def _late(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Has not come to it, and waits in another one."""
+    """Return the reason if a rank has not come to it, and waits in another one."""
     blames = after is None or after.blames
     return None if blames else _crossed(mine, before, after)
 
 
 def _crossed(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """As `_late`, also if that is where it waits for this rank."""
+    """Return the reason as `_late`, also if the other one is where it waits for this rank."""
     if after is None or not after.doing or after.number_in(mine.lane) >= mine.number:
         return None
     waits = after.doing[0]
@@ -105,7 +105,7 @@ def _crossed(mine: Activity, before: RankRecord | None, after: RankRecord | None
 
 
 def _gave_up(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Left because of others, of whom nothing is known any more."""
+    """Return the reason if a rank left because of others, of which nothing is known any more."""
     return f"has left: {after.left}" if after is not None and after.left else None
 
 
@@ -144,12 +144,12 @@ _LEFT = (
 def find_parted(
     mine: int, before: Mapping[int, RankRecord | None], now: Mapping[int, RankRecord | None]
 ) -> Findings | None:
-    """Whether rank `mine` waits for ever, and for whom: each rank that could end its wait is stuck
-    itself, in another collective, or has left. `before` and `now` are the records of all ranks, its
-    own too, of two times.
+    """Return why rank `mine` waits for ever, and for which ranks: each rank that could end its wait
+    is stuck itself, in another collective, or has left. `before` and `now` are the records of all
+    ranks, its own too, of two times.
 
-    None as long as any of them may come: one that computes, or reads its parameters, or has not
-    been heard from between the two times.
+    Returns None as long as any of them may come: one that computes, or reads its parameters, or has
+    not been heard from between the two times.
     """
     stuck = {rank for rank, record in now.items() if _is_still_stuck(before.get(rank), record)}
     left = {rank for rank, record in now.items() if record is not None and record.left is not None}
@@ -165,7 +165,7 @@ def find_parted(
 
 
 def _is_still_stuck(before: RankRecord | None, now: RankRecord | None) -> bool:
-    """It has spoken, and begun and ended nothing in between."""
+    """Return whether a rank has spoken, and has begun and ended nothing in between."""
     return (
         before is not None and now is not None and now.left is None
         and before.is_stuck and now.is_stuck and now.beat > before.beat
@@ -174,7 +174,7 @@ def _is_still_stuck(before: RankRecord | None, now: RankRecord | None) -> bool:
 
 
 def _may_end(rank: int, now: Mapping[int, RankRecord | None], live: set[int]) -> bool:
-    """Whether a collective that a stuck rank is in has all its ranks, or gets them."""
+    """Return whether a collective that a stuck rank is in has all its ranks, or gets them."""
     record = now[rank]
     assert record is not None, "it is stuck"
     return any(
@@ -196,7 +196,7 @@ def _is_in(activity: Activity, record: RankRecord | None) -> bool:
 def _missing_among(
     left: set[int], stuck: set[int], now: Mapping[int, RankRecord | None]
 ) -> set[int]:
-    """Those who have left, and are waited for."""
+    """Return the ranks that have left, and are waited for."""
     doing = [each for rank in stuck for each in getattr(now[rank], "doing", ())]
     return {
         rank for rank in left

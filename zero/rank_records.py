@@ -51,7 +51,7 @@ class RankRecord:
     is_stuck: bool = False
 
     def number_in(self, lane: str) -> int:
-        """How many collectives of a lane it has come to."""
+        """Return how many collectives of a lane the rank has come to."""
         numbers = [activity.number for activity in self.doing if activity.lane == lane]
         last = self.done.get(lane)
         return max(numbers, default=0 if last is None else last.number)
@@ -96,7 +96,7 @@ class RankRecords:
         self._publishing, self._reading = _client(self.store), _client(self.store)
 
     def publish(self, record: RankRecord) -> Departure | None:
-        """For one thread. Returns who has left because of an error, the last one that did."""
+        """Publish a record. Returns the last rank that left for an error. For one thread."""
         self._publishing.set(f"{self._prefix}/{self._rank}", record.to_text())
         key = f"{self._prefix}/departure"
         if record.left and not record.blames:
@@ -111,16 +111,16 @@ class RankRecords:
         return self.host() == self._rank
 
     def host(self) -> int | None:
-        """The rank whose process hosts the store; None if no rank does."""
+        """Return the rank whose process hosts the store; None if no rank does."""
         by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return 0 if isinstance(self.store, TCPStore) and not by_launcher else None
 
     def read(self, rank: int) -> RankRecord | None:
-        """A rank's last record, None if there is none. For one thread."""
+        """Return a rank's last record, None if there is none. For one thread."""
         return self._read(self._reading, rank)
 
     def look(self, ranks: Iterable[int]) -> dict[int, RankRecord | None]:
-        """The last records of `ranks`. For the thread that publishes."""
+        """Return the last records of `ranks`. For the thread that publishes."""
         return {rank: self._read(self._publishing, rank) for rank in ranks}
 
     def _read(self, client: Store, rank: int) -> RankRecord | None:
@@ -128,8 +128,8 @@ class RankRecords:
         return RankRecord.from_text(client.get(key)) if client.check([key]) else None
 
     def settle_verdict(self, text: str | None) -> str | None:
-        """Why no rank can go on: what was published as that, else `text`, which is so now. For the
-        thread that publishes."""
+        """Return why no rank can go on: the verdict that was published first, else `text`, which is
+        published now. For the thread that publishes."""
         key = f"{self._prefix}/verdict"
         if self._publishing.check([key]):
             return self._publishing.get(key).decode()
@@ -138,7 +138,7 @@ class RankRecords:
         return text
 
     def verdict(self) -> str | None:
-        """What was published as that. For the thread that reads."""
+        """Return the published verdict; None if there is none. For the thread that reads."""
         key = f"{self._prefix}/verdict"
         return self._reading.get(key).decode() if self._reading.check([key]) else None
 

@@ -72,7 +72,7 @@ class RankWatch:
     def __init__(
         self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float, device: torch.device
     ) -> None:
-        """Begins to tell the others of `ranks`. `device` is where the model computes."""
+        """Begin to tell the others of `ranks`. `device` is where the model computes."""
         self.timeout_s = timeout_s
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
@@ -163,7 +163,8 @@ class RankWatch:
 
     # ---------------------------------------------------------------- failures
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
-        """This rank's record stays in the collective, for the others to read."""
+        """Return the error for a collective that failed. This rank's record stays in it, for the
+        others to read."""
         what, took = watched.activity.what, time.monotonic() - watched.began
         members = watched.activity.members
         among = f" among ranks {', '.join(map(str, members))}"
@@ -190,14 +191,14 @@ class RankWatch:
         return explained
 
     def parted(self, why: str) -> RankError:
-        """No collective is begun any more, here and, for the same reason, on all other ranks."""
+        """Return the error for this and all other ranks: no collective is begun any more."""
         error = RankError(f"rank {self._rank}: {why}", ranks=(self._rank, *self._others))
         with self._lock:
             self._failure = self._failure or error
         return error
 
     def _ask_in_time(self, mine: Activity, members: Sequence[int]) -> Findings:
-        """On a thread of its own, that may be left behind: the store may hang."""
+        """Ask on a separate thread, which may be left behind: the store may hang."""
         found: list[Findings] = []
 
         def ask() -> None:
@@ -229,7 +230,8 @@ class RankWatch:
         return find_missing(mine, members, before, after)
 
     def _store_is_gone(self, how: str) -> Findings:
-        """No rank can be asked; but it is known which one hosted the store, and which have left."""
+        """Return findings without the store: no rank can be asked, but it is known which one hosted
+        it, and which have left."""
         self._unheard = True
         self._told_all.set()  # no thread has to wait for that any more
         if self._departure is not None:
@@ -256,7 +258,7 @@ class RankWatch:
             )  # fmt: skip
 
     def _tell(self) -> None:
-        """On the telling thread."""
+        """Publish this rank's record, on the telling thread."""
         while True:
             self._wake.wait(BEAT_S)
             self._wake.clear()
@@ -284,17 +286,17 @@ class RankWatch:
 
     # ---------------------------------------------------------------- waiting for each other
     def follow(self, work: OrderedWork) -> None:
-        """The jobs of `work` begin collectives."""
+        """Follow `work`, whose jobs begin collectives."""
         self._works.append(work)
 
     def _is_stuck(self) -> bool:
-        """See `RankRecord.is_stuck`."""
+        """Return whether this rank is stuck (see `RankRecord.is_stuck`)."""
         inside = {each.thread for each in self._doing}
         waits = any(lane.waiters for lane in (self.lane, *(work.lane for work in self._works)))
         return waits and all(work.thread in inside for work in self._works if work.pending)
 
     def _look_at_others(self) -> None:
-        """On the telling thread: end this rank's waits if nobody can end them."""
+        """End this rank's waits if no rank can end them. On the telling thread."""
         now = time.monotonic()
         with self._lock:
             waits = self._failure is None and self._is_stuck()
@@ -319,7 +321,7 @@ class RankWatch:
                     self._end_waits(group)
 
     def _end_waits(self, group: dist.ProcessGroup) -> None:
-        """Whatever waits in `group`, here or on another rank, raises."""
+        """Let every wait in `group`, here or on another rank, raise."""
         if dist.get_backend(group) != "gloo":
             group.abort()
             return
@@ -347,7 +349,7 @@ class RankWatch:
             time.sleep(2 * BEAT_S)  # the others read it, before the store is gone
 
     def leave_after_error(self) -> None:
-        """`leave`, if an exception is being handled."""
+        """Call `leave`, if an exception is being handled."""
         if sys.exception() is not None:
             self.leave()
 
@@ -400,7 +402,7 @@ class RankWatch:
 
 
 def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """The longest that collectives of `group` wait from now on, those under way excepted."""
+    """Limit how long collectives of `group` wait from now on, those in progress excepted."""
     set_timeout = getattr(
         group, "set_timeout", None
     )  # not in every PyTorch: then it is `timeout_s`

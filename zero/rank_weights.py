@@ -104,7 +104,7 @@ class RankWeights:
     """This rank's side of the collectives over shared weights."""
 
     def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
-        """Every rank has to come here. `dtype` is the parameters'."""
+        """Every rank has to call this. `dtype` is the parameters' format."""
         self.ranks = ranks
         self.rank = ranks.rank
         self.experts: RankWeights | None = None  # of those that are spread: with which ranks
@@ -124,7 +124,7 @@ class RankWeights:
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
     ) -> tuple[State, RankCopies]:  # fmt: skip
-        """The parameters of a group, as the model sees them, and what they have of other ranks'
+        """Return the parameters of a group, as the model sees them, and the copies of other ranks'
         parts. `is_held` and `update` are the group's (see `GatheredState`)."""
         if self.sharding.ranks == 1:
             return make(layout.numel, layout.edge, None), RankCopies()
@@ -140,14 +140,14 @@ class RankWeights:
         return shared, shared
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        """These are all groups, and the order of their uses. What is done with them in a pass is
-        noted, for a rank without data to repeat."""
+        """Set all groups, and the order of their uses. Actions on them in a pass are noted, for a
+        rank without data to repeat."""
         self._groups, self._trace = groups, trace
         for group in groups:
             group.on_hold = self._note_hold
 
     def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
-        """A module has entered a group, or left it: what it holds is not given up meanwhile."""
+        """Note that a module has entered or left a group: while held, it is not given up."""
         self._log.note(partial(group.hold if entered else group.let_go, id(user)))
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
@@ -156,12 +156,12 @@ class RankWeights:
             group.copies.refresh()
 
     def use(self, group: ParamGroup, *, backward: bool) -> None:
-        """`group` is needed now: issue the collectives that all ranks issue for this use."""
+        """Issue the collectives that all ranks issue for a use of `group`, now."""
         self._log.note(partial(self._replay_use, group, backward=backward))
         self._use(group, backward=backward)
 
     def _replay_use(self, group: ParamGroup, *, backward: bool) -> None:
-        """`use` of a rank without data: decided as on the others, from the same state."""
+        """Decide as `use` does on the other ranks, from the same state, on a rank without data."""
         self._trace.use(group.index, backward=backward)
         self._use(group, backward=backward)
 
@@ -182,36 +182,36 @@ class RankWeights:
         self._gatherer.used(group.state)
 
     def exactly(self) -> AbstractContextManager[None]:
-        """Parameters that are gathered inside are exact, also where 8-bit codes travel."""
+        """Inside, parameters are gathered exactly, even if 8-bit codes travel otherwise."""
         return self._gatherer.exactly()
 
     def begin_pass(self) -> None:
-        """The model is called."""
+        """Note that the model is called."""
         self.finish_pass()
         self.refresh(self._groups)
         self._gatherer.begin_pass()
 
     def finish_pass(self) -> None:
-        """The model is called again, or a step is taken: a pass is over, if one was under way."""
+        """Note that the model is called again, or a step is taken: a pass in progress is over."""
         self._log.end_pass()
 
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:
-        """Every rank's numbers, one row each (see `Ranks.exchange`)."""
+        """Return every rank's numbers, one row each (see `Ranks.exchange`)."""
         return self.ranks.exchange(numbers, what)
 
     def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        """The whole tensor, of which each rank passes its part and zeros for the rest."""
+        """Return the whole tensor, of which each rank passes its part and zeros for the rest."""
         return self.ranks.combine(part, name)
 
     def refuse_forward_write(self, names: str) -> None:
-        """UnsupportedError: a forward wrote to the parameters `names`."""
+        """Raise UnsupportedError: a forward wrote to the parameters `names`."""
         raise UnsupportedError(
             f"a forward wrote to {names} on one of several ranks, each of which has other data "
             "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
         )
 
     def moved_nbytes(self) -> dict[str, int]:
-        """Bytes of all buffers that were gathered and reduced with other ranks."""
+        """Return the bytes of all buffers that were gathered and reduced with other ranks."""
         traffic = self.collectives.traffic
         return {
             "all-gather": traffic.gathered_nbytes,
@@ -220,19 +220,19 @@ class RankWeights:
         }
 
     def lanes(self) -> list[Lane]:
-        """What the model's thread waits for."""
+        """Return the lanes that the model's thread waits for."""
         return [self._gatherer.order.lane, self.ranks.watch.lane]
 
     def orders(self) -> list[OrderedWork]:
-        """The threads that issue collectives."""
+        """Return the threads that issue collectives."""
         return [self._gatherer.order]
 
     def ending(self) -> Callable[[], None]:
-        """What `finish` and `close` do, of an engine that is gone: it keeps no model."""
+        """Return a function that does what `finish` and `close` do, and keeps no model."""
         return partial(_end, self.orders(), self.ranks, self.collectives)
 
     def finish(self) -> None:
-        """Before closing: wait until collectives that all ranks have issued end. Another rank may
+        """Wait, before closing, until collectives that all ranks have issued end. Another rank may
         be in one already and wait for this rank. Not after an error."""
         watch = self.ranks.watch
         if not watch.is_leaving:

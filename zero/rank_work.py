@@ -1,6 +1,6 @@
 """The collectives of training: reducing gradients, agreeing on steps.
 
-`OneRank` has the same verbs and nothing to do.
+`OneRank` has the same methods, which do nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RankWork(RankWeights):
     def __init__(
         self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire, ep_size: int = 1
     ) -> None:
-        """`ep_size`: over how many ranks experts are spread."""
+        """`ep_size` is the number of ranks over which experts are spread."""
         super().__init__(ranks, memory, dtype, wire)
         self.experts: RankWork | None = None
         self._exchanges_tokens = ep_size > 1
@@ -91,12 +91,12 @@ class RankWork(RankWeights):
         super()._use(group, backward=backward)
 
     def finish_pass(self) -> None:
-        """The model is called again, or a step is taken: a pass is over, if one was under way."""
+        """Note that the model is called again, or a step is taken: a pass in progress is over."""
         self.reductions.finish()
         super().finish_pass()
 
     def refresh_updated(self) -> None:
-        """`refresh` what the step under way updates, in the order of use."""
+        """Call `refresh` for groups that the step in progress updates, in the order of use."""
         self.refresh(self._groups[index] for index in self.reductions.forward_order)
         if self.experts is not None:
             self.experts.refresh_updated()
@@ -116,8 +116,8 @@ class RankWork(RankWeights):
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
         *, summed_over_blocks: bool,
     ) -> Gradients:  # fmt: skip
-        """A group's gradients over all ranks, of which `own` accumulates this rank's part (see
-        `ReducedGradients`)."""
+        """Return a group's gradients over all ranks, of which `own` accumulates this rank's part
+        (see `ReducedGradients`)."""
         made = ReducedGradients(
             index, part, own, make_local, await_update, summed_over_blocks=summed_over_blocks
         )
@@ -125,7 +125,7 @@ class RankWork(RankWeights):
         return made
 
     def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> Reductions:
-        """From here on what `gradients` has made is reduced (see `Reductions`)."""
+        """Reduce from now on the gradients that `gradients` has made (see `Reductions`)."""
         memory = self._memory
         self.reductions = Reductions(
             self._reduced, self.ranks, self.collectives,
@@ -141,11 +141,11 @@ class RankWork(RankWeights):
         return self.reductions
 
     def note_gradient(self) -> None:
-        """The pass under way has a backward."""
+        """Note that the pass in progress has a backward."""
         self._log.note_gradient(reduced=self.reductions.synchronising)
 
     def note(self, what: str) -> None:
-        """All ranks should do this now (see `Ranks.note`)."""
+        """Note that all ranks should do this now (see `Ranks.note`)."""
         self.ranks.note(what)
 
     def lanes(self) -> list[Lane]:

@@ -46,13 +46,13 @@ class Ranks:
         cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float,
         members: DeviceMesh | None = None, alike: Mapping[str, str] | None = None,
     ) -> Ranks | None:  # fmt: skip
-        """The ranks of the process group that is there, or of the one that the environment asks for
-        (`torchrun`); None for a process alone.
+        """Return the ranks of the process group that is there, or of the one that the environment
+        asks for (`torchrun`); None for a process alone.
 
-        `members`: only the ranks of this mesh (1D), each of which has to come here; every rank
-        otherwise. `alike`: keys and values that have to be the same everywhere. ConfigError if one
-        is not, or if the shard groups do not come out even; RankError if a rank does not come
-        within `timeout_s`.
+        `members`: only the ranks of this mesh (1D), each of which has to call this; every rank
+        otherwise. `alike`: keys and values that have to be the same everywhere. Raises ConfigError
+        if one is not, or if the shard groups do not come out even; RankError if a rank does not
+        come within `timeout_s`.
         """
         owns_world = start_world(device, timeout_s)
         if len(data_ranks(members)) == 1:
@@ -67,7 +67,7 @@ class Ranks:
         members: DeviceMesh | None = None, alike: Mapping[str, str] | None = None,
         *, owns_world: bool = False,
     ) -> Ranks:  # fmt: skip
-        """`join` where there is a process group, also of one rank."""
+        """Join as `join` does, where there is a process group, also of one rank."""
         ranks = data_ranks(members)
         mine = dist.get_rank()
         assert dist.group.WORLD is not None, "there is a process group"
@@ -103,12 +103,12 @@ class Ranks:
 
     @property
     def in_world(self) -> list[int]:
-        """As the world counts them."""
+        """The ranks as the world counts them."""
         return dist.get_process_group_ranks(self.control)
 
     def same_experts(self, ep_size: int) -> Ranks | None:
-        """Those of the ranks that have the experts of this one, of which `ep_size` neighbours have
-        all together; None if it is the only one. Every rank has to come here."""
+        """Return those ranks that have the experts of this one, where `ep_size` neighbours have all
+        of them together; None if it is the only one. Every rank has to call this."""
         sharding = self.sharding.of_experts(ep_size)
         if sharding.world_size == 1:
             return None
@@ -122,8 +122,9 @@ class Ranks:
         )  # fmt: skip
 
     def collectives(self, wire: Wire) -> Collectives:
-        """The process groups of gathering and reducing, of their own: each is used by one thread,
-        and what others do in the mesh's groups does not come between. Every rank has to come here.
+        """Return the process groups of gathering and reducing, of their own: each is used by one
+        thread, and collectives in the mesh's groups do not come between. Every rank has to call
+        this.
         """
         shards, replicas = self.mesh.mesh.tolist(), self.mesh.mesh.t().tolist()
         limit = timedelta(seconds=self.watch.timeout_s)
@@ -150,8 +151,8 @@ class Ranks:
     def exchange(
         self, numbers: Sequence[int], what: str = "what each rank has", name: str = ""
     ) -> np.ndarray:
-        """Every rank's numbers, one row each (int32). RankError, on every rank, unless all of them
-        ask for `what`, of as many numbers. `name` is for that error."""
+        """Return every rank's numbers, one row each (int32). Raises RankError, on every rank,
+        unless all of them ask for `what`, of as many numbers. `name` is for that error."""
         few = len(numbers) <= _FEW
         with self._together(f"the all-gather of {what}", numbers, name) as rows:
             found = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int32))
@@ -191,21 +192,21 @@ class Ranks:
         )
 
     def parted(self, why: str) -> RankError:
-        """The error of all ranks, each of which comes here for the same reason. A rank that leaves
-        closes its connections, and what a slower one has received but not yet looked at would be
-        an error there: so no rank leaves before all have come."""
+        """Return the error of all ranks, each of which comes here for the same reason. A rank that
+        leaves closes its connections, and what a slower one has received but not yet looked at
+        would be an error there: so no rank leaves before all have come."""
         with suppress(RuntimeError):  # a rank has left already: then all had come
             self._gather(torch.zeros(1, dtype=torch.int32))
         return self.watch.parted(why)
 
     def _texts(self, mine: str) -> list[str]:
-        """Every rank's text."""
+        """Return every rank's text."""
         said = mine.encode()[:_MOST_TEXT_NBYTES].ljust(_MOST_TEXT_NBYTES, b"\0")
         rows = self._gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
-        """Numbers of each rank, one row each."""
+        """Return the numbers of each rank, one row each."""
         sums = torch.tensor(mine, dtype=torch.float64, device=self._control_device)
         rows = sums.new_empty(self.world_size * len(mine))
         with self._together("the all-gather of gradient norms"):
@@ -213,8 +214,8 @@ class Ranks:
         return rows.cpu().numpy().reshape(-1, len(mine))
 
     def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
-        """The whole of the tensor `name`, of which each rank of this shard group has its part, and
-        zeros for the rest. Bit for bit, in place."""
+        """Return the whole of the tensor `name`, of which each rank of this shard group has its
+        part, and zeros for the rest. Bit for bit, in place."""
         moved = parts.to(self._control_device)
         bits = moved.view(torch.int32 if parts.element_size() == 4 else torch.int16)
         if bits.dtype is torch.int16:
@@ -228,15 +229,15 @@ class Ranks:
         return bits.view(parts.dtype).to(parts.device)
 
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first rank's values of a tensor; all ranks have one of this shape."""
+        """Return the first rank's values of a tensor; all ranks have one of this shape."""
         moved = tensor.detach().to(self._control_device, copy=True).contiguous()
         with self._together("the broadcast of initial values"):
             dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
 
     def as_on_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The first rank's values of each floating-point tensor. Tensors with the same bits on all
-        ranks already (a model made under one seed, files that were copied) are not sent."""
+        """Return the first rank's values of each floating-point tensor. Tensors with the same bits
+        on all ranks already (a model made under one seed, files that were copied) are not sent."""
         rows = self.exchange([half for each in tensors for half in _digest(each)], "first values")
         alike = (rows == rows[0]).all(axis=0).reshape(len(tensors), 2).all(axis=1)
         return [
@@ -245,7 +246,7 @@ class Ranks:
         ]
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Give a tensor (1D) to another rank, which is to `receive` it."""
+        """Send a tensor (1D) to another rank, which must `receive` it."""
         moved = tensor.to(self._control_device).contiguous()
         with self._between(self.rank, to) as limit:
             work = dist.isend(moved, group=self.control, group_dst=to)
@@ -253,7 +254,7 @@ class Ranks:
             work.wait(limit)
 
     def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
-        """A tensor that another rank sends, in host memory."""
+        """Return a tensor that another rank sends, in host memory."""
         found = torch.empty(numel, dtype=dtype, device=self._control_device)
         with self._between(source, self.rank) as limit:
             work = dist.irecv(found, group=self.control, group_src=source)
@@ -262,7 +263,7 @@ class Ranks:
         return found.cpu()
 
     def all_succeeded(self, error: BaseException | None) -> str | None:
-        """The first failing rank's error; None if all ranks succeeded."""
+        """Return the first failing rank's error; None if all ranks succeeded."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
         if not self.exchange([bool(text)], "whether all have succeeded").any():
             return None
@@ -271,7 +272,7 @@ class Ranks:
         return next(f"rank {rank}: {words}" for rank, words in texts if words)
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """Return the least of all ranks' numbers."""
         mine = torch.tensor([number], dtype=torch.int64, device=self._control_device)
         with self._together("the all-reduce of the least number"):
             dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)
@@ -287,11 +288,11 @@ class Ranks:
         return self.watch.during(lane, what, members=(source, to), through=self.control)
 
     def give_up(self, collectives: Collectives) -> None:
-        """This engine is closed, and what it has used is destroyed where ranks meet again: another
-        rank may still be reading what was sent to it last, which the end of a connection would
-        lose. (Gloo's groups, which have threads and sockets of their own. Not those that some ranks
-        made by themselves: they are named after their ranks, and the next ones of that name would
-        meet where these have met.)"""
+        """Give up the process groups of an engine that is closed. They are destroyed where ranks
+        meet again: another rank may still be reading what was sent to it last, which the end of a
+        connection would lose. (Gloo's groups, which have threads and sockets of their own. Not
+        those that some ranks made by themselves: they are named after their ranks, and the next
+        ones of that name would meet where these have met.)"""
         if not self.is_world:
             return
         groups = [
@@ -316,7 +317,7 @@ class Ranks:
 
 
 def _digest(tensor: torch.Tensor) -> tuple[int, int]:
-    """Of a tensor's format and values, as two int32."""
+    """Return a digest of a tensor's format and values, as two int32."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     digest = xxhash.xxh3_64_intdigest(flat.numpy().data) ^ crc32(str(tensor.dtype).encode())
     return (digest >> 33), digest & 0x7FFFFFFF
@@ -334,9 +335,10 @@ def start_world(device: torch.device, timeout_s: float) -> bool:
 
 
 def data_ranks(members: DeviceMesh | None) -> list[int]:
-    """The ranks, as the world counts them, that get different data: those of `members`, or all.
+    """Return the ranks, as the world counts them, that get different data: those of `members`, or
+    all.
 
-    ConfigError where `members` is no line of ranks with this one in it.
+    Raises ConfigError if `members` is no line of ranks with this one in it.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [0]
@@ -352,7 +354,7 @@ def data_ranks(members: DeviceMesh | None) -> list[int]:
 
 
 def _check_alike(alike: Mapping[str, str], control: Group, device: torch.device) -> None:
-    """ConfigError, on every rank, for the first key with another value on another rank."""
+    """Raise ConfigError, on every rank, for the first key with another value on another rank."""
     digests = [crc32(value.encode()) >> 1 for value in alike.values()]
     mine = torch.tensor(digests, dtype=torch.int32, device=control_device(device, control))
     rows = mine.new_empty(control.size() * len(digests))
@@ -370,14 +372,14 @@ def _check_alike(alike: Mapping[str, str], control: Group, device: torch.device)
 
 
 def _mesh_of(ranks: Sequence[int], sharding: Sharding, device: torch.device) -> DeviceMesh:
-    """Of some ranks of the world, without process groups, which all others would have to make."""
+    """Return a mesh of some ranks, without process groups, which all others would have to make."""
     table = torch.tensor(ranks).view(sharding.replicas, sharding.ranks)
     names = ("replicas", "shards")
     return DeviceMesh(device.type, table, mesh_dim_names=names, _init_backend=False)
 
 
 def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None) -> Group:
-    """A process group made by its own ranks alone, this one among them."""
+    """Return a process group made by its own ranks alone, this one among them."""
     group: Group | None = dist.new_group(
         list(ranks), timeout=limit, backend=backend, use_local_synchronization=True
     )
@@ -390,7 +392,7 @@ _LEFT: list[tuple[Group, Group]] = []
 
 
 def _destroy_left(ranks: Sequence[int]) -> None:
-    """All of `ranks` have come here, and left what they had together before."""
+    """Destroy the groups of `ranks`, all of which have come here and left them before."""
     for world, group in list(_LEFT):
         gone = world is not dist.group.WORLD  # its groups ended with it
         if not gone and not set(dist.get_process_group_ranks(group)) <= set(ranks):
@@ -407,13 +409,13 @@ def end_world() -> None:
 
 
 def control_device(device: torch.device, group: Group | None = None) -> torch.device:
-    """Where a group of ranks that compute on `device` can exchange numbers."""
+    """Return the device where a group of ranks that compute on `device` can exchange numbers."""
     gloo = "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if gloo else device
 
 
 def _make_world(device: torch.device, timeout_s: float) -> None:
-    """The process group that the environment asks for."""
+    """Make the process group that the environment asks for."""
     backend = "gloo"
     if accelerator.is_accelerator(device):
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"

@@ -44,21 +44,21 @@ class Holder(Protocol):
     """Holds the parameters of blocks."""
 
     def held(self, unit: Unit) -> AbstractContextManager[None]:
-        """Around a unit's computation in a backward pass: its parameters are there."""
+        """Hold a unit's parameters around its computation in a backward pass."""
         ...
 
     def versions(self, unit: Unit) -> tuple[int, ...]:
-        """Change with every update of its parameters."""
+        """Return numbers that change with every update of its parameters."""
         ...
 
 
 class Recomputation:
-    """Installed in every repeated block. `remove` takes it out again."""
+    """Recomputation of every repeated block, from creation until `remove`."""
 
     def __init__(
         self, units: Sequence[Unit], holder: Holder, *, selective: bool, keeper: Keeper | None
     ) -> None:
-        """Results that `selective` keeps go to `keeper`, if there is one."""
+        """`keeper`, if there is one, gets the results that `selective` keeps."""
         self.holder = holder
         self.selective = selective
         self.keeper = keeper
@@ -71,7 +71,7 @@ class Recomputation:
             )
 
     def say_nested(self, name: str) -> None:
-        """Once: the model does it itself."""
+        """Warn, once, that the model recomputes the block `name` itself."""
         if not self._said_nested:
             self._said_nested = True
             _log.warning(
@@ -176,7 +176,7 @@ class _RecomputedBlock(ReplacedForward):
 
 
 class _Call:
-    """One call of a block in a forward. That an interrupt leaves it behind disturbs no other."""
+    """One call of a block in a forward. If an interrupt leaves it behind, no other is disturbed."""
 
     def __init__(self) -> None:
         self.is_first = True  # it has not been computed yet

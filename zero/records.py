@@ -57,7 +57,7 @@ class Field:
         return -(-numel // self.block)
 
     def span(self, elements: slice) -> slice:
-        """Where a range of parameters that begins at a block boundary lies in the array."""
+        """Return the array's range for a range of parameters that begins at a block boundary."""
         return slice(elements.start // self.block, self.numel(elements.stop))
 
 
@@ -77,7 +77,7 @@ class Operands(Generic[A]):
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """Which arrays a record has. A record holds a chunk's moments and its master (or remainder)."""
+    """The arrays of a record. A record holds a chunk's moments and its master (or remainder)."""
 
     master: Master
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # in the order in which kernels take them
@@ -103,11 +103,11 @@ class RecordFormat:
         return [*offsets, max(end, 64)]  # an optimizer without states has records all the same
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of a record of `numel` elements."""
+        """Return the bytes of a record of `numel` elements."""
         return self.offsets(numel)[-1]
 
     def arrays(self, record: torch.Tensor, numel: int) -> dict[str, Array]:
-        """Views of a record (1D uint8 host memory), each as long as its field says."""
+        """Return views of a record (1D uint8 host memory), each as long as its field says."""
         buffer = record.numpy()
         return {
             field.name: buffer[start : start + field.numel(numel) * field.dtype.itemsize].view(
@@ -118,8 +118,8 @@ class RecordFormat:
 
     # ---------------------------------------------------------------- states as kernels take them
     def operands(self, arrays: Mapping[str, A], span: slice, scalars: Scalars) -> Operands[A]:
-        """A kernel's operands from a record (from its arrays, or tensors on the device) to step a
-        range of parameters that begins at a block boundary."""
+        """Return a kernel's operands from a record (from its arrays, or tensors on the device) to
+        step a range of parameters that begins at a block boundary."""
         own = {name: arrays[name][place] for name, place in self.field_spans(span).items()}
         without = isinstance(scalars, SgdScalars) and not scalars.momentum
         names = () if without else self.states
@@ -130,12 +130,12 @@ class RecordFormat:
         )  # fmt: skip
 
     def field_spans(self, elements: slice) -> dict[str, slice]:
-        """Where a range of parameters that begins at a block boundary lies in each array."""
+        """Return each array's range for a range of parameters that begins at a block boundary."""
         return {field.name: field.span(elements) for field in self.fields}
 
     # ---------------------------------------------------------------- states as fp32
     def in_format(self, arrays: dict[str, Array], other: RecordFormat) -> dict[str, Array]:
-        """The arrays as `other` keeps them (itself, or one with fp32 states)."""
+        """Return the arrays as `other` keeps them (itself, or one with fp32 states)."""
         if other == self:
             return arrays
         assert other.state_format is StateFormat.FP32, "formats are mixed in fp32"
@@ -152,7 +152,7 @@ class RecordFormat:
                 arrays[name][:] = values
 
     def read_state(self, arrays: dict[str, Array], name: str, span: slice) -> Array:
-        """A copy of part of a state in fp32."""
+        """Return a copy of part of a state in fp32."""
         # imported where values are looked at: counting bytes needs no compiler
         from offload.kernels.state_codec import decode_state
 

@@ -52,8 +52,8 @@ class ReducedGradients:
         *, summed_over_blocks: bool,
     ) -> None:  # fmt: skip
         """`await_update` waits until no update reads the last reduction's result. `make_local`
-        makes an accumulator of the whole group, for what is not reduced yet. `summed_over_blocks`:
-        parameters get several gradients in one backward pass."""
+        makes an accumulator of the whole group, for gradients that are not reduced yet.
+        `summed_over_blocks`: parameters get several gradients in one backward pass."""
         self.index = index
         self.name = own.name
         self.summed_over_blocks = summed_over_blocks
@@ -100,15 +100,15 @@ class ReducedGradients:
 
     @property
     def holds_any(self) -> bool:
-        """Also where it is other ranks' gradients that this rank has a part of."""
+        """Whether there are gradients, this rank's or others' of which it has a part."""
         return self.submitted or self.has_any
 
     def close(self) -> bool:
-        """Nothing is ever left open: each reduction sends the accumulator home."""
+        """Return False: each reduction sends the accumulator home, and leaves nothing open."""
         return False
 
     def square(self, index: int) -> float:
-        """Of this rank's part."""
+        """Return the sum of squares of this rank's part."""
         return self.own.square(self._numbers[index]) if index in self._numbers else 0.0
 
     @property
@@ -140,7 +140,7 @@ class ReducedGradients:
             self.local.drop(indices)
 
     def forget_cleared(self, cleared: np.ndarray) -> None:
-        """As `drop`, for reduced gradients that users cleared on some rank."""
+        """Drop, as `drop` does, reduced gradients that users cleared on some rank."""
         if cleared.any():
             self._await_update()  # one on trial here has read them
         self.landed.wait()
@@ -152,7 +152,7 @@ class ReducedGradients:
         self.own.spend()
 
     def read(self, index: int) -> torch.Tensor | None:
-        """A copy of this rank's part of a gradient that was reduced; None where there is none."""
+        """Return a copy of this rank's part of a reduced gradient; None if there is none."""
         there = index in self._numbers and self.passes[index]
         return self.own.read(self._numbers[index]) if there else None
 
@@ -169,7 +169,7 @@ class ReducedGradients:
 
     # ---------------------------------------------------------------- not reduced yet
     def keep(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient to what this rank has for itself."""
+        """Add a gradient to those that this rank has for itself."""
         if self.local is None:
             self.local = self._make_local()
         self.local.add(index, gradient)
@@ -205,7 +205,7 @@ class ReducedGradients:
 
 @dataclass(frozen=True, slots=True)
 class ReductionMemory:
-    """Where gradients wait for the other ranks', in the memory the model computes in."""
+    """The memory for gradients that wait for other ranks', where the model computes."""
 
     pool: SlotPool
     workspace: Workspace
@@ -321,7 +321,7 @@ class Reductions:
             self.synchronising = before
 
     def take(self, group: ReducedGradients, index: int, gradient: torch.Tensor) -> bool:
-        """A gradient of parameter `index`. False if it is reduced in the step only."""
+        """Take a gradient of parameter `index`. Returns False if it is reduced in the step only."""
         if not self.synchronising:
             self._kept_passes = True
             group.keep(index, gradient)
@@ -368,8 +368,9 @@ class Reductions:
         self._rounds += 1
 
     def _agree_on_first_order(self) -> None:
-        """Gradients come in the reverse of the order of first uses, and then those of groups whose
-        use was not seen. Where parameters are sharded all ranks use the same groups."""
+        """Set the first order: gradients come in the reverse of the order of first uses, and then
+        those of groups whose use was not seen. Where parameters are sharded all ranks use the same
+        groups."""
         used = [
             index for index in self._trace.first_uses()
             if index in self._of and self._of[index].specs
@@ -382,9 +383,9 @@ class Reductions:
         self._put_in_order(order)
 
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
-        """Users clear gradients of these, between rounds. After ranks have agreed all of them can
-        see what they clear; later on a gradient may not be known to a rank that has a part of it,
-        for it has taken another branch, or was idle."""
+        """Note that users clear gradients of these, between rounds. After ranks have agreed all of
+        them can see what they clear; later on a gradient may not be known to a rank that has a part
+        of it, for it has taken another branch, or was idle."""
         group = self._of.get(group_index)
         if group is None:  # an expert that other ranks do not have, or some
             if self.experts is not None:
@@ -400,7 +401,7 @@ class Reductions:
 
     def _agree_on_cleared(self, use: str, name: str) -> None:
         """Drop on all ranks the gradients that users cleared on any rank since the last round.
-        RankError if other ranks, which could see it, have not."""
+        Raises RankError if other ranks, which could see it, have not."""
         any_here = [any(group.cleared.any() for group in self._groups)]
         what = f"which gradients were cleared before {use}"
         if not self._ranks.exchange(any_here, f"whether and {what}", name).any():
@@ -501,7 +502,7 @@ class Reductions:
             group.when_issued = begin
 
     def _folds(self, group: ReducedGradients) -> bool:
-        """Whether what was kept is reduced in this round: alike on all ranks."""
+        """Return whether kept gradients are reduced in this round: alike on all ranks."""
         return self._kept_passes or group.summed_over_blocks
 
     def _submit(self, group: ReducedGradients, bucket: torch.Tensor) -> None:
@@ -530,7 +531,7 @@ class Reductions:
 
     # ---------------------------------------------------------------- between passes
     def finish(self) -> None:
-        """The backward pass under way is over: reduce what is left of its round."""
+        """End the backward pass in progress: reduce what is left of its round."""
         if not self._open:
             return
         while self._place < len(self._order):
@@ -541,7 +542,7 @@ class Reductions:
         self._open = False
 
     def take_nothing(self) -> None:
-        """A pass in which this rank has no gradients."""
+        """Take part in a pass in which this rank has no gradients."""
         if self.synchronising:
             self._begin_round()
             self.finish()
@@ -549,9 +550,9 @@ class Reductions:
             self._kept_passes = True  # as on the others: what is reduced later is in fp32
 
     def agree(self, use: str, name: str = "") -> None:
-        """Once per step, on every rank: what any rank has gradients of is reduced, and all ranks
-        know which parameters that are. `use` of them is the same on all ranks; `name` of one is for
-        errors."""
+        """Agree once per step, on every rank: all gradients that any rank has are reduced, and all
+        ranks know which parameters have some. `use` of them is the same on all ranks; `name` of one
+        is for errors."""
         self.finish()
         self._agree_on_cleared(use, name)
         what = f"which gradients there are before {use}"
@@ -569,8 +570,8 @@ class Reductions:
         return [*present, *kept, *(place.get(g.index, len(place)) for g in self._groups)]
 
     def _order_now(self) -> list[int]:
-        """As gradients came, the last one of each group; one without any stays behind the group
-        that it was behind. What is only complete when the pass is over comes last."""
+        """Return the groups in the order of their last gradients; one without any stays behind the
+        group that it was behind. Groups that are only complete when the pass is over come last."""
         order = list(self._arrivals)
         before: int | None = None
         for index in self._order or [group.index for group in reversed(self._groups)]:
@@ -580,7 +581,7 @@ class Reductions:
         return sorted(order, key=lambda index: self._of[index].summed_over_blocks)
 
     def _take_over(self, rows: np.ndarray) -> None:
-        """`rows`: what every rank said, by rank."""
+        """Take over `rows`, the messages of all ranks, by rank."""
         anywhere, count = rows.max(axis=0), len(self._groups)
         numbers = [group.index for group in self._groups]
         kept = dict(zip(numbers, anywhere[-2 * count : -count].tolist(), strict=True))
@@ -605,12 +606,12 @@ class Reductions:
 
     @property
     def forward_order(self) -> list[int]:
-        """The groups that were reduced in the last step, in about the order in which the model
-        uses them: the same on every rank."""
+        """Return the groups that were reduced in the last step, in about the order in which the
+        model uses them: the same on every rank."""
         return self._order[::-1]
 
     def discard(self) -> None:
-        """`zero_grad` instead of a step: the round under way is reduced all the same."""
+        """Drop gradients instead of a step: the round in progress is reduced all the same."""
         for group in self._groups:
             group.when_issued = None  # nothing is updated with it
         self.finish()
@@ -626,12 +627,12 @@ class Reductions:
         return self._ranks.sharding
 
     def all_squares(self, squares: list[float]) -> np.ndarray:
-        """Sums of squares of parameters' parts: those of all ranks, one row each."""
+        """Return the sums of squares of parameters' parts on all ranks, one row each."""
         return self._ranks.exchange_sums(squares)
 
     def await_progress(self, *, in_backward: bool) -> bool:
-        """For a pool that is out of room: wait for a reduction under way, or begin one that others
-        wait behind. `in_backward`: the caller runs the backward pass."""
+        """Wait for a reduction in progress, or begin one that others wait behind: for a pool that
+        is out of room. `in_backward`: the caller runs the backward pass."""
         if self._thread.await_oldest():
             return True
         if self.experts is not None and self.experts.await_progress(in_backward=False):
@@ -647,11 +648,11 @@ class Reductions:
         return True
 
     def orders(self) -> list[OrderedWork]:
-        """Its thread."""
+        """Return the thread of the reductions."""
         return [self._thread]
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for the reductions under way, for `timeout_s` at most."""
+        """Wait for the reductions in progress, for `timeout_s` at most."""
         self._thread.drain(timeout_s)
 
     def close(self) -> None:

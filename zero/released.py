@@ -80,11 +80,11 @@ class Values(Protocol):
     """Access to parameters of a group from outside of the model."""
 
     def reading(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Gathered inside."""
+        """Provide gathered parameters inside."""
         ...
 
     def gathered(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Gathered inside; what was written is kept."""
+        """Provide gathered parameters inside, and keep what is written to them."""
         ...
 
     def adopt_changes(self) -> None:
@@ -92,7 +92,7 @@ class Values(Protocol):
         ...
 
     def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
-        """A forward wrote to parameters of its group."""
+        """Keep what a forward wrote to parameters of its group."""
         ...
 
 
@@ -127,7 +127,7 @@ class ReleasedParameters:
         self._closed = text
 
     def classes_of(self, kind: type) -> Classes:
-        """The classes of parameters that are a `kind` by themselves."""
+        """Return the classes of parameters that are a `kind` by themselves."""
         if kind not in self._classes:
             released = self._make_released(kind)
             self._released[released] = kind
@@ -142,13 +142,13 @@ class ReleasedParameters:
             return self._use(function, args, kwargs or {})
 
         def deepcopy(param: Any, memo: dict[int, Any]) -> Any:
-            """An ordinary parameter with the same values."""
+            """Return an ordinary parameter with the same values."""
             if id(param) not in memo:
                 memo[id(param)] = kind(param.data.clone(), param.requires_grad)
             return memo[id(param)]
 
         def set_(param: Any, source: Any = None, *rest: Any) -> Any:
-            """This one and `as_subclass` do not come to `__torch_function__`."""
+            """Call `set_`, which, like `as_subclass`, does not come to `__torch_function__`."""
             if rest or not isinstance(source, torch.Tensor):
                 raise UnsupportedError(
                     f"{self._name_of(param)}.set_(): its values have no memory of their own, they "
@@ -204,7 +204,7 @@ class ReleasedParameters:
         return self._use_values(function, name, args, kwargs)
 
     def _use_below(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Of something that read them below Python, or of a function that needs no values."""
+        """Run an operation that reads parameters below Python, or needs no values."""
         if operation is SHARE_DATA and args[0] is not args[1] and type(args[1]) in self._released:
             self._refuse_sharing(args[1])
         name = name_of(operation)
@@ -243,7 +243,7 @@ class ReleasedParameters:
                 yield value
 
     def _refuse_sharing(self, param: nn.Parameter) -> NoReturn:
-        """`other.data = param`."""
+        """Refuse `other.data = param`."""
         raise UnsupportedError(
             f"tensor.data = {self._name_of(param)}: its values have no memory of their own, they "
             "may be in any tier; use .detach().clone(), or `with engine.gathered(parameter):`"
@@ -278,7 +278,7 @@ class ReleasedParameters:
         self, function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         groups: Sequence[ParamGroup],
     ) -> Any:  # fmt: skip
-        """Within a module's call, which has entered the groups and decoded nothing yet."""
+        """Compute within a module's call, which has entered the groups and decoded nothing yet."""
         if not torch.is_grad_enabled():
             found = compute(function, name, args, kwargs, self._stored)
             if found is not NotImplemented:
@@ -294,7 +294,7 @@ class ReleasedParameters:
             self._handles.note(group)
 
     def _stored(self, value: Any) -> StoredParam | None:
-        """A released parameter's stored bytes; None for any other value."""
+        """Return a released parameter's stored bytes; None for any other value."""
         if type(value) not in self._released:
             return None
         group = self._group_of(value)
@@ -353,7 +353,7 @@ class ReleasedParameters:
     def _in_graph(
         self, function: Function, name: str, args: Any, kwargs: Any, params: Sequence[nn.Parameter]
     ) -> Any:
-        """An operation that autograd records: its gradient comes to the parameters as always."""
+        """Run an operation that autograd records: parameters get its gradient as always."""
         refuse_in_transforms(self._name_of(params[0]))
         with self._values.reading(params):
             for param in params:
@@ -369,7 +369,7 @@ class ReleasedParameters:
                 session.close()
 
     def _apart(self, value: Any, params: Sequence[nn.Parameter]) -> Any:
-        """`value` as something that outlives the values it may be a view of."""
+        """Return `value` as something that outlives the values it may be a view of."""
         if not isinstance(value, torch.Tensor) or any(value is param for param in params):
             return value
         return value.clone() if self._handles.group_of(value) is not None else value
@@ -407,8 +407,8 @@ class ReleasedParameters:
     def _differentiate(
         self, function: Function, params: Sequence[nn.Parameter], args: Any, kwargs: Any
     ) -> Any:
-        """`torch.autograd.grad` of parameters needs their place in the graph, no values. It would
-        come here again for ever, and what runs within it must come here."""
+        """Run `torch.autograd.grad` of parameters, which needs their place in the graph, no values.
+        It would come here again for ever, and what runs within it must come here."""
         released = [(param, type(param)) for param in params]
         for param, kind in released:
             param.__class__ = self._released[kind]
@@ -419,7 +419,7 @@ class ReleasedParameters:
                 self._group_of(param).show_released(param, kind)
 
     def _assign(self, param: nn.Parameter, value: Any) -> None:
-        """`param.data = value`."""
+        """Set `param.data = value`."""
         if value is param:
             return
         name = self._name_of(param)
@@ -449,7 +449,7 @@ class ParameterSource:
         self.name = name
 
     def part_from(self, param: nn.Parameter) -> None:
-        """`param.data` is about to become another tensor."""
+        """Keep the present values: `param.data` is about to become another tensor."""
         if param is self._param and self._parted is None:
             with self.reading() as values:
                 self._parted = values.clone()
@@ -475,7 +475,7 @@ class ParameterSource:
 
 
 def is_released(param: nn.Parameter) -> bool:
-    """Whether a parameter is, or will be again, of a class that fetches its values."""
+    """Return whether a parameter is, or will be again, of a class that fetches its values."""
     return type(param).__module__ == __name__
 
 
@@ -499,8 +499,8 @@ def _needs_no_values(
 
 
 def _changes_nothing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """`param.to(device)`, `.float()` and the like where it is there and so already; a copy of a
-    parameter into itself."""
+    """Return whether a call changes nothing: `param.to(device)`, `.float()` and the like if it is
+    there and so already; a copy of a parameter into itself."""
     if name == "copy_":  # of itself: modules that load a state dict of the engine's do so
         return len(args) == 2 and args[0] is args[1] and not kwargs
     if name not in ("to", "cpu", "float", "half", "bfloat16"):
@@ -516,7 +516,7 @@ def _changes_nothing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _as_strided(function: Function, param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Offsets count from the parameter's start, not from that of the memory it is gathered in."""
+    """Call `as_strided` with offsets from the parameter's start, not from that of its memory."""
     return function(param, *from_start(int(param.storage_offset()), *args, **kwargs))
 
 
@@ -537,8 +537,9 @@ def _is_in_graph(params: Sequence[nn.Parameter], name: str, function: Function) 
 
 
 def _asks_for_its_node(name: str, args: Sequence[Any]) -> bool:
-    """`p.expand_as(p).grad_fn.next_functions[0][0]` is how one finds the node that accumulates a
-    parameter's gradient (DDP, Megatron and torch's pipelines do): nothing may come in between."""
+    """Return whether an operation is used to find the node that accumulates a parameter's gradient,
+    `p.expand_as(p).grad_fn.next_functions[0][0]` (DDP, Megatron and torch's pipelines do that):
+    nothing may come in between."""
     return name in ("expand_as", "view_as") and len(args) == 2 and args[0] is args[1]
 
 

@@ -65,7 +65,7 @@ class Homes(WeightHomes, Protocol):
 
     @property
     def keeper(self) -> Keeper | None:
-        """Takes saved activations, where they do not stay on the device."""
+        """The tier of saved activations; None if they stay on the device."""
         ...
 
     def gradients(
@@ -79,24 +79,24 @@ class Homes(WeightHomes, Protocol):
     def record_format(self, index: int, chunk: int) -> RecordFormat: ...
 
     def device_work(self) -> DeviceWork:
-        """The streams and memory of the device that updates and gradients use beside the model."""
+        """Return the device's streams and memory for updates and gradients beside the model."""
         ...
 
     def gradient_sums(self) -> torch.Tensor:
-        """fp32, 1D, where the model computes: room for the sums of `GradientSums`."""
+        """Return room for the sums of `GradientSums`: fp32, 1D, where the model computes."""
         ...
 
     def shared_memory(self) -> SharedMemory:
-        """Memory where the model computes, for what belongs to several ranks."""
+        """Return memory where the model computes, for buffers that belong to several ranks."""
         ...
 
     def left_nbytes(self) -> int | None:
-        """Bytes of memory that can be taken before this process is killed, where these are few;
-        None otherwise."""
+        """Return the bytes of memory that can be taken before this process is killed, if these are
+        few; otherwise None."""
         ...
 
     def check_memory(self) -> None:
-        """LowMemoryError where these are few."""
+        """Raise LowMemoryError if these are few."""
         ...
 
 
@@ -133,8 +133,8 @@ class Runtime:
         staging: Sequence[torch.Tensor], loss_scale: LossScale | None, ranks: Ranks | None = None,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:  # fmt: skip
-        """`ranks`: those that train together, if there are several. `tensor_parallel`: those that
-        have other parts of this rank's parameters, if they are parts."""
+        """`ranks` are those that train together, if there are several. `tensor_parallel` are those
+        that have other parts of this rank's parameters, if they are parts."""
         self.options = options
         self.ranks = ranks
         self.tensor_parallel = tensor_parallel
@@ -242,7 +242,7 @@ class Runtime:
         layout = part.layout
 
         def local() -> GradientAccumulator:
-            """Of the whole group, before other ranks' gradients come to it."""
+            """Make an accumulator of the whole group, before other ranks' gradients come to it."""
             return GradientAccumulator(
                 name, [spec for spec in layout.params if spec.trainable], self.own, accumulate,
                 lambda itemsize: self._homes.gradients(
@@ -302,7 +302,7 @@ class Runtime:
         )
 
     def _take(self, group: int, index: int, param: torch.Tensor) -> None:
-        """Autograd has given a gradient, or has added one to the handle that was there."""
+        """Take a gradient that autograd has given, or has added to the handle that was there."""
         state, key = self.optimizer_states[group], (group, index)
         self.gradients.came(key)
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
@@ -317,7 +317,7 @@ class Runtime:
         self.gradients.take(state, index, gradient)
 
     def _arrive(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
-        """A gradient of one parameter, of the whole pass or of a part of it."""
+        """Take in a gradient of one parameter, of the whole pass or of a part of it."""
         if self.loss_scale is not None and not self._scaled_backward:
             raise StateError(
                 "precision fp16 scales the loss: call engine.backward(loss), or "
@@ -351,8 +351,9 @@ class Runtime:
 
     @contextmanager
     def _block_backward(self, indices: Sequence[int], more: bool) -> Iterator[None]:
-        """Around the backward of one block over all micro-batches: its parameters stay, and each
-        gives one gradient at the end. `more`: the block was called again, and that is to come."""
+        """Hold a block's parameters around its backward over all micro-batches; each gives one
+        gradient at the end. `more`: the block was called again, and the backward of that call is to
+        come."""
         assert self._sums is not None, "there are micro-batches"
         groups = [self.groups[index] for index in indices]
         own = [group for group in groups if group.index not in self._shared]
@@ -364,15 +365,15 @@ class Runtime:
                     self._keep_gradient(group, index, total, more=more)
 
     def held(self, unit: Unit) -> AbstractContextManager[None]:
-        """Around a block that is computed again in backward: its parameters are there."""
+        """Hold the parameters of a block that is computed again in backward."""
         if self._micro_batching is not None:  # `_block_backward` holds them
             return nullcontext()
         return self.store.computing(unit)
 
     def await_progress(self) -> bool:
-        """For a pool that is out of room: send home gradients of groups whose backward is not over
-        (an expert without tokens never gets its own), or wait for the group being updated. False
-        if there is nothing to wait for."""
+        """Send home gradients of groups whose backward is not over (an expert without tokens never
+        gets its own), or wait for the group being updated: for a pool that is out of room. Returns
+        False if there is nothing to wait for."""
         in_backward = threading.get_ident() == self._backward_thread
         if in_backward:
             closed = [state.gradients.close() for state in self.optimizer_states]
@@ -400,8 +401,8 @@ class Runtime:
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
-        """The scale that the loss has to be multiplied with (1 without loss scaling). StateError if
-        a part of it was multiplied already."""
+        """Yield the scale that the loss has to be multiplied with (1 without loss scaling). Raises
+        StateError if a part of it was multiplied already."""
         self._scaled_backward = self._scaling_all = True
         try:
             yield self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -409,7 +410,7 @@ class Runtime:
             self._scaled_backward = self._scaling_all = False
 
     def announce_scaled(self) -> None:
-        """Within a backward, before any gradient comes: its loss was multiplied with the scale."""
+        """Note, within a backward and before any gradient comes, that its loss was scaled."""
         if self._scaling_all:
             raise StateError(
                 "the loss would be multiplied with the loss scale twice: give engine.backward what "
@@ -490,7 +491,7 @@ class Runtime:
 
     # ---------------------------------------------------------------- the whole
     def lanes(self) -> list[Lane]:
-        """What the model's thread waits for, beside its states."""
+        """Return the lanes that the model's thread waits for, beside its states."""
         meshed = [] if self.tensor_parallel is None else [self.tensor_parallel.lane]
         return [self.updates.lane, *self.rank_work.lanes(), *meshed]
 
@@ -512,8 +513,8 @@ class Runtime:
                 each.settle()
 
     def ending(self) -> Callable[[], None]:
-        """Ends all threads. It keeps no model, unless an update is pending: for an engine that is
-        dropped together with its model."""
+        """Return a function that ends all threads. It keeps no model, unless an update is pending:
+        for an engine that is dropped together with its model."""
         return partial(_end, weakref.ref(self.store), self.updates, self.rank_work.ending())
 
     def close(self, why: str | None = None) -> None:

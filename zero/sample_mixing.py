@@ -46,7 +46,7 @@ class Pieces(Protocol):
 
     @property
     def split(self) -> Sequence[bool]:
-        """Which of the leaves."""
+        """Whether each of the leaves is split."""
         ...
 
     def call(self, number: int, leaves: Sequence[Any]) -> tuple[Any, Any]: ...
@@ -58,7 +58,7 @@ Run = Callable[[tuple[Any, Any]], Any]
 
 
 def refuse_mixing(unit: Unit, run: Run, pieces: Pieces, *, gradients: bool = True) -> None:
-    """UnsupportedError for a block that mixes the samples of a batch. `gradients`: some are
+    """Raise UnsupportedError for a block that mixes the samples of a batch. `gradients`: some are
     computed."""
     _Question(unit, run, pieces).ask(gradients=gradients)
 
@@ -119,7 +119,7 @@ class _Question:
         return self._of_some(pair) if len(self._pieces.spans) > 2 else self._outputs(pair)
 
     def _of_some(self, call: tuple[Any, Any]) -> list[Tensor]:
-        """Of a part of the batch."""
+        """Return the outputs for a part of the batch. Raises UnsupportedError if it fails."""
         try:
             return self._outputs(call)
         except torch.OutOfMemoryError:
@@ -132,7 +132,7 @@ class _Question:
             ) from error
 
     def _outputs(self, call: tuple[Any, Any]) -> list[Tensor]:
-        """Each time from the same state, with the same random numbers."""
+        """Return the outputs, each time from the same state and with the same random numbers."""
         with self._random.again(), self._state.installed():
             if self._evaluates:
                 self._block.eval()
@@ -141,8 +141,8 @@ class _Question:
         return outputs
 
     def _leaves(self) -> list[Any]:
-        """Copies, up to the second piece: a block may write to what it is given, and inference
-        tensors have no graph."""
+        """Return copies, up to the second piece: a block may write to what it is given, and
+        inference tensors have no graph."""
         stop = self._pieces.spans[1].stop
         pairs = zip(self._pieces.leaves, self._pieces.split, strict=True)
         return [
@@ -173,8 +173,8 @@ class _Question:
                 self._refuse(f"the {what} of the first samples of a batch depends on the others")
 
     def _with_other_samples(self) -> list[Any]:
-        """In place of the second piece, samples that are as good: those of the first, scaled
-        (signs, zeros and infinities stay)."""
+        """Return arguments with other samples, as good ones, in place of the second piece: those of
+        the first, scaled (signs, zeros and infinities stay)."""
         first, second = self._pieces.spans[:2]
         generator = torch.Generator().manual_seed(1)
 
@@ -189,7 +189,7 @@ class _Question:
         return [exchanged(leaf) if split else leaf for leaf, split in pairs]
 
     def _first_piece(self, leaves: Sequence[Any]) -> dict[str, tuple[Tensor, torch.dtype]]:
-        """The first piece's output, of two, and sketches of the gradients that come from it."""
+        """Return the first piece's output, of two, and sketches of the gradients from it."""
         span = self._pieces.spans[0]
         inputs = {n: x.requires_grad_() for n, x in enumerate(leaves) if _is_float(x)}
         # copies: a block may write to its inputs, not to leaves
@@ -219,7 +219,7 @@ class _Question:
     def _check_input(
         self, number: int, gradient: Tensor, found: dict[str, tuple[Tensor, torch.dtype]]
     ) -> None:
-        """Nothing may go to the second piece."""
+        """Check that nothing goes to the second piece."""
         if not self._pieces.split[number]:
             _add_sketch(found, f"input {number}", gradient)
             return
@@ -248,7 +248,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _cotangent(output: Tensor, span: slice) -> Tensor:
-    """Random for the samples of `span`, zero for the others."""
+    """Return a cotangent: random for the samples of `span`, zero for the others."""
     whole = torch.zeros_like(output)
     generator = torch.Generator().manual_seed(2)
     whole[span] = torch.randn(output[span].shape, generator=generator).to(whole)
@@ -258,7 +258,7 @@ def _cotangent(output: Tensor, span: slice) -> Tensor:
 def _take_sketch(
     found: dict[str, tuple[Tensor, torch.dtype]], name: str, param: Tensor
 ) -> None:  # fmt: skip
-    """At once, so that no more than one gradient is there at a time."""
+    """Take a sketch at once, so that no more than one gradient is there at a time."""
     gradient, param.grad = param.grad, None
     assert gradient is not None, "it has come"
     _add_sketch(found, name, local_of(gradient))
@@ -267,7 +267,7 @@ def _take_sketch(
 def _add_sketch(
     found: dict[str, tuple[Tensor, torch.dtype]], name: str, gradient: Tensor
 ) -> None:  # fmt: skip
-    """Sums and norms of its parts; none where it is not finite, which any sample may cause."""
+    """Add sums and norms of a gradient's parts; none if not finite, as any sample may cause."""
     parts = gradient.detach().reshape(-1).tensor_split(_SKETCH_PARTS)
     sums = [part.sum(dtype=torch.float64) for part in parts]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
@@ -298,7 +298,7 @@ def _own_parameters(block: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def _own_graph() -> AbstractContextManager[Any]:
-    """Saved tensors stay as they are: neither parked nor handles."""
+    """Inside, saved tensors stay as they are: neither parked nor handles."""
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
 
 

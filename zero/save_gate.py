@@ -1,10 +1,10 @@
-"""What a save in the background has still to read, and who may overwrite it before.
+"""The gate of a save in the background: groups wait before they overwrite unsaved values.
 
     group on nvme, and room for another version      at once: the old version stays
     else                                             once the save has passed the group
 
-An update that may not begin yet stays in its queue while others go on. What is waited for, the save
-takes next, so its order is that of the updates.
+An update that may not begin yet stays in its queue while others go on. The save takes the groups
+next that are waited for, so its order is that of the updates.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SaveGate:
         self._wanted: OrderedDict[int, None] = OrderedDict()  # the next one first
 
     def close(self, held: Mapping[int, int | None], room_nbytes: int) -> None:
-        """A save begins to read these groups: versions of them may take so much room beside new
-        ones."""
+        """Note that a save begins to read these groups: versions of them may take so much room
+        beside new ones."""
         with self._lock:
             self._held = dict(held)
             self._admitted = {}
@@ -36,7 +36,7 @@ class SaveGate:
             self._wanted.clear()
 
     def admits(self, index: int) -> bool:
-        """Whether a group may be overwritten, from here on. If not, the save takes it next."""
+        """Return whether a group may be overwritten from now on. If not, the save takes it next."""
         if not self._held:  # without the lock: no less true than just after it
             return True
         with self._lock:
@@ -51,12 +51,12 @@ class SaveGate:
             return False
 
     def holds_back(self, index: int) -> bool:
-        """Whether it may not be overwritten yet."""
+        """Return whether a group may not be overwritten yet."""
         with self._lock:
             return index in self._held and index not in self._admitted
 
     def want(self, index: int) -> None:
-        """A group is needed now: the save takes it next, if it may not be overwritten yet."""
+        """Note that a group is needed now: the save takes it next, if it holds it back."""
         if not self._held:
             return
         with self._lock:
@@ -72,12 +72,12 @@ class SaveGate:
 
     # ---------------------------------------------------------------- for the save
     def next_wanted(self) -> int | None:
-        """A group that somebody waits for."""
+        """Return a group that is waited for."""
         with self._lock:
             return next((index for index in self._wanted if index in self._held), None)
 
     def passed(self, index: int) -> None:
-        """All of a group was read."""
+        """Note that all of a group was read."""
         with self._lock:
             self._held.pop(index, None)
             self._room += self._admitted.pop(index, 0)
@@ -86,7 +86,7 @@ class SaveGate:
         self.on_passed()
 
     def open(self) -> None:
-        """The save reads nothing any more."""
+        """Note that the save reads nothing any more."""
         with self._lock:
             self._held.clear()
             self._admitted.clear()

@@ -19,7 +19,7 @@ _CHECKPOINT = unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 def in_backward() -> bool:
-    """Whether autograd has called what is running."""
+    """Return whether autograd has called the running code."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -28,8 +28,8 @@ def leave_checkpoints(error: BaseException) -> None:
     """End the contexts of checkpoints that `error` has come through, the innermost first.
 
     Before torch 2.13 a checkpoint leaves that to the collection of its generator: its hooks, and
-    those below them, would be active until nobody has the error any more, and be taken off twice
-    if an interrupt took them off before.
+    those below them, would be active as long as the error is referenced, and be taken off twice if
+    an interrupt took them off before.
     """
     frames, trace = [], error.__traceback__
     while trace is not None:
@@ -42,7 +42,7 @@ def leave_checkpoints(error: BaseException) -> None:
 
 
 class Session:
-    """Our saved-tensor hooks. For one thread."""
+    """The saved-tensor hooks of one session. For one thread."""
 
     def __init__(self, handles: HandleTable) -> None:
         self._outer = active_hooks()
@@ -54,7 +54,7 @@ class Session:
         self._is_open = True
 
     def close(self) -> None:
-        """Take off one of each: if other hooks are on top of ours, their owner takes ours off in
+        """Take off one of each: if other hooks are on top of these, their owner takes these off in
         turn."""
         if self._is_open:
             self._hooks.__exit__(None, None, None)

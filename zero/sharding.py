@@ -1,4 +1,4 @@
-"""Which rank owns which part of every group (ZeRO: Rajbhandari et al., 2020).
+"""The parts of every group that each rank owns (ZeRO: Rajbhandari et al., 2020).
 
 World of `replicas x ranks` processes. The ranks of one shard group own a shard of every group each
 and together one copy of the states; replicas do the same with other data (HSDP; hpZ of ZeRO++;
@@ -40,7 +40,8 @@ class Sharding:
 
     @classmethod
     def of(cls, stage: int, shard_group: int | None, world_size: int, rank: int) -> Sharding:
-        """Neighbouring ranks share a shard group. ConfigError if groups do not come out even."""
+        """Return a rank's place: neighbouring ranks share a shard group. Raises ConfigError if
+        groups do not come out even."""
         ranks = 1 if stage == 0 else shard_group or world_size
         if world_size % ranks:
             raise ConfigError(
@@ -53,9 +54,9 @@ class Sharding:
         )  # fmt: skip
 
     def of_experts(self, ep_size: int) -> Sharding:
-        """Of experts that are spread over `ep_size` neighbouring ranks each time: among the ranks
-        with the same ones. Their parameters are whole at every stage: which ones a rank uses, its
-        tokens say."""
+        """Return the place of experts that are spread over `ep_size` neighbouring ranks each time:
+        among the ranks with the same ones. Their parameters are whole at every stage: a rank's
+        tokens decide which ones it uses."""
         if ep_size == 1:
             return self
         place = self.replica * self.ranks + self.rank
@@ -72,12 +73,12 @@ CODE_BLOCK_NUMEL = 256  # elements that share a scale, where 8-bit codes travel 
 
 
 def scales_numel(numel: int) -> int:
-    """Scales of `numel` elements, whole blocks of them."""
+    """Return the number of scales of `numel` elements, whole blocks of them."""
     return numel // CODE_BLOCK_NUMEL
 
 
 def codes_nbytes(numel: int) -> int:
-    """Bytes of 8-bit codes of `numel` elements, and of their scales."""
+    """Return the bytes of 8-bit codes of `numel` elements, and of their scales."""
     return numel + 4 * scales_numel(numel)
 
 
@@ -109,17 +110,17 @@ class Part:
         )  # fmt: skip
 
     def trained_in(self, host: Array) -> Array:
-        """The elements that this rank updates, of the group's elements in host memory."""
+        """Return the elements that this rank updates, of the group's elements in host memory."""
         start = 0 if self.is_shard else self.trainable.start
         return host[start : start + len(self.trainable)]
 
     def frozen_in(self, host: Array) -> Array:
-        """This rank's part of what is never updated, likewise."""
+        """Return this rank's part of the elements that are never updated, likewise."""
         start = len(self.trainable) if self.is_shard else self.frozen.start
         return host[start : start + len(self.frozen)]
 
     def trained(self) -> Iterator[PartOfParam]:
-        """The parameters in the trainable part, in order."""
+        """Yield the parameters in the trainable part, in order."""
         for index, spec in enumerate(self.layout.params):
             lo, hi = max(spec.offset, self.trainable.start), min(spec.stop, self.trainable.stop)
             if spec.trainable and (lo < hi or self.layout.ranks == 1):

@@ -21,8 +21,8 @@ _MOST_WORK = 1_000_000  # of NumPy's exact answer; beyond it counts as shared
 
 
 def refuse_shared_views(model: nn.Module) -> None:
-    """UnsupportedError for two parameters, or a trainable one and a buffer, with an element in
-    common. Parts of one memory that are apart are fine."""
+    """Raise UnsupportedError for two parameters, or a trainable one and a buffer, with an element
+    in common. Parts of one memory that are apart are fine."""
     for a, b in _touching(model):
         if not _shares(a.memory, b.memory):
             continue
@@ -57,7 +57,7 @@ class _View:
 
 
 def _touching(model: nn.Module) -> Iterator[tuple[_View, _View]]:
-    """Pairs, one of them a parameter, whose ranges of addresses overlap."""
+    """Yield pairs, one of them a parameter, whose ranges of addresses overlap."""
     active: list[_View] = []
     for view in sorted(_views(model), key=lambda view: view.start):
         active = [each for each in active if each.stop > view.start]
@@ -75,7 +75,7 @@ def _views(model: nn.Module) -> Iterator[_View]:
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two strided tensors have an element in common."""
+    """Return whether two strided tensors have an element in common."""
     try:
         shares: Any = np.shares_memory  # its types know no other work than none or any
         return bool(shares(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)), _MOST_WORK))

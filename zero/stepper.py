@@ -123,12 +123,12 @@ class Stepper:
 
     @property
     def has_unstepped_gradients(self) -> bool:
-        """Gradients that arrived since the last step, and were not dropped."""
+        """Whether there are gradients that arrived since the last step, and were not dropped."""
         return self._unstepped and any(state.gradients.has_any for state in self._states)
 
     @property
     def passes_since_step(self) -> int:
-        """Backward passes whose gradients wait for a step: the most that any parameter has."""
+        """The backward passes whose gradients wait for a step: the most that any parameter has."""
         return max((int(each.max()) for each in self._passes if each.size), default=0)
 
     @property
@@ -141,7 +141,7 @@ class Stepper:
         return self._loss_scale_of_gradients
 
     def check_arrival(self, state: OptimizerState) -> None:
-        """StateError if the group's update has begun and would miss another gradient."""
+        """Raise StateError if the group's update has begun and would miss another gradient."""
         if self._loss_scale is not None:
             self._follow_loss_scale()
         if state.group.index in self._ahead:
@@ -153,8 +153,8 @@ class Stepper:
         self.trials.take_back([state.group.index])
 
     def arrived(self, state: OptimizerState, index: int, *, more: bool = False) -> None:
-        """A gradient of parameter `index` is in its accumulator. `more`: it is a part, and the
-        rest comes in the same backward pass."""
+        """Note that a gradient of parameter `index` is in its accumulator. `more`: it is a part,
+        and the rest comes in the same backward pass."""
         self._unstepped = True
         self.norms.invalidate()
         if more or state.group.index in self._summed_over_blocks:
@@ -169,12 +169,12 @@ class Stepper:
             self._reductions.when_issued(state.group.index, partial(self._try, state))
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
-        """A parameter got all of its gradient of one backward pass."""
+        """Note that a parameter got all of its gradient of one backward pass."""
         if state.group.index not in self._summed_over_blocks:
             self._passes[state.group.index][index] += 1
 
     def _follow_loss_scale(self) -> None:
-        """Gradients that are still there were multiplied with the scale of their pass."""
+        """Rescale gradients that were multiplied with the scale of an earlier pass."""
         assert self._loss_scale is not None, "asked by the caller"
         scale = self._loss_scale.scale
         before, self._loss_scale_of_gradients = self._loss_scale_of_gradients, scale
@@ -221,7 +221,7 @@ class Stepper:
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.
 
-        Returns as soon as that is decided; parameters are read only after their own update.
+        Returns as soon as that is decided; parameters are read only after their own update. Raises
         StateError, with nothing changed, if `hyper_of` differs from what updates ahead were made
         with.
         """
@@ -273,7 +273,7 @@ class Stepper:
                     )
 
     def _end_ahead(self) -> None:
-        """The groups updated ahead of this step are done; their gradients are used up."""
+        """Finish the groups updated ahead of this step: their gradients are used up."""
         with self._lock:
             ahead = sorted(self._ahead)
             self._ahead.clear()
@@ -287,7 +287,7 @@ class Stepper:
     def zero_grad(self) -> None:
         """Forget all gradients, each as soon as a pending update has read it.
 
-        StateError if updates have begun ahead of a step that was never taken.
+        Raises StateError if updates have begun ahead of a step that was never taken.
         """
         self._refuse_to_drop(self._ahead)
         self.trials.take_back_all()
@@ -336,7 +336,7 @@ class Stepper:
         return bool(self._ahead)
 
     def begin_anew(self) -> None:
-        """No step was made, and there are no gradients. For settled states."""
+        """Begin anew, as before any step and without gradients. For settled states."""
         self.forget("training began anew since")
         self.taken = self.skipped = 0
         self.nonfinite = NonfiniteSteps(self._rules.max_skipped_steps)
@@ -359,13 +359,13 @@ class Stepper:
                 state.group.gather()  # an update ahead withheld it
 
     def gradient_norm_of(self, places: Sequence[Place]) -> torch.Tensor:
-        """The 2-norm of one parameter's gradient, 0-dim, fp32; of a packed one, `places` are its
-        rows'. Of several ranks all have to ask, and are answered from one exchange until a gradient
+        """Return the 2-norm of one parameter's gradient, 0-dim, fp32; of a packed one, `places` are
+        its rows'. On several ranks all must ask, and one exchange answers them until a gradient
         changes."""
         return self.norms.of(places, self._loss_scale_of_gradients)
 
     def idled(self) -> None:
-        """This rank took part in a pass without data."""
+        """Note that this rank took part in a pass without data."""
         self._idle_passes += 1
 
     def agree(self, use: str, name: str = "") -> None:
@@ -376,13 +376,13 @@ class Stepper:
         self.norms.invalidate()
 
     def changed(self) -> None:
-        """A gradient was written or scaled."""
+        """Note that a gradient was written or scaled."""
         self._unstepped = True
         self.norms.invalidate()
 
     def _check_passes(self) -> None:
-        """`gradient_accumulation_steps` says how many passes come before a step. It gates nothing,
-        so a loop that counts on that (as with DeepSpeed) would step too often."""
+        """Check how many passes come before a step against `gradient_accumulation_steps`. It gates
+        nothing, so a loop that counts on that (as with DeepSpeed) would step too often."""
         if not self.checks_passes:
             return
         passes = self.passes_since_step + self._idle_passes
@@ -399,7 +399,7 @@ class Stepper:
         self._short_step = passes if is_short else None
 
     def _wait_for_reading_updates(self) -> None:
-        """A group has one update at a time, and zero_grad counts from when it was called."""
+        """Wait for updates: a group has one at a time, and zero_grad counts from its call."""
         with self._lock:
             reading = sorted(self._read_by_update - self._ahead)
         reading = [index for index in reading if index not in self.trials]
@@ -433,7 +433,7 @@ class Stepper:
         self.catch_up(self._missed.overdue())
 
     def _keep_trials(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
-        """Groups whose update on trial is that of this step."""
+        """Yield the groups whose update on trial is that of this step."""
         for index in self.trials:
             state = self._states[index]
             terms = self._terms(state, hyper_of, grad_scale)
@@ -473,7 +473,7 @@ class Stepper:
     def _group_update(
         self, state: OptimizerState, terms: Terms, missed: ZeroUpdates, scalars: _ScalarsOf
     ) -> GroupUpdate:
-        """The next update of a group. Changes nothing."""
+        """Return the next update of a group. Changes nothing."""
         group, segments = state.group, []
         missed = dict(missed)
         steps = state.steps[list(terms.having)].tolist()
@@ -510,14 +510,14 @@ class Stepper:
             self._updates.submit(updates)
 
     def catch_up_all(self) -> None:
-        """As `catch_up`, of whichever group has missed a step."""
+        """Catch up, as `catch_up` does, with the steps that any group has missed."""
         self.catch_up(self._missed.behind())
 
     def _catch_up_one(self, group: ParamGroup) -> None:
         self.catch_up([group])
 
     def _update_done(self, index: int) -> None:
-        """On the update thread: the group's gradients are not read any more."""
+        """Note, on the update thread, that the group's gradients are not read any more."""
         with self._lock:
             ahead = index in self._ahead
         if ahead:
@@ -535,7 +535,7 @@ class Stepper:
 
 
 def _without_gradients(state: OptimizerState, updates: ZeroUpdates) -> list[Segment]:
-    """Of the parameters that lie in this rank's part."""
+    """Return the segments of updates without gradients, for the parameters in this rank's part."""
     segments = []
     for index, (*before, (scalars, step)) in updates.items():
         part = state.parts.get(index)
@@ -548,11 +548,11 @@ def _without_gradients(state: OptimizerState, updates: ZeroUpdates) -> list[Segm
 
 
 def _nothing() -> None:
-    """No gradient was read."""
+    """Do nothing: no gradient was read."""
 
 
 def _no_handles(groups: Sequence[int], why: str) -> None:
-    """There are no handles of gradients."""
+    """Do nothing: there are no handles of gradients."""
 
 
 def _end(update: GroupUpdate, _: Transfer[None]) -> None:
@@ -560,7 +560,7 @@ def _end(update: GroupUpdate, _: Transfer[None]) -> None:
 
 
 def _changed(used: Hyper | None, now: Hyper | None) -> str:
-    """The change of one parameter's hyperparameters, as half a sentence."""
+    """Return the change of one parameter's hyperparameters, as half a sentence."""
     if used is None or now is None:
         return f"it was {'added to' if used is None else 'taken out of'} the param groups"
     pairs = zip(used.numbers, now.numbers, strict=True)

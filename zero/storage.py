@@ -1,4 +1,4 @@
-"""Which frozen weights are stored in fewer bits, and how a model's groups are cut for it.
+"""The frozen weights that are stored in fewer bits, and the groups that are cut for them.
 
 A group whose weights are stored in codes is one of frozen parameters alone: nothing of it is ever
 updated, and its bytes at home are not those that the model computes with. So a unit that trains
@@ -28,16 +28,16 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Storage:
-    """What the configuration says of frozen weights. `raw`: names of parameters that stay as they
-    are in any case."""
+    """The configured storage of frozen weights. `raw`: names of parameters that stay as they are in
+    any case."""
 
     format: WeightFormat
     skip: tuple[str, ...] | None = None  # None: HEAD, where there is one
     raw: Collection[str] = field(default=frozenset(), compare=False)
 
     def stores(self, param: ParamShape) -> bool:
-        """Whether a parameter is stored in codes: a matrix that is frozen, of which no name is
-        skipped. Norms and biases have one dimension, filters of convolutions more than two."""
+        """Return whether a parameter is stored in codes: a matrix that is frozen, of which no name
+        is skipped. Norms and biases have one dimension, filters of convolutions more than two."""
         return (
             not param.trainable
             and _is_matrix(param)
@@ -50,7 +50,7 @@ class Storage:
         return (HEAD,) if self.skip is None else self.skip
 
     def check(self, params: Sequence[ParamShape]) -> None:
-        """ConfigError where a pattern names nothing, or nothing is left to be stored."""
+        """Raise ConfigError if a pattern names nothing, or nothing is left to be stored."""
         for pattern in self.skip or ():
             if not any(is_named(name, pattern) for param in params for name in param.names):
                 raise ConfigError(
@@ -85,7 +85,7 @@ class Storage:
 
 
 def _is_matrix(param: ParamShape) -> bool:
-    """A weight of a linear layer or an embedding; of packed experts also all of them."""
+    """Return whether it is a weight of a linear layer or embedding, or of all packed experts."""
     if 0 in param.shape:
         return False
     if len(param.shape) == 3:
@@ -98,15 +98,15 @@ def _names_experts(name: str) -> bool:
 
 
 def is_named(name: str, pattern: str) -> bool:
-    """Whether a parameter's name, or that of a module that it is in, is `pattern` or ends with it
-    (`lm_head`, `mlp.down_proj`, `layers.0`); `pattern` may have fnmatch's wildcards."""
+    """Return whether a parameter's name, or that of a module that it is in, is `pattern` or ends
+    with it (`lm_head`, `mlp.down_proj`, `layers.0`); `pattern` may have fnmatch's wildcards."""
     return any(fnmatchcase(part, pattern) for part in _parts(name))
 
 
 @cache
 def _parts(name: str) -> tuple[str, ...]:
-    """Of `a.b.weight`: a, a.b, a.b.weight, b, b.weight, weight. Of PEFT's names also those that the
-    base model has, of an expert's row those of its packed parameter."""
+    """Return the parts of `a.b.weight`: a, a.b, a.b.weight, b, b.weight, weight. PEFT's names also
+    have those of the base model, an expert's row those of its packed parameter."""
     plain = [part.partition("[")[0] for part in name.split(".")]
     base = [part for part in plain if part != "base_layer"]
     return tuple(dict.fromkeys(chain(_runs(plain), _runs(base))))
@@ -119,7 +119,7 @@ def _runs(parts: Sequence[str]) -> Iterator[str]:
 
 
 def _last_names(params: Sequence[ParamShape]) -> list[str]:
-    """Names of the innermost modules."""
+    """Return names of the innermost modules."""
     found = (name.rpartition(".")[0].rpartition(".")[2] for p in params for name in p.names)
     return [name for name in dict.fromkeys(found) if name and not name.isdigit()]
 
@@ -141,11 +141,12 @@ class Cut:
 def cut(
     storage: Storage, groups: Sequence[tuple[str, str, Sequence[ParamShape]]]
 ) -> tuple[list[Cut], Callable[[Sequence[int]], list[int]]]:
-    """Groups, given by their name, their table of experts and their parameters, cut so that what is
-    stored in codes is apart from what is trained; and the new numbers for those that a unit needs.
+    """Cut groups, given by their name, their table of experts and their parameters, so that what is
+    stored in codes is apart from what is trained. Returns them, and a function for the new numbers
+    of those that a unit needs.
 
-    ConfigError as `Storage.check`; UnsupportedError for experts that move one by one, of which some
-    parameters are trained and others stored.
+    Raises ConfigError as `Storage.check`; UnsupportedError for experts that move one by one, of
+    which some parameters are trained and others stored.
     """
     storage.check([param for _, _, params in groups for param in params])
     cuts: list[Cut] = []

@@ -51,8 +51,8 @@ class WeightHomes(Protocol):
         self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
         stride: int | None = None,
     ) -> State:  # fmt: skip
-        """Elements behind `edge` are not updated; `stride` are those of each of the parts that are
-        pieces of their own."""
+        """Return the state of a group's parameters. Elements behind `edge` are not updated;
+        `stride` counts those of each of the parts that are pieces of their own."""
         ...
 
 
@@ -163,7 +163,7 @@ class WeightStore:
         )
 
     def part_of(self, group: ParamGroup) -> Part:
-        """This rank's part of a group."""
+        """Return this rank's part of a group."""
         sharding = self._sharding_of(group)
         return Part.of(group.layout, sharding.rank, is_shard=sharding.parameters)
 
@@ -174,7 +174,7 @@ class WeightStore:
         self.adopt(group)
 
     def adopt(self, group: ParamGroup) -> None:
-        """A group's state has its first values."""
+        """Adopt a group, whose state has its first values."""
         group.adopt()
         if group.residing is GroupState.GATHERED:
             self._handles.note(group)  # no module that brings it may ever be called
@@ -215,7 +215,7 @@ class WeightStore:
 
     # ---------------------------------------------------------------- fetching
     def begin_forward(self) -> None:
-        """The whole model is called."""
+        """Note that the whole model is called."""
         self.check_usable()
         self.adopt_changes()
         self.ranks.begin_pass()
@@ -227,7 +227,7 @@ class WeightStore:
         self._values.adopt_changes()
 
     def use(self, group: ParamGroup) -> None:
-        """`group` is needed now: note it, begin to bring it, gather it where it is shared, and
+        """Note that `group` is needed now: begin to bring it, gather it where it is shared, and
         fetch what comes next."""
         backward = in_backward()
         if self._is_repeated(group, backward=backward):
@@ -245,9 +245,9 @@ class WeightStore:
             self.fetcher.fetch_ahead()
 
     def _is_repeated(self, group: ParamGroup, *, backward: bool) -> bool:
-        """Whether the group was used last and nothing is to be done for it anew: backward asks once
-        per saved view. Its state brings it again, should it have had to leave. What comes next is
-        looked for now and then: it may have found no room, or be half-way here."""
+        """Return whether the group was used last and nothing is to be done for it anew: backward
+        asks once per saved view. Its state brings it again, should it have had to leave. What comes
+        next is looked for now and then: it may have found no room, or be half-way here."""
         if self.unusable is not None or not self.trace.repeats(group.index, backward=backward):
             self._repeats = 0
             return False
@@ -256,9 +256,9 @@ class WeightStore:
         return alone and self._repeats % _REPEATS != 0
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
-        """A module that is being called chose what it needs next, in this order (a router its
-        experts): begin to bring it. To compute with a group, hold it (`held`); what is not a group
-        and was added to the `fetcher` is used through that and its state."""
+        """Begin to bring what a module that is being called has chosen to need next, in this order
+        (a router its experts). To compute with a group, hold it (`held`); what is not a group and
+        was added to the `fetcher` is used through that and its state."""
         with self.one_thread:
             self.check_usable()
             for item in chosen:
@@ -267,42 +267,42 @@ class WeightStore:
             self.fetcher.announce(chosen)
 
     def held(self, groups: Sequence[ParamGroup]) -> AbstractContextManager[None]:
-        """`groups` are gathered and stay so inside."""
+        """Keep `groups` gathered inside."""
         assert self.hooks is not None, "installed by `start`"
         return self.hooks.held(groups)
 
     def expert(self, group: ParamGroup) -> AbstractContextManager[None]:
-        """Around the computation of one packed expert: it is gathered and stays so inside."""
+        """Keep one packed expert gathered inside, around its computation."""
         assert self.hooks is not None, "installed by `start`"
         return self.hooks.expert(group)
 
     def computing(self, unit: Unit) -> AbstractContextManager[None]:
-        """Around a unit's own forward, for a caller that computes it without calling the module."""
+        """Wrap a unit's own forward, for a caller that computes it without calling the module."""
         assert self.hooks is not None, "installed by `start`"
         return self.hooks.computing(unit)
 
     def versions(self, unit: Unit) -> tuple[int, ...]:
-        """Change with every update of a unit's parameters."""
+        """Return numbers that change with every update of a unit's parameters."""
         return tuple(self.groups[index].version for index in unit.groups)
 
     # ---------------------------------------------------------------- the whole
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int] | None:
-        """A parameter's group and its index there; None if it is in none (see `packed_of`)."""
+        """Return a parameter's group and index; None if it is in none (see `packed_of`)."""
         return self._where.get(id(param))
 
     def packed_of(self, param: torch.Tensor) -> PackedParam | None:
-        """A parameter whose rows are in groups of their own; None for any other."""
+        """Return a parameter whose rows are in groups of their own; None for any other."""
         return self._packed.get(id(param))
 
     def rows_of(self, param: nn.Parameter) -> list[nn.Parameter]:
-        """A packed parameter's, in their order; any other is its only one. To write it without
-        having all of it in memory."""
+        """Return a packed parameter's rows, in their order; any other is its only one. They can be
+        written without having all of it in memory."""
         packed = self.packed_of(param)
         return [param] if packed is None else packed.rows
 
     def whole_of(self, param: nn.Parameter) -> tuple[ParamSpec, int]:
-        """A parameter of a group as the model has it, and which of its elements is the first: of a
-        row, its packed parameter's."""
+        """Return a parameter of a group as the model has it, and which of its elements is the
+        first: for a row, its packed parameter's."""
         group, index = self._where[id(param)]
         packed = self._packed.get(self.whole.get(id(param), 0))
         if packed is None:
@@ -311,8 +311,8 @@ class WeightStore:
         return packed.spec, group.table.groups.index(group) * param.numel()
 
     def places_of(self, param: torch.Tensor) -> list[tuple[ParamGroup, int]]:
-        """A parameter's group and its index there; of a packed one, its rows'. Empty if it is not
-        managed."""
+        """Return a parameter's group and its index there; for a packed one, its rows'. Empty if it
+        is not managed."""
         packed = self.packed_of(param)
         if packed is not None:
             return packed.places
@@ -320,7 +320,7 @@ class WeightStore:
         return [] if found is None else [found]
 
     def spec_of(self, param: torch.Tensor) -> ParamSpec | None:
-        """Name, shape and whether it is trained; None if it is not managed."""
+        """Return name, shape and whether it is trained; None if it is not managed."""
         packed = self.packed_of(param)
         if packed is not None:
             return packed.spec
@@ -328,13 +328,14 @@ class WeightStore:
         return None if found is None else found[0].layout.params[found[1]]
 
     def in_use(self) -> list[str]:
-        """Names of what a forward or `gathered` has entered and not left."""
+        """Return the names of groups and packed parameters that a forward or `gathered` still
+        uses."""
         used = [group.name or "the model" for group in self.groups if group.is_entered]
         return used + [packed.name for packed in self.packed if packed.is_shown]
 
     def check_usable(self) -> None:
-        """StateError if the states are a mixture (a load that failed half-way), or another
-        process's; UnsupportedError where the device records a graph."""
+        """Raise StateError if the states are a mixture (a load that failed half-way), or another
+        process's; UnsupportedError if the device records a graph."""
         self.one_thread.check_process()
         refuse_capture(self.device)
         check_whole()
@@ -347,7 +348,7 @@ class WeightStore:
 
     def close(self, why: str | None = None) -> None:
         """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.
-        `why` the model has no values then, which hooks of their own say; None where it gets
+        `why` is raised by hooks of their own, as the model has no values then; None if it gets
         them."""
         self.refuse_use()
         try:

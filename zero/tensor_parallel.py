@@ -45,11 +45,11 @@ class TensorParallel:
         cls, params: Iterable[tuple[str, torch.nn.Parameter]], data_ranks: Sequence[int],
         device: torch.device, timeout_s: float,
     ) -> TensorParallel | None:  # fmt: skip
-        """The mesh that a model's DTensors are on; None where there are none. `data_ranks` are
-        those with other data and the same parts. All ranks of the mesh have to come here.
+        """Return the mesh that a model's DTensors are on; None if there are none. `data_ranks` are
+        those with other data and the same parts. All ranks of the mesh have to call this.
 
-        UnsupportedError for DTensors that cannot be trained, ConfigError where `data_ranks` and the
-        mesh have more than this rank in common.
+        Raises UnsupportedError for DTensors that cannot be trained, ConfigError if `data_ranks` and
+        the mesh have more than this rank in common.
         """
         found: tuple[int, ...] | None = None
         for name, param in params:
@@ -79,13 +79,14 @@ class TensorParallel:
         return cls(group, device)
 
     def counted_elsewhere(self, params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
-        """Indices of those that are whole on every rank and counted by the first one."""
+        """Return the indices of those that are whole on every rank and counted by the first one."""
         if self.group.rank() == 0:
             return frozenset()
         return frozenset(index for index, param in enumerate(params) if not _is_sharded(param))
 
     def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
-        """Numbers of each rank, one row each: summed over ranks, they stand for the whole model."""
+        """Return the numbers of each rank, one row each: summed over ranks, they stand for the
+        whole model."""
         sums = torch.tensor(mine, dtype=torch.float64, device=control_device(self.device))
         rows = sums.new_empty(self.group.size() * len(mine))
         with self._together("the all-gather of gradient norms"):
@@ -93,8 +94,8 @@ class TensorParallel:
         return rows.cpu().numpy().reshape(-1, len(mine))
 
     def agree_on(self, param: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """Initial values of a parameter's local part: of what is whole everywhere, those that the
-        first rank has."""
+        """Return initial values of a parameter's local part; if it is whole everywhere, the first
+        rank's."""
         if _is_sharded(param):
             return values
         moved = values.detach().to(control_device(self.device), copy=True).contiguous()
@@ -104,7 +105,7 @@ class TensorParallel:
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """RankError where another rank does not come."""
+        """Inside, RankError is raised if another rank does not come."""
         try:
             with self.lane.waiting(what):
                 yield

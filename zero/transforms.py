@@ -12,7 +12,7 @@ _HARMLESS = "Vmap"  # nothing is differentiated
 
 
 def refuse_transforms() -> None:
-    """UnsupportedError if a call under way is differentiated by anything but autograd's graph."""
+    """Raise UnsupportedError if anything but autograd's graph differentiates a call in progress."""
     stack = torch._C._functorch.get_interpreter_stack()
     if not stack and forward_ad._current_level < 0:
         return
@@ -32,8 +32,8 @@ def refuse_transforms() -> None:
 
 
 def refuse_in_transforms(param: str) -> None:
-    """UnsupportedError if an operation on a parameter, outside of its module, is differentiated by
-    anything but autograd's graph."""
+    """Raise UnsupportedError if an operation on a parameter, outside of its module, is
+    differentiated by anything but autograd's graph."""
     # not its stack: the transform has taken itself off when its operation comes to the tensors
     hooks_work = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     if hooks_work and forward_ad._current_level < 0:

@@ -9,8 +9,8 @@ once, its old versions are kept, and the step decides:
          ├ 2 ┤├ 1 ┤├ 0 ┤ as on trial: old versions are dropped
                        │ else: back to them ├ 0 ┤├ 1 ┤├ 2 ┤
 
-The bits are those of the deferred update in any case. Whoever wants to see a group before the step,
-or gives it another gradient, finds it as it was: `ParamGroup.wait_for_update` goes back first.
+The bits are those of the deferred update in any case. A group that is read before the step, or
+gets another gradient, is as it was: `ParamGroup.wait_for_update` goes back first.
 (Speculation with validation behind it is described for updates in CPU memory in SuperOffload,
 arXiv:2509.21271.)
 """
@@ -34,7 +34,7 @@ _LONGEST_PAUSE = 64  # steps
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What an update was made with: of the parameters that have a gradient, in their order."""
+    """The terms of an update, for the parameters that have a gradient, in their order."""
 
     having: tuple[int, ...]
     hypers: tuple[Hyper | None, ...]
@@ -43,7 +43,7 @@ class Terms:
 
 @dataclass(slots=True)
 class TrialCounts:
-    """What became of groups that were updated on trial."""
+    """The counts of groups that were updated on trial, by outcome."""
 
     kept: int = 0
     redone: int = 0  # the step clipped, skipped, or had other numbers
@@ -51,7 +51,7 @@ class TrialCounts:
     why_off: str = "a first step comes before"  # empty where they are on
 
     def __str__(self) -> str:
-        """One line; empty where there were none."""
+        """Return one line; empty if there were none."""
         if not (self.kept or self.redone or self.taken_back):
             return ""
         off = f"; off: {self.why_off}" if self.why_off else ""
@@ -92,8 +92,8 @@ class Trials:
         self._disturbed = False
 
     def lend(self) -> int:
-        """Room for versions in files, to a save in the background: until `give_back` no group whose
-        old version needs some is on trial."""
+        """Lend a save in the background all room for versions in files, and return its bytes: until
+        `give_back` no group whose old version needs some is on trial."""
         with self.lock:
             lent = self._spare.files
             self._spare = self._spare - OldBytes(files=lent)
@@ -111,7 +111,7 @@ class Trials:
         return iter(list(self._terms))
 
     def takes(self, state: OptimizerState) -> bool:
-        """Whether the group can be updated now and be as it was again, if there is memory."""
+        """Return whether the group can be updated now and then restored, if memory suffices."""
         group, nbytes = state.group, self._nbytes[state.group.index]
         return (
             self.on and nbytes is not None and self._spare.holds(nbytes) and not group.is_entered
@@ -124,8 +124,8 @@ class Trials:
         )  # fmt: skip
 
     def begin(self, state: OptimizerState, terms: Terms) -> bool:
-        """Its update with these terms is about to be submitted (lock held). False if there is no
-        memory for its old version."""
+        """Begin a trial: the group's update with these terms is about to be submitted (lock held).
+        Returns False if there is no memory for its old version."""
         index = state.group.index
         nbytes = self._nbytes[index]
         assert nbytes is not None, "taken"
@@ -141,8 +141,8 @@ class Trials:
         return True
 
     def keeps(self, index: int, terms: Terms) -> bool:
-        """The step is made with these terms: True if that is what the trial was made with, whose
-        outcome counts then. Else the group is as it was before."""
+        """Return whether the step is made with the terms of the trial, whose outcome counts then.
+        Else the group is as it was before."""
         with self.lock:
             if index not in self._terms:  # another thread has just taken it back
                 return False
@@ -155,14 +155,14 @@ class Trials:
             return True
 
     def redo_all(self) -> None:
-        """The step is skipped."""
+        """Take all trials back: the step is skipped."""
         with self.lock:
             for index in list(self._terms):
                 self._end(index, keep=False)
                 self.counts.redone += 1
 
     def take_back(self, indices: Iterable[int]) -> None:
-        """Let groups be as they were: somebody needs that before the step."""
+        """Let groups be as they were, which is needed before the step."""
         with self.lock:
             for index in indices:
                 if index in self._terms:
@@ -192,9 +192,9 @@ class Trials:
         self._states[index].group.on_trial = None
 
     def decide_next(self, passes: int, *, changed: bool, numbers_changed: bool) -> None:
-        """A step was made, after so many passes; `changed`: it clipped or skipped. The rule: the
-        next one has trials if this one changed nothing, but for some steps after one in which
-        groups were needed as they were, or got other numbers."""
+        """Decide whether the next step has trials, after a step of so many passes; `changed`: it
+        clipped or skipped. The next one has trials if this one changed nothing, but for some steps
+        after one in which groups were needed as they were, or got other numbers."""
         if not self._is_possible:
             return
         if self._disturbed or numbers_changed:
@@ -217,14 +217,14 @@ class Trials:
 
 
 def _undoable(state: OptimizerState) -> list[Undoable]:
-    """What an update writes, as far as it can be undone."""
+    """Return the states that an update writes, as far as it can be undone."""
     written = (each.undoable() for each in (state.group.state, *state.records))
     return [each for each in written if each is not None]
 
 
 def _old_nbytes(state: OptimizerState) -> OldBytes | None:
-    """Of all its old versions; None where some cannot be kept. Nor are they where a record is in
-    memory: its old version would take the place of copies that save reads."""
+    """Return the bytes of all its old versions; None if some cannot be kept. Nor are they if a
+    record is in memory: its old version would take the place of copies that save reads."""
     weights, records = state.group.state.undoable(), [r.undoable() for r in state.records]
     if weights is None or any(each is None or each.old_nbytes.memory for each in records):
         return None

@@ -44,7 +44,7 @@ _LEAST_BLOCKS = 256  # of 8-bit states that are worth another thread
 
 @dataclass(frozen=True, slots=True)
 class ExpectedUses:
-    """When a group's states are needed next, in uses from now."""
+    """The next uses of a group's states, counted from now."""
 
     of_parameters: Callable[[ParamGroup], float]
     of_records: Callable[[ParamGroup], float]
@@ -113,7 +113,7 @@ class UpdateQueue:
                 update.state.gradients.landed.then(lambda _: self._worker.wake())
 
     def promote(self, index: int) -> None:
-        """A group is needed now: its update is the next to begin."""
+        """Note that a group is needed now: its update is the next to begin."""
         with self._lock:
             if index in self._waiting:
                 self._waiting.move_to_end(index, last=False)
@@ -123,8 +123,8 @@ class UpdateQueue:
         return index in self._unfinished
 
     def withdraw(self, index: int) -> None:
-        """Let a group's update not begin, or wait for its end if it has begun. Raises why the
-        thread has died, if it has."""
+        """Let a group's update not begin, or wait for its end if it has begun. Raises the error of
+        a thread that has died."""
         with self._lock:
             self._raise_failure()
             update = self._waiting.pop(index, None)
@@ -189,7 +189,7 @@ class UpdateQueue:
         return landed or self._reclaim(block=True)
 
     def _land(self) -> bool:
-        """Send home what the device has done."""
+        """Send home what the device has computed."""
         queued, self._on_device = self._on_device, []
         for chunk, ended in queued:
             if not ended.done():
@@ -374,7 +374,7 @@ class UpdateQueue:
 
 
 def merge(pieces: Sequence[Segment]) -> list[Segment]:
-    """Neighbouring segments with equal numbers as one (fewer, longer kernel calls)."""
+    """Return neighbouring segments with equal numbers as one (fewer, longer kernel calls)."""
     merged: list[Segment] = []
     for piece in sorted(pieces, key=lambda segment: segment.start):
         last = merged[-1] if merged else None

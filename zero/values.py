@@ -53,7 +53,7 @@ class ParameterValues(WeightValues):
     # ---------------------------------------------------------------- one parameter's arrays
     @interrupted_in_waits
     def read(self, param: nn.Parameter, field: str) -> torch.Tensor:
-        """A copy of one of the optimizer's states or of `master` (fp32, the shape of the
+        """Return a copy of one of the optimizer's states or of `master` (fp32, the shape of the
         parameter; a DTensor where that is one)."""
         packed = self._store.packed_of(param)
         if packed is not None:
@@ -75,8 +75,8 @@ class ParameterValues(WeightValues):
         return like(param, whole.view(spec.shape))
 
     def part_of(self, param: nn.Parameter) -> slice:
-        """The elements of a parameter, flat, whose states this rank keeps. UnsupportedError for a
-        packed one of several ranks: they keep parts of each row."""
+        """Return the elements of a parameter, flat, whose states this rank keeps. Raises
+        UnsupportedError for a packed one of several ranks: they keep parts of each row."""
         packed = self._store.packed_of(param)
         if packed is not None:
             if self._runtime.ranks is not None:
@@ -162,7 +162,7 @@ class ParameterValues(WeightValues):
     def _chunks(
         self, group: ParamGroup, index: int, host: torch.Tensor, *, write: bool
     ) -> Iterator[_ParamInChunk]:
-        """The chunks of this rank's part of a group that a parameter lies in; `host` has the
+        """Yield the chunks of this rank's part of a group that a parameter lies in; `host` has the
         group's weights."""
         state = self._state_of(group)
         if index not in state.parts:
@@ -190,27 +190,27 @@ class ParameterValues(WeightValues):
 
     # ---------------------------------------------------------------- optimizer state of torch
     def is_trained(self, param: nn.Parameter) -> bool:
-        """Whether the optimizer may update it."""
+        """Return whether the optimizer may update it."""
         group, index = self._first(param)
         return group.layout.params[index].trainable
 
     def _first(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
-        """A parameter's place; of a packed one, its first row's, which all are like."""
+        """Return a parameter's place; for a packed one, its first row's, which all are like."""
         packed = self._store.packed_of(param)
         return self._find(param if packed is None else packed.rows[0])
 
     def fields(self, param: nn.Parameter) -> tuple[str, ...]:
-        """The arrays of a trained parameter that `read` names."""
+        """Return the arrays of a trained parameter that `read` names."""
         kept = self._state_of(self._first(param)[0]).formats[0]  # tiers differ in the states' alone
         return tuple(kept.states) if kept.master is Master.NONE else (*kept.states, "master")
 
     def read_steps(self, param: nn.Parameter) -> int:
-        """How often the optimizer has updated a trained parameter."""
+        """Return how often the optimizer has updated a trained parameter."""
         group, index = self._first(param)
         return int(self._state_of(group).steps[index])
 
     def write_steps(self, param: nn.Parameter, steps: int) -> None:
-        """Set that number."""
+        """Set how often the optimizer has updated a trained parameter."""
         packed = self._store.packed_of(param)
         for row in () if packed is None else packed.rows:
             self.write_steps(row, steps)
@@ -221,10 +221,10 @@ class ParameterValues(WeightValues):
         self._state_of(group).steps[index] = steps
 
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        """`step`, the moments and, where there is one, `master`.
+        """Return `step`, the moments and, where there is one, `master`.
 
-        Empty before the first update, as in torch, but not where there is a master: it may have
-        been made from values of more bits than the weight has.
+        It is empty before the first update, as in torch, but not where there is a master: it may
+        have been made from values of more bits than the weight has.
         """
         names = self.state_names(param)
         return {
@@ -233,7 +233,7 @@ class ParameterValues(WeightValues):
         }  # fmt: skip
 
     def state_names(self, param: nn.Parameter) -> tuple[str, ...]:
-        """Those that `read_state` finds."""
+        """Return the names of the states that `read_state` finds."""
         if not self.is_trained(param):
             return ()
         fields = self.fields(param)
@@ -264,7 +264,7 @@ class ParameterValues(WeightValues):
         super().accept(group, indices)
 
     def _follow(self, group: ParamGroup, index: int) -> None:
-        """A parameter was written: its master becomes that value."""
+        """Update the master of a parameter that was written to its value."""
         host = self._host_weights(group)
         for chunk in self._chunks(group, index, host, write=True):
             if "low" in chunk.arrays:
@@ -276,7 +276,7 @@ class ParameterValues(WeightValues):
 
     @interrupted_in_waits
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient, in the format in which it was accumulated, or None."""
+        """Return a copy of the gradient, in the format in which it was accumulated, or None."""
         packed = self._store.packed_of(param)
         if packed is not None:
             return self._runtime.packed_gradients.value(packed)
@@ -288,7 +288,7 @@ class ParameterValues(WeightValues):
 
 
 def _row_of(state: dict[str, Any], number: int) -> dict[str, Any]:
-    """One row's part of the state of a packed parameter."""
+    """Return one row's part of the state of a packed parameter."""
     return {
         name: value[number] if isinstance(value, torch.Tensor) and value.dim() else value
         for name, value in state.items()

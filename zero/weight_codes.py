@@ -22,14 +22,14 @@ _SHARED_NUMEL = 1 << 20
 @dataclass(frozen=True)
 class WeightCodes:
     """Codes of one group's buffer, as `layout` places them. `run` shares ranges of groups of
-    elements (tens to hundreds) among threads; who runs which changes no bit."""
+    elements (tens to hundreds) among threads; their distribution changes no bit."""
 
     layout: CodedLayout
     kind: Float  # of the values in a slot
     run: Runner = serial
 
     def runner(self, part: CodedPart) -> Runner:
-        """What shares work on a parameter: small ones are not worth waking a thread for."""
+        """Return the runner for a parameter: small ones are not worth waking a thread for."""
         return self.run if part.spec.numel >= _SHARED_NUMEL else serial
 
     def stored_nbytes(self, nbytes: int) -> int:
@@ -65,8 +65,8 @@ class WeightCodes:
         values[end:].zero_()
 
     def _check(self, part: CodedPart, values: torch.Tensor) -> None:
-        """UnsupportedError for what is not finite: elements that share a scale with it would be
-        lost, too."""
+        """Raise UnsupportedError for values that are not finite: elements that share a scale with
+        one would be lost, too."""
         if part.weights is None or not part.spec.numel:
             return
         if not all(end.isfinite() for end in values.view(DTYPE_OF[self.kind]).aminmax()):
@@ -78,7 +78,7 @@ class WeightCodes:
             )
 
     def encode_part(self, part: CodedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
-        """One parameter; both are its own bytes, in one memory."""
+        """Encode one parameter; both arguments are its own bytes, in one memory."""
         if part.weights is None:
             stored.copy_(values)
             return
@@ -109,7 +109,7 @@ class WeightCodes:
 def split_codes(
     stored: torch.Tensor, weights: WeightFormat, numel: int
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Words (int32) and codes of a stored parameter, and the padding behind each."""
+    """Return words (int32) and codes of a stored parameter, and the padding behind each."""
     first, end = weights.scales_nbytes(numel), 4 * (numel // weights.group_size)
     codes = stored[first : first + weights.codes_nbytes(numel)]
     return stored[:end].view(torch.int32), codes, (stored[end:first], stored[first + len(codes) :])

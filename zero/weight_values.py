@@ -37,15 +37,15 @@ class WeightValues:
     # ---------------------------------------------------------------- gathered
     @contextmanager
     def reading(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Full parameters for reading alone."""
+        """Provide full parameters for reading alone."""
         plain, packed = self._apart(params)
         with self._packed.shown(packed, keep=False), self._entered(self._groups_of(plain)):
             yield
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Full parameters for reading and writing. A parameter that was written keeps exactly what
-        was written: its master becomes that value."""
+        """Provide full parameters for reading and writing. A parameter that was written keeps
+        exactly what was written: its master becomes that value."""
         plain, packed = self._apart(params)
         with self._packed.shown(packed, keep=True), self._gathered(plain):
             yield
@@ -53,7 +53,7 @@ class WeightValues:
     def _apart(
         self, params: Sequence[nn.Parameter]
     ) -> tuple[list[nn.Parameter], list[PackedParam]]:
-        """Parameters of groups, and packed ones."""
+        """Return the parameters of groups, and the packed ones."""
         found = [(param, self._store.packed_of(param)) for param in params]
         packed = [each for _, each in found if each is not None]
         return [param for param, each in found if each is None], list(dict.fromkeys(packed))
@@ -91,7 +91,7 @@ class WeightValues:
 
     @interrupted_in_waits
     def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
-        """BudgetError when they do not fit together."""
+        """Enter groups. Raises BudgetError if they do not fit together."""
         for group in groups:
             group.begin_missed()
         for count, group in enumerate(groups):
@@ -107,7 +107,7 @@ class WeightValues:
 
     @uninterrupted
     def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
-        """All ranks take over any rank's writes, from each element's owner."""
+        """Take over any rank's writes on all ranks, from each element's owner."""
         changed: list[int] = []
         for group, before in zip(groups, known, strict=True):
             group.take_over()
@@ -127,10 +127,10 @@ class WeightValues:
             start = stop
 
     def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
-        """Parameters of a gathered group were written: that goes home, and what is made from them
-        follows. Of weights in codes the values that those give are there afterwards.
+        """Send written parameters of a gathered group home, and update what is made from them.
+        Weights in codes have the values that the codes give afterwards.
 
-        UnsupportedError for weights in codes on several ranks, which each have all of them.
+        Raises UnsupportedError for weights in codes on several ranks, which each have all of them.
         """
         specs = (group.layout.params[index] for index in indices)
         stored = [f"{s.name}, stored in {s.stored.name}," for s in specs if s.stored is not None]
@@ -152,17 +152,17 @@ class WeightValues:
         group.written_at.update(dict.fromkeys(indices, group.version))
 
     def _wrote(self, param: nn.Parameter) -> None:
-        """As if a parameter of a group had been written, with the values that it has."""
+        """Treat a parameter of a group as written, with the values that it has."""
         group, index = self._find(param)
         if group.has_masters:
             with self._entered([group]):
                 self.accept(group, [index])
 
     def _follow(self, group: ParamGroup, index: int) -> None:
-        """A parameter was written: nothing is made from weights alone."""
+        """Do nothing after a write: nothing is made from weights alone."""
 
     def give_out(self, param: nn.Parameter) -> torch.Tensor:
-        """As `full`, for a state dict: see `GivenCopies`."""
+        """Return a copy as `full`, for a state dict: see `GivenCopies`."""
         copied = self.full(param)
         spec, packed = self._store.spec_of(param), self._store.packed_of(param)
         assert spec is not None, "managed, for it has values"
@@ -171,8 +171,8 @@ class WeightValues:
         return copied
 
     def adopt_changes(self, *, loading: bool = False) -> None:
-        """Between passes: parameters that are always gathered may have been written to, and copies
-        of any in state dicts. StateError for a copy that cannot be taken over; while `loading`,
+        """Take in writes between passes to parameters that are always gathered, and to copies of
+        any in state dicts. Raises StateError for a copy that cannot be taken over; while `loading`,
         which sets all parameters anyway, those are forgotten."""
         for group in self._store.groups:
             self._adopt(group)
@@ -190,7 +190,8 @@ class WeightValues:
                 self.accept(group, changed)
 
     def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
-        """A forward wrote to parameters of its group: as `accept`, in the middle of a graph.
+        """Keep what a forward wrote to parameters of its group: as `accept`, in the middle of a
+        graph.
 
         What that forward has saved is not outdated by it.
         """
@@ -202,7 +203,7 @@ class WeightValues:
 
     @interrupted_in_waits
     def full(self, param: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter in its own precision."""
+        """Return a copy of a parameter in its own precision."""
         packed = self._store.packed_of(param)
         if packed is not None:
             return self._packed.whole(packed)
