@@ -357,8 +357,8 @@ class TieredModel(abc.ABC):
         return partial(self._take, back, place, is_wanted=keep is not None)
 
     def _place(self, back: GivenBack, keep: Keep | None) -> Place:
-        """Where the parameters go. BudgetError, PathError or NoSpaceError, on all ranks, where one
-        has no room."""
+        """Return the destination of the parameters. Raises BudgetError, PathError or NoSpaceError,
+        on all ranks, if one has no room."""
         if keep is None and not back.fits and not back.missing_in_ram():
             raise BudgetError(
                 f"{format_bytes(back.nbytes)} of parameters are more than budget.host "
