@@ -85,6 +85,7 @@ def test_thirty_billion_need_memory_and_disk() -> None:
     assert why.startswith("30 B: would take about")
 
 
+@pytest.mark.slow
 def test_a_machine_that_gives_memory_slowly_gets_what_it_can_finish() -> None:
     slow = chosen(dataclasses.replace(H200, touch_bytes_per_s=0.3e9))
     assert slow.numel < chosen(H200).numel
@@ -112,7 +113,7 @@ def test_a_machine_with_nothing_gets_nothing_and_every_reason() -> None:
     assert len(refused) == len(SHAPES)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("peers", [(), (DEEPSPEED,)], ids=["ours", "both"])
 def test_the_planner_accepts_what_is_chosen(

@@ -148,6 +148,7 @@ def test_copy_measures_both_directions_and_both_at_once(recorded: Any) -> None:
     assert ratio == pytest.approx(2)
 
 
+@pytest.mark.slow
 def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
     recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
