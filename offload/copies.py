@@ -101,7 +101,7 @@ class _Copied(_Reduced):
 
 
 class _Tensors:
-    """What is copied first of a module."""
+    """The parameters and buffers of a module, which are copied before its other attributes."""
 
     def __init__(self, module: nn.Module, copies: Copies) -> None:
         self._module = module

@@ -136,8 +136,8 @@ class GivenBack:
             )
 
     def copied(self, params: Collection[nn.Parameter]) -> dict[int, nn.Parameter]:
-        """By their ids, ordinary parameters with the values that `params` would be given back
-        with; the tiers keep theirs. A collective where parameters are sharded."""
+        """Return ordinary parameters, by the ids of `params`, with the values that closing would
+        give back; the tiers keep theirs. A collective where parameters are sharded."""
         wanted = {id(param): self._given[id(param)] for param in params}
         place = _Ram()
         with torch.inference_mode(False), torch.no_grad():

@@ -60,7 +60,7 @@ class StateDictHooks:
         )
 
     def _keep(self, *handles: RemovableHandle) -> None:
-        """What removes the hooks, in fewer bytes than the handles: there are three per module."""
+        """Note how to remove the hooks, in fewer bytes than their handles: a module has three."""
         for handle in handles:
             hooks = handle.hooks_dict_ref()
             assert hooks is not None, "of a module that is there"

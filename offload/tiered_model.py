@@ -371,7 +371,7 @@ class TieredModel(abc.ABC):
 
     @contextmanager
     def _having_room(self) -> Iterator[None]:
-        """What is raised inside because there is no room is raised on all ranks."""
+        """An error raised inside because there is no room is raised on all ranks."""
         refusal: OffloadError | None = None
         try:
             yield

@@ -21,7 +21,7 @@ from offload.zero.local_tensors import is_dtensor
 
 @dataclass(frozen=True)
 class Closed:
-    """What is said of a model whose tiers are closed."""
+    """The error texts of a model whose tiers are closed."""
 
     what: str
     again: str  # how to go on
@@ -29,11 +29,11 @@ class Closed:
 
     @property
     def text(self) -> str:
-        """Of a use of what is closed."""
+        """The error of a use after closing."""
         return f"{self.what}; {self.again}"
 
     def without_values(self, why: str) -> str:
-        """Of a use of parameters that were dropped."""
+        """The error of a use of parameters that were dropped."""
         return (
             f"{self.what}, and the model's parameters are gone ({why}); build the model anew, or "
             f"give it to offload.initialize or offload.dispatch with weights= ({self.keep} would "

@@ -1,4 +1,4 @@
-"""In the place of a module's own forward: what hooks, checkpoints and micro-batches install."""
+"""Callables that hooks, checkpoints and micro-batches install in place of a module's forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReplacedForward:
 
     @staticmethod
     def below(forward: Any) -> Any:
-        """What a module has as an attribute for `forward`, without such ones; None for nothing."""
+        """Return a module's own `forward` attribute below the replaced ones, or None."""
         while isinstance(forward, ReplacedForward):
             forward = forward.own if forward._overrides else None
         return forward

@@ -480,12 +480,12 @@ class _Guard:
 
 
 def installed_call(call: Any) -> Any:
-    """What a module has for a compiled call, without a guard of ours."""
+    """Return the compiled call that a module had before the guard was installed."""
     return call._installed if isinstance(call, _Guard) else call
 
 
 def _drop(hook: _Hook, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
-    """As its handle would, which is not kept: of thousands of modules they are as many KiB."""
+    """Remove a hook as its handle would; the handles of thousands of modules take as many KiB."""
     for number in [number for number, each in hooks.items() if each is hook]:
         for each in (hooks, *marks):
             each.pop(number, None)
