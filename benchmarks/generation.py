@@ -38,7 +38,7 @@ from offload.bench.io_raw import GRID, Shape, open_loop, try_grid
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import in_turn, seconds_of
 from offload.bench.table import Column, number, print_record
-from offload.child import Child, Parent
+from offload.process.child import Child, Parent
 from offload.swap.swap_file import SwapFile
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import parse_bytes

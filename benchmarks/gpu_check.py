@@ -46,7 +46,7 @@ from benchmarks.gpu_sizes import DEEPSPEED, LARGE, SHAPES, STEPS, Case, Peer, ch
 from benchmarks.gpu_step import row_of
 from offload.bench.contenders import INSTALL_BENCH
 from offload.bench.record import Kind, Record, this_machine
-from offload.child import repository
+from offload.process.child import repository
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, PathError
 from offload.tiers.units import parse_bytes

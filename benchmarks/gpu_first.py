@@ -32,12 +32,12 @@ from torch import Tensor, nn
 
 import offload
 from benchmarks.gpu_kernels import MAKERS, KernelCase
-from offload.child import Parent
 from offload.kernels import convert, gradients, optimizer, weight_codes
 from offload.kernels.floats import Array, Float
 from offload.kernels.rules import StateFormat
 from offload.kernels.state_codec import decode_int8
 from offload.kernels.triton_convert import Draw
+from offload.process.child import Parent
 from offload.swap.streams import CopyStream
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory

@@ -24,7 +24,7 @@ import torch
 import offload
 from benchmarks.generation import from_shape
 from benchmarks.gpu_first import Checks
-from offload.child import Parent
+from offload.process.child import Parent
 from offload.tiers import accelerator
 from offload.tiers.tier import Tier
 

@@ -18,7 +18,6 @@ from benchmarks.gpu_machine import timed_on_device
 from benchmarks.gpu_parts import say
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Timed, measure
-from offload.child import Parent
 from offload.kernels import (
     triton_convert,
     triton_gradients,
@@ -31,6 +30,7 @@ from offload.kernels.noise import Noise
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
 from offload.kernels.triton_convert import Draw
 from offload.kernels.weight_formats import Code, WeightFormat
+from offload.process.child import Parent
 from offload.tiers import accelerator
 from offload.tiers.units import format_bytes
 

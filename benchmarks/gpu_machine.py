@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from offload import machine
 from offload.bench.limits import BusLimit
 from offload.bench.record import this_machine
-from offload.child import Parent
 from offload.planning.machine.calibration import measure_speeds
 from offload.planning.machine.speeds import Speeds
+from offload.process import machine
+from offload.process.child import Parent
 from offload.swap.swap_file import free_space
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory

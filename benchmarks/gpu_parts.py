@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.child import Child, ChildFailed, ChildTimedOut, Parent
+from offload.process.child import Child, ChildFailed, ChildTimedOut, Parent
 
 COPY_NBYTES = 512 << 20
 _PAGE_NBYTES = 4096
@@ -98,8 +98,8 @@ def say(text: str) -> None:
 
 
 def run_copies(_: Mapping[str, Any], parent: Parent) -> None:
-    from offload import machine
     from offload.bench.copy import CopyOptions, run_copy
+    from offload.process import machine
     from offload.tiers import accelerator
 
     on_device = accelerator.free_nbytes(accelerator.default_device())

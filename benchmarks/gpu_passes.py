@@ -26,10 +26,10 @@ from benchmarks.gpu_parts import say
 from benchmarks.gpu_sizes import GIB
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import seconds_of
-from offload.child import Parent
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.process.child import Parent
 from offload.tiers import accelerator
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes

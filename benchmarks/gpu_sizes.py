@@ -15,7 +15,6 @@ from typing import Any
 from benchmarks.gpu_machine import GpuMachine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.machine import cpu_count
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.solver import Candidate, RunFacts, solve
@@ -23,6 +22,7 @@ from offload.planning.machine.baseline import known_baseline
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.workload import Workload
 from offload.planning.step.work_time import update_traffic
+from offload.process.machine import cpu_count
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes

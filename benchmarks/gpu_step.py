@@ -39,10 +39,10 @@ from benchmarks.quick_values import give_quick_values
 from offload.bench.limits import roofline
 from offload.bench.record import Kind, Row
 from offload.bench.systems import Ours, batch_of, between, made
-from offload.child import Parent
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.machine import peak_rss_nbytes
+from offload.process.child import Parent
+from offload.process.machine import peak_rss_nbytes
 from offload.tiers import accelerator
 from offload.tiers.errors import IntegrityError
 

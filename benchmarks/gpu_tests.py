@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload import machine
-from offload.child import Parent, child_environment, repository
+from offload.process import machine
+from offload.process.child import Parent, child_environment, repository
 from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 

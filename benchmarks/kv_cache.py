@@ -27,7 +27,7 @@ import torch
 from benchmarks.generation import LONGEST, Reads, add_rows, take_turns
 from offload.bench.record import Kind, Record, Target
 from offload.bench.table import Column, number, print_record
-from offload.child import Child, Parent
+from offload.process.child import Child, Parent
 
 OURS, IN_RAM = "ours, cache on nvme", "cache in memory"
 _PROMPT_TOKENS = 256  # are computed at once: bounds activations

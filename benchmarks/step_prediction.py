@@ -27,7 +27,7 @@ from offload.bench.rounds import in_turn
 from offload.bench.table import Column, number, print_record, span
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.homes import compute_device, this_machine
+from offload.memory.tier_manager import compute_device, this_machine
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import make_plan, resolved_config

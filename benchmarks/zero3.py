@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from offload.bench.systems import moved_by_the_kernel
-from offload.child import Parent
 from offload.gpt import LanguageModel, Mixture
+from offload.process.child import Parent
 from offload.tiers.units import round_up
 from offload.train.batches import Batch
 from offload.train.plain import LossOnly, StepTimes, adamw_arguments, build_model

@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import offload
-from offload import machine
+from offload.process import machine
 
 FORTUNES = Path("/usr/share/games/fortunes")
 LEAST_TEXTS, MOST_TEXTS = 500, 450  # of a collection: fewer are left out, more are not used

@@ -1,6 +1,6 @@
 """The `offload` command, and `python -m offload`."""
 
-from offload.interrupts import ending_at_once
+from offload.process.interrupts import ending_at_once
 
 
 def main() -> None:

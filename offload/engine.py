@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload import machine
-from offload.activations import Activations
 from offload.checkpoint.background import BackgroundSaves
 from offload.config import OffloadConfig
-from offload.first_values import FirstValues
-from offload.foreign_optimizers import refuse_foreign_optimizers
-from offload.given_back import GivenBack, Keep, close_weights
-from offload.homes import TieredHomes
-from offload.interrupts import noted_interrupts, why_not_noted
-from offload.lazy_tensors import LazyWeights
-from offload.model_structure import ModelStructure
+from offload.config.paths import StrPath, path_of, path_text
+from offload.memory.tier_manager import TieredHomes
+from offload.models.activations import Activations
+from offload.models.given_back import GivenBack, Keep, close_weights
+from offload.models.structure import ModelStructure
 from offload.moe.gate import Gate
-from offload.optimizer import OffloadOptimizer, optimizer_class
-from offload.paths import StrPath, path_of, path_text
+from offload.optimizers.foreign import refuse_foreign_optimizers
+from offload.optimizers.optimizer import OffloadOptimizer, optimizer_class
 from offload.planning.plan.plan import spare_host_nbytes
-from offload.recording import Recording
+from offload.process import machine
+from offload.process.interrupts import noted_interrupts, why_not_noted
 from offload.report import Report
-from offload.spread_experts import SpreadExperts
+from offload.runs.recording import Recording
 from offload.swap.lanes import waits_s
 from offload.swap.link_use import LinkUse
 from offload.swap.recorder import Recorder
 from offload.swap.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.weights.first_values import FirstValues
+from offload.weights.lazy_tensors import LazyWeights
+from offload.weights.spread_experts import SpreadExperts
 from offload.zero.closed_engine import ENGINE
 from offload.zero.collectives import Wire
 from offload.zero.discovery import Discovery, managed

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload import machine
 from offload.config import OffloadConfig
-from offload.kv_homes import KVHomes
-from offload.lazy_tensors import LazyWeights
-from offload.paths import StrPath
+from offload.config.paths import StrPath
+from offload.memory.kv_homes import KVHomes
+from offload.process import machine
 from offload.report import TierTraffic
 from offload.swap.lanes import waits_s
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.units import format_bytes
+from offload.weights.lazy_tensors import LazyWeights
 from offload.zero.closed_engine import DISPATCHED
 from offload.zero.discovery import Discovery, managed, refuse_uninitialised
 from offload.zero.group import ParamGroup
@@ -162,7 +162,7 @@ class Dispatched(TieredModel):
         kv, store = self.plan.kv, self.store
         if kv is None:
             return
-        from offload import kv_cache  # transformers is there: it is its model
+        from offload.kv import kv_cache  # transformers is there: it is its model
 
         # caches live as long as somebody has them, and keep no model
         self._kv = KVStore(
@@ -179,7 +179,7 @@ class Dispatched(TieredModel):
             return
         keys: dict[str, Any] = {}
         if "transformers" in sys.modules:  # else it is none of its models
-            from offload import cache_pieces
+            from offload.kv import cache_pieces
 
             keys = {"splitters": cache_pieces.SPLITTERS, "check": cache_pieces.refuse_records}
         store = self.store
@@ -261,7 +261,7 @@ def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     """Return the model's cached layers. Raises UnsupportedError if no KV cache is known."""
     found: tuple[CachedLayer, ...] = ()
     if "transformers" in sys.modules:  # else it is none of its models
-        from offload import kv_cache
+        from offload.kv import kv_cache
 
         found = kv_cache.cached_layers(model)
     if not found:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from offload.paths import StrPath, path_of
+from offload.config.paths import StrPath, path_of
 from offload.swap.line_file import LineFile
 from offload.tiers.errors import ConfigError, PathError
 

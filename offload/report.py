@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from offload.machine import process_memory
+from offload.process.machine import process_memory
 from offload.swap.link_use import LinkUse
 from offload.swap.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount

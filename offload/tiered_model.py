@@ -22,28 +22,34 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload import machine
 from offload.config import OffloadConfig
-from offload.conversions import Conversions
-from offload.copies import Copies
+from offload.config.paths import StrPath
 from offload.display.progress import progress
-from offload.first_values import FirstValues
-from offload.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
-from offload.given_back import GivenBack, Keep, Place, check_keep
-from offload.homes import TieredHomes, compute_device, nvme_paths, ranks_here, this_machine
-from offload.lazy_tensors import LazyWeights
-from offload.materialise import make_real
-from offload.model_state import StateDictHooks
+from offload.memory.tier_manager import (
+    TieredHomes,
+    compute_device,
+    nvme_paths,
+    ranks_here,
+    this_machine,
+)
+from offload.models.conversions import Conversions
+from offload.models.copies import Copies
+from offload.models.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
+from offload.models.given_back import GivenBack, Keep, Place, check_keep
+from offload.models.state import StateDictHooks
 from offload.moe import Experts
-from offload.paths import StrPath
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan
+from offload.process import machine
 from offload.report import ProcessReport, tier_reports
-from offload.spread_experts import SpreadExperts
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
 from offload.tiers.units import format_bytes
+from offload.weights.first_values import FirstValues
+from offload.weights.lazy_tensors import LazyWeights
+from offload.weights.materialise import make_real
+from offload.weights.spread_experts import SpreadExperts
 from offload.zero.closed_engine import Closed, Refusal
 from offload.zero.discovery import Discovery, discover, refuse_uninitialised
 from offload.zero.expert_access import ExpertAccess
@@ -199,7 +205,9 @@ class TieredModel(abc.ABC):
         store = self.store
         for table in store.tables:
             if table.module is not None:
-                from offload import packed_experts  # transformers is there: it is its module
+                from offload.weights import (
+                    packed_experts,  # transformers is there: it is its module
+                )
 
                 packed_experts.attach(table.module, ExpertAccess(store, table))
                 store.on_close.append(partial(packed_experts.detach, table.module))

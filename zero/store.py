@@ -376,7 +376,7 @@ def _say_made_contiguous(groups: Sequence[ParamGroup]) -> None:
     names = [
         spec.name for group in groups
         for spec, param in zip(group.layout.params, group.params, strict=True)
-        # a stride of 0: one element stands for values that come later (offload/materialise.py)
+        # a stride of 0: one element stands for values that come later (weights/materialise.py)
         if not param.is_contiguous() and 0 not in param.stride()
     ]  # fmt: skip
     if names:

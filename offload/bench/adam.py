@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from offload import machine
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed, measure, sharing, timed
 from offload.bench.stream import GROUP, BusLoop
@@ -23,6 +22,7 @@ from offload.planning.machine.optimizer_variants import (
     stepper,
 )
 from offload.planning.machine.speed_arrays import Arrays, Stream
+from offload.process import machine
 from offload.swap.worker import ParallelRunner
 from offload.tiers.errors import BudgetError
 from offload.tiers.units import format_bytes, round_up

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload import machine
 from offload.bench.record import Kind, Row
 from offload.bench.rounds import Say
-from offload.child import Child, ChildFailed
 from offload.config import OffloadConfig
+from offload.process import machine
+from offload.process.child import Child, ChildFailed
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.train.plain import DTYPES

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from offload import machine
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Say, Timed, measure, moving, sharing
 from offload.bench.table import Column, number
 from offload.planning.machine.speed_arrays import STAGGER_NBYTES
+from offload.process import machine
 from offload.swap.streams import CopyMark, CopyStream
 from offload.swap.worker import ParallelRunner
 from offload.tiers import accelerator

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from offload import machine
 from offload.bench.io_raw import Loop, Shape, Tried, cut, open_loop, try_grid
 from offload.bench.io_store import StoreLoop
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
+from offload.process import machine
 from offload.swap.swap_file import SwapFile, file_system_of, free_space
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import BudgetError, ConfigError, PathError

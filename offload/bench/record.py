@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload import __version__, machine
+from offload import __version__
+from offload.process import machine
 from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offload import machine
 from offload.bench.contenders import (
     OURS,
     PLAIN,
@@ -33,6 +32,7 @@ from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, interleaved
 from offload.bench.table import Column, number
 from offload.config import OffloadConfig
+from offload.process import machine
 from offload.tiers.errors import IntegrityError, PathError
 
 _ON_HOST = (*all_on("host"), "budget.host=auto")

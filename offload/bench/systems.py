@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from offload.child import Parent, named
 from offload.gpt import build_meta_model
-from offload.machine import peak_rss_nbytes
+from offload.process.child import Parent, named
+from offload.process.machine import peak_rss_nbytes
 from offload.train import plain
 from offload.train.batches import Batch
 from offload.train.plain import StepTimes

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.steps import latest, prune, step_path
-from offload.paths import StrPath, path_of
+from offload.config.paths import StrPath, path_of
 from offload.swap.hands import waiting
 
 if TYPE_CHECKING:

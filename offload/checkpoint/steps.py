@@ -11,7 +11,7 @@ from offload.checkpoint.disk import entries, is_folder, is_link, storage_errors
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.ownership import is_planted
 from offload.checkpoint.reader import CheckpointReader
-from offload.paths import StrPath, path_of
+from offload.config.paths import StrPath, path_of
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
 _STEP = re.compile(r"step-(\d+)")

@@ -28,8 +28,8 @@ from offload.checkpoint.disk import (
 from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.manifest import MANIFEST, OPTIMIZER, PARAMETERS, Manifest
 from offload.checkpoint.reader import CheckpointReader
+from offload.config.paths import StrPath, path_text
 from offload.display.progress import progress
-from offload.paths import StrPath, path_text
 from offload.swap.hands import patiently
 from offload.tiers.errors import CheckpointError, PathError, StorageError
 

@@ -213,7 +213,7 @@ def _run(
     """Measure, print the result, and write it to a file if one was given."""
     from offload.bench.record import check_json
     from offload.bench.table import print_record
-    from offload.child import named
+    from offload.process.child import named
 
     check_json(json)
     group: Any = context.parent and context.parent.command

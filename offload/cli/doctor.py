@@ -11,11 +11,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from offload.cli.diagnosis import Check, run_checks, verdict
 from offload.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED
 from offload.display.console import PlainConsole
 from offload.display.plain_text import echo
-from offload.doctor import Check, run_checks, verdict
-from offload.leftovers import clean
+from offload.memory.leftovers import clean
 from offload.tiers.errors import OffloadError, PathError
 from offload.tiers.units import format_bytes
 

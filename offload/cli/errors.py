@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 from offload.display.plain_text import plain_lines
-from offload.interrupts import Terminated, raising
+from offload.process.interrupts import Terminated, raising
 from offload.tiers.errors import BudgetError, ConfigError, OffloadError
 
 EXIT_FAILED = 1

@@ -19,7 +19,7 @@ from offload.tiers.errors import ConfigError, OffloadError, PathError
 if TYPE_CHECKING:
     from offload.inference import Dispatched
     from offload.integrations.text_generation import Encoded, Sampling, Stream
-    from offload.interrupts import Interrupts
+    from offload.process.interrupts import Interrupts
     from offload.runs.forecast import Forecast
 
 _log = logging.getLogger("offload")
@@ -73,7 +73,7 @@ def _text_of(prompt: str) -> str:
 class _Generation:
     def __init__(self, asked: Asked, config: OffloadConfig) -> None:
         from offload.display.console import PlainConsole
-        from offload.machine import rss_nbytes
+        from offload.process.machine import rss_nbytes
 
         self._asked = asked
         self._config = config
@@ -90,7 +90,7 @@ class _Generation:
             fitting_tokens,
             open_generating,
         )
-        from offload.interrupts import noted_interrupts
+        from offload.process.interrupts import noted_interrupts
 
         asked, folder = self._asked, self._asked.folder
         model = open_generating(folder)
@@ -156,8 +156,8 @@ class _Generation:
     def _close(
         self, stream: Stream, encoded: Encoded, dispatched: Dispatched, forecast: Forecast | None
     ) -> None:
-        from offload.machine import peak_rss_nbytes
         from offload.planning.choice.run_check import Measured, compare
+        from offload.process.machine import peak_rss_nbytes
         from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
 
         report, rss = dispatched.report(), peak_rss_nbytes()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from offload.cli.located import located
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
-from offload.machine import OtherPrograms
 from offload.planning.plan.workload import Generation
+from offload.process.machine import OtherPrograms
 from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _plan_generation(
     model: GeneratingModel, generation: Generation, notes: tuple[str, ...]
 ) -> Planned:
     """Plan as `offload generate` does. Raise what it would raise before anything is allocated."""
-    from offload.homes import compute_device, nvme_paths, this_machine
+    from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
     from offload.planning.choice.plan_text import Planned
     from offload.planning.choice.planner import check_plan
     from offload.planning.choice.solver import solve
@@ -130,7 +130,7 @@ def _plan_generation(
 
 def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:
     """Plan as the training loop does. Raise what it would raise before anything is allocated."""
-    from offload.homes import compute_device, nvme_paths, this_machine
+    from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
     from offload.planning.choice.plan_text import Planned
     from offload.planning.choice.planner import check_plan
     from offload.planning.choice.solver import solve

@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.homes import compute_device
+from offload.memory.tier_manager import compute_device
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.plan.kv_plan import kv_in_tiers

@@ -35,12 +35,12 @@ from offload.config.fields import (
 )
 from offload.config.file import dump_yaml
 from offload.config.optimizer import OptimizerConfig
+from offload.config.paths import StrPath
 from offload.config.remedies import near
 from offload.config.source import ConfigSource, load_source
 from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.paths import StrPath
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier

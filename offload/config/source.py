@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.config.file import MAX_DEPTH, Document, KeyPath, parse_document, read_document
-from offload.paths import StrPath, path_of
+from offload.config.paths import StrPath, path_of
 from offload.tiers.errors import ConfigError
 
 

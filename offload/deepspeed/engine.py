@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from offload.config.paths import StrPath, path_of
 from offload.deepspeed.batches import Batches
 from offload.deepspeed.fp16_loss import ScalingLoss, plain
 from offload.deepspeed.hints import missing_method
@@ -20,7 +21,6 @@ from offload.deepspeed.registry import ENGINES
 from offload.deepspeed.saved import load_saved, save_all, save_weights
 from offload.deepspeed.settings import Settings
 from offload.engine import Engine
-from offload.paths import StrPath, path_of
 from offload.tiers.errors import StateError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
+from offload.config.paths import StrPath, path_of
 from offload.config.remedies import suggestion
 from offload.deepspeed.batches import MICRO, STEPS, TRAIN, Batches
 from offload.deepspeed.keys import OLD_SECTIONS, OTHERS, SECTIONS, Fate, Key
 from offload.deepspeed.schedules import FILLED, PARAMETERS, TRAINERS, Schedule
-from offload.paths import StrPath, path_of
 from offload.tiers.errors import ConfigError, PathError
 
 AUTO = "auto"

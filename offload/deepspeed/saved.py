@@ -29,8 +29,8 @@ from offload.checkpoint.user_state import run_of, state_in
 from offload.runs.metrics import write_whole
 from offload.swap.hands import patiently
 from offload.swap.maker_marks import marked
-from offload.tensor_file import DTYPES
 from offload.tiers.errors import CheckpointError, PathError
+from offload.weights.tensor_file import DTYPES
 
 if TYPE_CHECKING:
     from offload.deepspeed.engine import EngineModule

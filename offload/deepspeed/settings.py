@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from offload.client_optimizers import CLASSES, ClientOptimizer
 from offload.config import OffloadConfig
+from offload.config.paths import StrPath
 from offload.deepspeed.batches import Batches
 from offload.deepspeed.migration import Migration, migrate, read_ds_config
 from offload.deepspeed.ops.lion import FusedLion
-from offload.paths import StrPath
+from offload.optimizers.client import CLASSES, ClientOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")

@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from offload.config.paths import StrPath
 from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.engine import EngineModule
 from offload.deepspeed.leaf_modules import classes_of_leaves, follow_section
 from offload.deepspeed.settings import Settings
 from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
-from offload.paths import StrPath
 from offload.taking_over import engine_for, tiers_of
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import ConfigError, UnsupportedError

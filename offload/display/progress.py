@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from offload.display.plain_text import echo
 from offload.display.screen import Screen, screen
 from offload.display.words import CYAN, DIM, Cell, about, of_budget, took
-from offload.machine import rank_here
+from offload.process.machine import rank_here
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload.progress")

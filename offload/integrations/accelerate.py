@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from offload.checkpoint.disk import make_folder, storage_errors
 from offload.checkpoint.weights import stream_weights
+from offload.config.paths import StrPath, path_of, path_text
 from offload.engine import Engine
 from offload.integrations.weight_files import OwnNames, remove_other_shards, write_shards
-from offload.optimizer import OffloadOptimizer
-from offload.paths import StrPath, path_of, path_text
+from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _LEAST = (1, 10)

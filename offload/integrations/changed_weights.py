@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from offload import machine
 from offload.integrations.weight_files import Tensors, Write
+from offload.process import machine
 from offload.quantised.writing import Target, configuration, described, encoded
 from offload.tiers.errors import ConfigError
 from offload.zero.storage import HEAD, is_named

@@ -13,10 +13,10 @@ from torch import nn
 from offload.checkpoint.disk import make_folder, storage_errors
 from offload.checkpoint.exporting import check_new, pending_output, write_others
 from offload.checkpoint.model import model_record
+from offload.config.paths import StrPath, path_of
 from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_files
 from offload.integrations.pretrained import open_pretrained
-from offload.paths import StrPath, path_of
 from offload.quantised.writing import Target
 from offload.tiers.errors import UnsupportedError
 

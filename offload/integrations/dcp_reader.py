@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from offload.checkpoint.dcp_folder import DcpFolder, Part, SavedTensor
-from offload.paths import StrPath, path_of, path_text
+from offload.config.paths import StrPath, path_of, path_text
 
 
 class SafeReader(StorageReader):

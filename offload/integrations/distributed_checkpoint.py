@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from offload.integrations.entry_tensors import Entry, EntryTensor
-from offload.machine import trim_memory
+from offload.process.machine import trim_memory
 from offload.tiers.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:

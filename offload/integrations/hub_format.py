@@ -30,9 +30,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from offload.checkpoint.weights import stream_weights
 from offload.display.progress import progress
 from offload.integrations.weight_files import Write
-from offload.lazy_tensors import LazyTensor
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import UnsupportedError
+from offload.weights.lazy_tensors import LazyTensor
 from offload.zero.hooks import UnitHooks
 from offload.zero.layout import ParamSpec
 

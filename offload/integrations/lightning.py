@@ -37,13 +37,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from offload.checkpoint.exporting import pending_output
-from offload.client_optimizers import ClientOptimizer
 from offload.config import OffloadConfig
+from offload.config.paths import StrPath, path_of
 from offload.config.source import load_source
 from offload.engine import Engine
 from offload.integrations import streamed_folder
-from offload.leftovers import STATE
-from offload.paths import StrPath, path_of
+from offload.memory.leftovers import STATE
+from offload.optimizers.client import ClientOptimizer
 from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 

@@ -29,14 +29,14 @@ from offload.checkpoint.model_files import (
     weight_files,
 )
 from offload.config import OffloadConfig
+from offload.config.paths import StrPath, path_of
 from offload.display.plain_text import plain
 from offload.engine import Engine, ParamGroups, initialize
 from offload.integrations.hub_names import not_local
-from offload.lazy_tensors import LazyTensor, lazy_tensors
-from offload.paths import StrPath, path_of
 from offload.quantised.reading import settings_in, settings_of, transposed_weights
 from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
+from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

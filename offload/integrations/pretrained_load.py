@@ -15,8 +15,8 @@ from transformers.initialization import no_init_weights
 from offload.checkpoint.model_files import INDEX, SINGLE, weight_files
 from offload.display.progress import progress
 from offload.integrations.pretrained import built
-from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.tiers.errors import CheckpointError
+from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from offload.checkpoint.disk import make_folder, storage_errors, sync_files
 from offload.checkpoint.weights import stream_weights
+from offload.config.paths import StrPath
 from offload.engine import Engine
 from offload.integrations.hub_format import EngineInHubFormat, ModelInHubFormat, owner_of
 from offload.integrations.weight_files import write_shards
-from offload.lazy_tensors import LazyTensor
-from offload.paths import StrPath
 from offload.tiers.errors import PathError
+from offload.weights.lazy_tensors import LazyTensor
 
 
 class StreamedSave:

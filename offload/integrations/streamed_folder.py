@@ -42,11 +42,10 @@ from offload.checkpoint.folder import discard
 from offload.checkpoint.model_files import own_file
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import StoredTensor
-from offload.leftovers import STATE
-from offload.paths import path_of
+from offload.config.paths import path_of
+from offload.memory.leftovers import STATE
 from offload.swap.hands import patiently
 from offload.swap.maker_marks import marked
-from offload.tensor_file import DTYPES
 from offload.tiers.errors import (
     CheckpointError,
     OffloadError,
@@ -55,6 +54,7 @@ from offload.tiers.errors import (
     StuckError,
 )
 from offload.tiers.units import round_up
+from offload.weights.tensor_file import DTYPES
 
 if TYPE_CHECKING:
     from offload.engine import Engine

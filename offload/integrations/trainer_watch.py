@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from offload.loggers import AnyLogger
-from offload.optimizer import OffloadOptimizer
+from offload.optimizers.optimizer import OffloadOptimizer
 from offload.runs.watch import Watch
 from offload.tiers.errors import ConfigError
 

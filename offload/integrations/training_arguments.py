@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from offload.client_optimizers import equal_numbers
 from offload.config import OffloadConfig
 from offload.config.optimizer_kinds import KINDS
+from offload.config.paths import StrPath
 from offload.config.source import load_source
-from offload.paths import StrPath
+from offload.optimizers.client import equal_numbers
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 Source = StrPath | Mapping[str, Any] | OffloadConfig

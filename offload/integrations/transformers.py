@@ -33,7 +33,7 @@ from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.integrations.adapters import AdapterSave, is_adapted
 from offload.integrations.training_arguments import Source, named_keys, settle
-from offload.optimizer import OffloadOptimizer
+from offload.optimizers.optimizer import OffloadOptimizer
 from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from offload.quantised.gptq import UNPACK
 from offload.quantised.matrix import Matrix, piece_rows, unpacked
 from offload.quantised.parts import FLOATS, Parts, groups_in, number
-from offload.tensor_file import Stored
 from offload.tiers.errors import UnsupportedError
+from offload.weights.tensor_file import Stored
 
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # where each of 8 rows is in a word
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from offload.quantised.matrix import Matrix, piece_rows
 from offload.quantised.parts import Parts, damaged
-from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.weights.tensor_file import Stored
 
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -24,8 +24,8 @@ from torch import Tensor
 from offload.quantised.grouped import Grouped
 from offload.quantised.matrix import Matrix, packed, piece_rows, unpacked
 from offload.quantised.parts import FLOATS, Parts, damaged, group_of, groups_in, names, number
-from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.weights.tensor_file import Stored
 
 FORMAT = "pack-quantized"
 EXPERTS = r"re:.*\.experts\.\d+\..*"  # names in files of what transformers computes with packed

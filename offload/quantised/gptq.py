@@ -21,8 +21,8 @@ from torch import Tensor
 
 from offload.quantised.matrix import Matrix, piece_rows, unpacked
 from offload.quantised.parts import FLOATS, Parts, group_of, groups_in, names, number
-from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.weights.tensor_file import Stored
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
 _FORMATS = {"gptq": 1, "gptq_v2": 2}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError
+from offload.weights.tensor_file import Stored
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _GET = "get the folder again"

@@ -13,8 +13,8 @@ from offload.checkpoint.model_files import CONFIG, read_json
 from offload.quantised import awq, bitsandbytes, compressed_tensors, gptq
 from offload.quantised.matrix import Matrix
 from offload.quantised.parts import Parts
-from offload.tensor_file import Stored
 from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.weights.tensor_file import Stored
 
 _READ: dict[str, Callable[[Mapping[str, Any], Parts], dict[str, Matrix]]] = {
     "awq": awq.matrices,

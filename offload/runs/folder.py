@@ -33,10 +33,10 @@ from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml
 from offload.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
-from offload.recording import Recorded, trace_json
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.runs.page import PAGE, write_page
 from offload.runs.page_step import TRACE
+from offload.runs.recording import Recorded, trace_json
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 
 _log = logging.getLogger("offload")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.homes import compute_device, nvme_paths, this_machine
+from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.activations.trace import trace_activations

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.homes import compute_device, this_machine
 from offload.loggers import Logger, Values
-from offload.machine import peak_rss_nbytes, rank_here
+from offload.memory.tier_manager import compute_device, this_machine
 from offload.planning.activations.facts import NOTHING
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import make_plan, resolved_config
@@ -26,6 +25,7 @@ from offload.planning.choice.run_check import Measured, Prediction, StepTimes
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
+from offload.process.machine import peak_rss_nbytes, rank_here
 from offload.runs.folder import RunFolder
 from offload.runs.forecast import forecast_of
 from offload.runs.step_recorder import StepRecorder

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload.engine import Engine
-    from offload.recording import Recording
     from offload.runs.folder import RunFolder
+    from offload.runs.recording import Recording
 
 _STEPS = 3  # that are kept
 _SETTLING = 2  # recorded and dropped where more follow: their prefetches have just been learnt

@@ -25,7 +25,7 @@ import torch
 from offload.display.panel import Display, LossWarning, Run, make_display
 from offload.display.plain_text import echo
 from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
-from offload.machine import rank_here, rss_nbytes
+from offload.process.machine import rank_here, rss_nbytes
 from offload.runs.metrics import StepMetrics, StepSeconds
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 

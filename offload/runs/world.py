@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.loggers import Logger
     from offload.planning.choice.run_check import Measured, Prediction
-    from offload.recording import Recorded
+    from offload.runs.recording import Recorded
     from offload.zero.sharding import Sharding
 
 

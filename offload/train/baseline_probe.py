@@ -13,7 +13,7 @@ import torch
 
 import offload
 from offload.gpt import build_meta_model
-from offload.machine import peak_rss_nbytes
+from offload.process.machine import peak_rss_nbytes
 
 
 def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = False) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.config import OffloadConfig
-from offload.homes import compute_device
+from offload.memory.tier_manager import compute_device
 from offload.train.text import Batcher, load_corpus
 
 _VALIDATION_STREAM = 1 << 40  # step numbers no training step reaches

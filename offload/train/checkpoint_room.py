@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.checkpoint.disk import free_nbytes
-from offload.homes import nvme_paths, ranks_here
+from offload.memory.tier_manager import nvme_paths, ranks_here
 from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.errors import NoSpaceError
 from offload.tiers.tier import Tier

@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from offload.child import Child
 from offload.config import OffloadConfig
 from offload.display.panel import Run
+from offload.process.child import Child
 from offload.runs.metrics import MetricsFile, StepMetrics
 from offload.tiers.units import format_bytes
 from offload.train.display import display_on

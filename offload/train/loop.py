@@ -16,16 +16,16 @@ import yaml
 from rich.console import Console
 from torch import nn
 
-from offload.child import ChildFailed
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
 from offload.display.panel import LossWarning, Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate, parameter_count
-from offload.homes import compute_device
-from offload.interrupts import Interrupts, noted_interrupts
 from offload.loggers import Logger, check_names, closing_all
-from offload.machine import peak_rss_nbytes, rss_nbytes
+from offload.memory.tier_manager import compute_device
 from offload.planning.machine.preflight import activations_beyond
+from offload.process.child import ChildFailed
+from offload.process.interrupts import Interrupts, noted_interrupts
+from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.runs.folder import (
     RunFolder,
     SavedRun,

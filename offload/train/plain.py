@@ -1,6 +1,6 @@
 """Plain PyTorch: the built-in model trained as usual without offload.
 
-    python -m offload.child offload.train.plain:train OPTIONS.json
+    python -m offload.process.child offload.train.plain:train OPTIONS.json
 
 trains a whole run in a separate process, on the batches of `offload train` and from the same first
 weights. `train.compare_plain` and the benches compare with it.
@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from offload.gpt import LanguageModel, build_meta_model
-from offload.machine import peak_rss_nbytes, rss_nbytes
-from offload.materialise import MetaInitialiser
+from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.runs.metrics import StepMetrics
 from offload.train.batches import Batch, Batches
 from offload.train.schedule import lr_factor
+from offload.weights.materialise import MetaInitialiser
 
 if TYPE_CHECKING:
-    from offload.child import Parent
     from offload.config import OffloadConfig
+    from offload.process.child import Parent
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

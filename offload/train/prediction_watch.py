@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from offload.machine import OtherPrograms, peak_rss_nbytes
 from offload.planning.choice.run_check import (
     SETTLING_STEPS,
     Measured,
@@ -21,6 +20,7 @@ from offload.planning.choice.run_check import (
     StepTimes,
     compare,
 )
+from offload.process.machine import OtherPrograms, peak_rss_nbytes
 from offload.runs.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload import homes
+from offload.memory import tier_manager as homes
 from offload.swap.io_backend import IOBackend
 from offload.swap.io_watch import LOOKS
 from offload.swap.libaio_backend import LibaioBackend

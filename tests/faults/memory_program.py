@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 import offload
-from offload import machine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.headroom import MemoryReader
+from offload.memory.headroom import MemoryReader
+from offload.process import machine
 from offload.swap.memory_guard import MemoryGuard
 
 STEPS = 3  # before each meal, and after the last

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from offload import machine
-from offload.child import child_environment
+from offload.process import machine
+from offload.process.child import child_environment
 
 PROGRAM = Path(__file__).with_name("memory_program.py")
 MOST = 3 << 30  # of memory that all of it takes

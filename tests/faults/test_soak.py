@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.machine import rss_nbytes
+from offload.process.machine import rss_nbytes
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
 
 DATA = batches(20)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.leftovers import clean
+from offload.memory.leftovers import clean
 from tests.faults.train_victim import Request, write_inputs
 from tests.offload.checkpoint_crash import bits_of
 

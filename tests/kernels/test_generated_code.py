@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from numba.core import types
 
-from offload.child import child_environment
 from offload.kernels import jit
 from offload.kernels import optimizer as optimizer_module
 from offload.kernels import step_loop as step_module
@@ -24,6 +23,7 @@ from offload.kernels.gradient_loop import variant_code as gradient_code
 from offload.kernels.rules import Rule, StateFormat
 from offload.kernels.step_loop import ARGUMENTS, step_loop
 from offload.kernels.variants import Master, Variant, variant_code
+from offload.process.child import child_environment
 from tests.kernels.adam_cases import random_gradient
 from tests.kernels.step_cases import RULES, Formats, Stored, calm
 

@@ -11,9 +11,9 @@ import sys
 import torch
 
 import offload
-from offload import machine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
+from offload.process import machine
 
 STEPS, HOST_MIB = 2, 256
 

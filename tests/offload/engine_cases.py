@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import offload
 import offload.tiered_model
-from offload.child import child_environment
 from offload.errors import BudgetError
+from offload.process.child import child_environment
 from offload.tiers.units import parse_bytes
 
 # The engine's device. `make gpu-check` sets it; tests that go by it take MARKS.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload import machine
+from offload.process import machine
 from offload.tiers.units import parse_bytes
 
 WIDTH, LAYERS, RANK, STEPS = 1024, 50, 4, 2  # 200 MiB of weights

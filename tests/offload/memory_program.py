@@ -12,9 +12,9 @@ import sys
 import torch
 
 import offload
-from offload import machine
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
+from offload.process import machine
 
 
 def config_of(layers: int, host_mib: int, folder: str) -> OffloadConfig:

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 import offload
-import offload.homes
+import offload.memory.tier_manager
 import offload.planning.plan.activation_plan
 import offload.swap.activation_returns
 import offload.swap.activations
@@ -78,7 +78,7 @@ def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWor
     # asked of each block once, at length, and not of its streams
     patch.setattr(offload.zero.micro_batches, "refuse_mixing", lambda *args, **keys: None)
     world = CheckedWorld(patch, **options)
-    patch.setattr(offload.homes, "DeviceHomes", world.device_homes)
+    patch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     return world
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload import child
 from offload.bench import contenders, io, io_raw, limits
 from offload.bench.contenders import LLAMA_151M, Contender, SystemSpec, start, wanted
 from offload.bench.io_raw import GRID, LibaioLoop, ThreadsLoop, cut, open_loop
@@ -27,12 +26,13 @@ from offload.bench.record import Kind, Record, Row, Target, check_json
 from offload.bench.rounds import interleaved
 from offload.bench.step import EXTRA_SYSTEMS, SYSTEMS, _check_losses, _difference
 from offload.bench.stream import GROUP, BusLoop
-from offload.child import Child, ChildFailed
 from offload.cli.app import main
 from offload.config import OffloadConfig
 from offload.errors import IntegrityError, PathError, StorageError, UnsupportedError
 from offload.planning.machine.optimizer_variants import VARIANTS, Variant, filled, stepper
 from offload.planning.machine.speed_arrays import STAGGER_NBYTES, Arrays, Stream
+from offload.process import child
+from offload.process.child import Child, ChildFailed
 from offload.swap.swap_file import SwapFile
 from offload.swap.worker import ParallelRunner
 

@@ -47,7 +47,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from offload.checkpoint.model_files import read_json
-from offload.machine import peak_rss_nbytes
+from offload.process.machine import peak_rss_nbytes
 from offload.tiers.errors import CheckpointError
 before = peak_rss_nbytes()
 try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import offload
 from offload.checkpoint import write_behind
 from offload.checkpoint.exporting import export
-from offload.machine import forget_peak_rss, peak_rss_nbytes, rss_nbytes
+from offload.process.machine import forget_peak_rss, peak_rss_nbytes, rss_nbytes
 from tests.offload.engine_cases import HOST, NVME, ON, config
 
 MIB = 1 << 20

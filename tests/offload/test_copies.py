@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload import machine
 from offload.errors import BudgetError, StateError, UnsupportedError
+from offload.process import machine
 from tests.offload.engine_cases import (
     HOST,
     NVME,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import offload
-import offload.homes
+import offload.memory.tier_manager
 import offload.tiered_model
 from offload.tiers.memory import HostMemory
 from tests.offload.engine_cases import (
@@ -41,7 +41,7 @@ def broken(*args: Any, **keys: Any) -> Any:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Plans are those of a machine with a GPU of 1 GiB, without Triton."""
     world = World(monkeypatch, eager_model=True)
-    monkeypatch.setattr(offload.homes, "DeviceHomes", world.device_homes)
+    monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     plan_for_a_gpu(monkeypatch, kernels_missing="the test says so")
     return world
 
@@ -98,7 +98,7 @@ def test_waits_for_single_streams_that_fail_leave_none_out(
 def test_memory_is_given_back_where_the_devices_part_cannot_be_opened(
     tmp_path: Path, world: World, given_back: list[bool], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(offload.homes, what, broken)
+    monkeypatch.setattr(offload.memory.tier_manager, what, broken)
     keys = config(tmp_path, {**HOST, "activations": {"tier": "host"}})
     with pytest.raises(Broken):
         offload.initialize(seeded(TinyLM), keys)

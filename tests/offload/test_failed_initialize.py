@@ -12,8 +12,8 @@ import pytest
 
 import offload
 import offload.engine
-import offload.foreign_optimizers
-import offload.homes
+import offload.memory.tier_manager
+import offload.optimizers.foreign
 import offload.tiered_model
 import offload.zero.runtime
 from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, config, on_the_cpu_alone, seeded
@@ -29,10 +29,10 @@ KEYS: dict[str, Any] = {
     "budget": {"host": "32MiB", "nvme": "64MiB"},
 }  # fmt: skip
 BEFORE_WEIGHTS_LEAVE = {
-    "the backend": (offload.homes, "open_backend"),
-    "the store of blocks": (offload.homes, "BlockStore"),
-    "the tier of activations": (offload.homes, "ActivationTier"),
-    "the update buffers": (offload.homes.TieredHomes, "staging"),
+    "the backend": (offload.memory.tier_manager, "open_backend"),
+    "the store of blocks": (offload.memory.tier_manager, "BlockStore"),
+    "the tier of activations": (offload.memory.tier_manager, "ActivationTier"),
+    "the update buffers": (offload.memory.tier_manager.TieredHomes, "staging"),
     "the update queue": (offload.zero.runtime, "UpdateQueue"),
     "the stepper": (offload.zero.runtime, "Stepper"),
     "gradient handles": (offload.zero.runtime, "GradientHandles"),
@@ -58,7 +58,7 @@ def held() -> tuple[int, int, int]:
     """Open files, threads, and hooks on every optimizer."""
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    return files, threading.active_count(), len(offload.foreign_optimizers._watched)
+    return files, threading.active_count(), len(offload.optimizers.foreign._watched)
 
 
 def fail(model: Any, keys: Any, owner: object, name: str, patch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def threads_after_failure(folder: str) -> list[str]:
     budget = {"host": "64MiB", "nvme": "64MiB"}
     keys = config(Path(folder), device="cpu", budget=budget, zero={"stage": 3})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(offload.homes.TieredHomes, "gradients", broken)
+        patched.setattr(offload.memory.tier_manager.TieredHomes, "gradients", broken)
         with pytest.raises(Broken):
             offload.initialize(seeded(TinyLM), keys)
     return [thread.name for thread in threading.enumerate() if "offload" in thread.name]

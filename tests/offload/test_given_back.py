@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import offload
-from offload import machine
 from offload.errors import BudgetError, ConfigError, NoSpaceError, StateError
-from offload.homes import TieredHomes
+from offload.memory.tier_manager import TieredHomes
+from offload.process import machine
 from offload.swap.swap_file import SwapFile
 from offload.taking_over import engine_for, tiers_of
 from tests.offload.engine_cases import (

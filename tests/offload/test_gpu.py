@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-import offload.homes
+import offload.memory.tier_manager
 import offload.tiered_model
 import offload.zero.update
 from offload.errors import UnsupportedError
@@ -225,7 +225,7 @@ def test_copies_that_take_their_time_change_no_bit(
     keys: dict[str, Any] = {"precision": "bf16", "optimizer": {"in_backward": in_backward}}
     expected = on_host(tmp_path, device, **keys)
     world = World(monkeypatch, eager_model=True)
-    monkeypatch.setattr(offload.homes, "DeviceHomes", world.device_homes)
+    monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     assert_same(run(tmp_path, placement, device, **keys), expected)
     assert world.delayed > 10
 
@@ -244,7 +244,7 @@ def test_parameters_updated_on_the_device_are_asked_for_anew(tmp_path, device):
 def test_chunks_on_the_device_do_not_hold_up_those_of_the_cpu(tmp_path, device, monkeypatch):
     """The CPU has stepped all its chunks while the device's are still on their way back."""
     world = World(monkeypatch, eager_model=True)
-    monkeypatch.setattr(offload.homes, "DeviceHomes", world.device_homes)
+    monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     stepped = queue.SimpleQueue[int]()
     real = offload.zero.update.optimizer_step
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload import machine
-from offload.headroom import MemoryReader, reserve_of
+from offload.memory.headroom import MemoryReader, reserve_of
+from offload.process import machine
 from offload.swap.memory_guard import Headroom
 from tests.offload.test_machine import GIB, V1_MOUNT, V2_MOUNT, put
 

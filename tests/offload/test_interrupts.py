@@ -20,7 +20,7 @@ from torch.overrides import (
 )
 
 import offload
-from offload.interrupts import noted_interrupts
+from offload.process.interrupts import noted_interrupts
 from tests.offload.engine_cases import (
     HOST,
     MARKS,

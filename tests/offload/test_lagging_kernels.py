@@ -17,7 +17,7 @@ import pytest
 from torch import Tensor, nn
 
 import offload
-import offload.homes
+import offload.memory.tier_manager
 from offload.errors import BudgetError
 from offload.swap import activations, device_home, outbox
 from offload.swap.fences import Fences, OpenReads
@@ -109,7 +109,7 @@ def on_lagging_device(
     folder: Path, placement: dict[str, Any], in_backward: bool, world: World,
     patch: pytest.MonkeyPatch,
 ) -> Run:  # fmt: skip
-    patch.setattr(offload.homes, "DeviceHomes", world.device_homes)
+    patch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     keys = functools.partial(keys_of, folder, placement, in_backward)
     with offload.initialize(seeded(Net), keys(just_enough(keys))) as engine:
         tier = engine._homes._memory[Tier.DEVICE]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, UnsupportedError
-from offload.lazy_tensors import LazyTensor, LazyWeights, lazy_tensors
-from offload.tensor_file import TensorFile
+from offload.weights.lazy_tensors import LazyTensor, LazyWeights, lazy_tensors
+from offload.weights.tensor_file import TensorFile
 from tests.offload.engine_cases import HOST, bits, config
 
 VALUES = {

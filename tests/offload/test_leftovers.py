@@ -19,10 +19,10 @@ from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.ownership import marked as marked_folder
 from offload.checkpoint.reader import CheckpointReader
 from offload.cli.app import app
-from offload.doctor import check_path
+from offload.cli.diagnosis import check_path
 from offload.errors import StorageError
 from offload.integrations import streamed_folder
-from offload.leftovers import STATE, clean, leftovers
+from offload.memory.leftovers import STATE, clean, leftovers
 from offload.swap.maker_marks import Life, Maker, marked
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded, states_of
 from tests.offload.plain_training import MakeEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offload import machine
+from offload.process import machine
 
 GIB = 1 << 30
 

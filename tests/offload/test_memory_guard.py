@@ -56,7 +56,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr("offload.homes.MemoryReader", lambda: made)
+    monkeypatch.setattr("offload.memory.tier_manager.MemoryReader", lambda: made)
     return made
 
 

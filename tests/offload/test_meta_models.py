@@ -441,7 +441,7 @@ def test_a_part_of_a_model_that_is_transformers_begins_as_transformers_begins_it
 
 WITHOUT_COMPILER = """
 import sys, torch
-from offload.materialise import MetaInitialiser
+from offload.weights.materialise import MetaInitialiser
 with torch.device("meta"):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
 MetaInitialiser(model, 0)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, OffloadError, UnsupportedError
-from offload.lazy_tensors import LazyTensor, lazy_tensors
 from offload.quantised import matrix
 from offload.quantised.reading import settings_in, settings_of
+from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
 from tests.offload.engine_cases import HOST, bits, config
 from tests.offload.quantised_cases import FORMATS, Weight, compressed, four_bits, gptq
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import StateError
-from offload.recording import Recording, rows_of
+from offload.runs.recording import Recording, rows_of
 from offload.swap import recorder
 from offload.swap.lanes import Lane, WaitFor
 from offload.swap.ranges import profiled
@@ -112,7 +112,7 @@ def test_memory_is_bounded_and_what_is_left_out_is_said(
     make: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorder, "MOST_EVENTS", 20)
-    monkeypatch.setattr("offload.recording.MOST_EVENTS", 20)
+    monkeypatch.setattr("offload.runs.recording.MOST_EVENTS", 20)
     engine = make(seeded(TinyLM), NVME, budget=SMALL)
     with engine.record(steps=2) as recording:
         train(engine, 2)

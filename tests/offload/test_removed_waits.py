@@ -28,8 +28,8 @@ from typing import Any
 
 import pytest
 
-from offload.device_homes import DeviceHomes
 from offload.errors import OffloadError
+from offload.memory.device_homes import DeviceHomes
 from offload.swap.activation_backlog import Backlog
 from offload.swap.activation_returns import ActivationReturns, CopiesInFlight
 from offload.swap.activations import ActivationTier

@@ -28,7 +28,7 @@ import offload
 from offload.checkpoint.manifest import MANIFEST, Manifest
 from offload.checkpoint.plain_values import packed, unpacked
 from offload.errors import CheckpointError, StateError, UnsupportedError
-from offload.interrupts import noted_interrupts
+from offload.process.interrupts import noted_interrupts
 from tests.offload.engine_cases import (
     HOST,
     MARKS,

@@ -26,7 +26,7 @@ from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, LowMemoryError, PathError
-from offload.interrupts import Terminated
+from offload.process.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run, default_path
 from offload.swap.link_use import LinkUse
 from offload.train.loop import RunResult, readable, run
@@ -341,7 +341,7 @@ def test_too_little_memory_ends_a_run_with_a_checkpoint_of_the_steps_before(
 def test_a_second_interrupt_stops_at_once_and_saves_nothing(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.interrupts._AGAIN_S", 0.01)
+    monkeypatch.setattr("offload.process.interrupts._AGAIN_S", 0.01)
     output = interrupted(make_config(), tmp_path / "none", again_s=0.02)
     assert "interrupted after step 2 of 6; nothing was saved" in output
     config = make_config({"checkpoint_every": 1})

@@ -157,7 +157,7 @@ def test_a_signal_amid_a_save_completes_it_and_saves_the_step(
 def test_after_a_second_ctrl_c_a_save_is_completed_and_a_third_gives_it_up(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, third: bool
 ) -> None:
-    monkeypatch.setattr("offload.interrupts._AGAIN_S", 0.01)
+    monkeypatch.setattr("offload.process.interrupts._AGAIN_S", 0.01)
     config = make(checkpoint_every=1)
     run_quietly(config, tmp_path / "whole", initialize=offload.initialize)
     held: list[Held] = []
@@ -240,7 +240,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_checkpoint_before_stays(
 def test_what_an_interruption_says_is_true_of_a_save_that_has_failed(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.interrupts._AGAIN_S", 0.01)
+    monkeypatch.setattr("offload.process.interrupts._AGAIN_S", 0.01)
     held = Held(monkeypatch)
 
     def press(engine: offload.Engine, step: int) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import offload
-from offload import homes
 from offload.errors import NoSpaceError, StorageError
+from offload.memory import tier_manager as homes
 from offload.swap.threads_backend import ThreadsBackend
 from tests.offload.engine_cases import (
     HOST,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 activations = importlib.import_module("transformers.activations")
 moe = importlib.import_module("transformers.integrations.moe")
-experts = importlib.import_module("offload.packed_experts")
+experts = importlib.import_module("offload.weights.packed_experts")
 
 
 class Slices:

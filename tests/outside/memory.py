@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.machine import peak_rss_nbytes
+from offload.process.machine import peak_rss_nbytes
 
 MIB = 1 << 20
 LAYERS, WIDTH = 60, 1024  # 63 M parameters: 240 MiB of weights, 480 MiB of optimizer states

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import offload
-from offload import machine
+from offload.process import machine
 
 
 def keys(swap: str, host_mib: int) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def test_a_folder_that_is_compressed_again_keeps_its_values(folder: Path, tmp_pa
 
 def test_blocks_of_bitsandbytes_are_stored_as_they_are(tmp_path: Path) -> None:
     """Its absmax is an element of the block: storage finds the same one."""
-    from offload.lazy_tensors import lazy_tensors
+    from offload.weights.lazy_tensors import lazy_tensors
     from tests.offload.quantised_cases import four_bits
 
     kind = four_bits()

@@ -299,7 +299,7 @@ from offload.checkpoint.manifest import (
     BUFFERS, Manifest, OptimizerRecord, ParameterRecord, ParamGroupRecord)
 from offload.integrations.dcp_export import export_dcp
 from offload.integrations.dcp_import import import_dcp
-from offload.machine import peak_rss_nbytes
+from offload.process.machine import peak_rss_nbytes
 from offload.zero.records import RecordFormat
 from offload.kernels.variants import Master
 

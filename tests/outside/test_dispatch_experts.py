@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offload
-import offload.homes
+import offload.memory.tier_manager
 from offload.tiers.units import round_up
 from tests.offload.engine_cases import bits, config, seeded
 from tests.outside.routed_model import EXPERTS, HIDDEN, Routed

@@ -18,10 +18,10 @@ import torch
 
 import offload
 from offload import OffloadConfig
-from offload.child import child_environment
 from offload.cli.app import main
 from offload.cli.planned_model import generating
 from offload.planning.plan.workload import Generation
+from offload.process.child import child_environment
 from offload.runs.forecast import forecast_generation
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from offload.errors import StateError, TierFullError
-from offload.kv_cache import cached_layers, keep_in_tiers
+from offload.kv.kv_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
 from offload.zero.fetching import Fetcher
 from offload.zero.kv_sizes import CachedLayer

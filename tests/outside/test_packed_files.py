@@ -17,7 +17,7 @@ from torch import Tensor
 import offload
 from offload.checkpoint.exporting import export
 from offload.errors import CheckpointError, IntegrityError, StateError, UnsupportedError
-from offload.tensor_file import TensorFile
+from offload.weights.tensor_file import TensorFile
 from offload.zero import module_tree
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.test_expert_zoo import ARCHITECTURES, build

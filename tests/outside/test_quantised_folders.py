@@ -174,7 +174,7 @@ def test_compressed_tensors_gives_the_same_values(
 
 
 def read(folder: Path, settings: Any) -> dict[str, Tensor]:
-    from offload.lazy_tensors import lazy_tensors
+    from offload.weights.lazy_tensors import lazy_tensors
 
     found = lazy_tensors([folder / FILE], settings)
     return {name: lazy.value() for name, lazy in found.items()}

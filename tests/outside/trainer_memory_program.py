@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import transformers
 
-from offload import machine
 from offload.integrations.transformers import OffloadTrainer
+from offload.process import machine
 from tests.outside.trainer_cases import Rows, quiet
 
 MIB = 1 << 20

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.child import child_environment
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
@@ -21,6 +20,7 @@ from offload.planning.plan.estimate import MemoryEstimate
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
+from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.zero.discovery import discover

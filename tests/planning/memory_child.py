@@ -11,7 +11,7 @@ import torch
 import offload
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.machine import peak_rss_nbytes
+from offload.process.machine import peak_rss_nbytes
 
 STEPS = 3
 

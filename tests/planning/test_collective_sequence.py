@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from offload.child import child_environment
 from offload.config import OffloadConfig
 from offload.planning.machine.network import Network
 from offload.planning.step.collective_sequence import Among, Call, collective_sequence
 from offload.planning.step.program import Verb
+from offload.process.child import child_environment
 from offload.zero.discovery import discover
 from offload.zero.sharding import Sharding
 from tests.offload.engine_cases import TinyLM

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import offload
-import offload.homes
+import offload.memory.tier_manager
 from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.gpt import build_meta_model
@@ -133,7 +133,8 @@ def train(engine: Engine, config: OffloadConfig, steps: int) -> list[Mapping[str
 
 def let_all_be_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves, and updates in backward."""
-    monkeypatch.setattr(offload.homes, "open_backend", lambda name, **options: AtOnce())
+    at_once = lambda name, **options: AtOnce()  # noqa: E731
+    monkeypatch.setattr(offload.memory.tier_manager, "open_backend", at_once)
     submit = UpdateQueue.submit
 
     def update_at_once(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offload
-from offload import homes
 from offload.errors import LowMemoryError
+from offload.memory import tier_manager as homes
 from tests.offload.engine_cases import (
     HOST,
     NVME,

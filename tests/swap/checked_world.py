@@ -31,7 +31,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.device_homes import DeviceHomes
+from offload.memory.device_homes import DeviceHomes
 from offload.swap import streams, transfer, worker
 from offload.swap.activation_backlog import Backlog
 from offload.swap.activation_returns import ActivationReturns

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.device_homes import DeviceHomes
+from offload.memory.device_homes import DeviceHomes
 from offload.swap import streams
 from offload.tiers import accelerator
 from offload.tiers.accelerator import Accelerator

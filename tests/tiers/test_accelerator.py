@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from offload.cli.diagnosis import run_checks
 from offload.config import OffloadConfig
-from offload.doctor import run_checks
 from offload.errors import ConfigError
-from offload.homes import compute_device
+from offload.memory.tier_manager import compute_device
 from offload.swap.streams import CopyStream, WorkStream, mark_here
 from offload.tiers import accelerator
 from offload.tiers.accelerator import KINDS, Accelerator, Cuda

@@ -251,7 +251,7 @@ def test_copies_over_many_extents_and_beyond_them_are_right(
 
 @pytest.mark.gpu
 def test_a_large_open_budget_takes_the_ram_of_one_extent() -> None:
-    from offload import machine
+    from offload.process import machine
 
     before = machine.rss_nbytes()
     memory = HostMemory(1 << 40, pin_for=torch.device("cuda", 0))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from offload.machine import rss_nbytes
+from offload.process.machine import rss_nbytes
 from offload.tiers.errors import IntegrityError, StateError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from offload.child import child_environment
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.gpt import build_meta_model
 from offload.planning.machine.disk_cache import cache_folder, remembered
 from offload.planning.plan.workload import Workload
+from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
 from offload.tools.memest.source.builtin_model import builtin_shape
 from offload.tools.memest.source.model_source import SourceKind

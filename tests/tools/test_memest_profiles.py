@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offload import machine
 from offload.planning.machine.speeds import Speeds
+from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.hardware import profiles
 from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus, visible

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.machine import mount_of, swap_folder
+from offload.process.machine import mount_of, swap_folder
 from offload.tools.memest.cli import main
 from offload.tools.memest.commands.files import check_target, write_file
 from tests.tools.model_files import write_config

@@ -1,6 +1,6 @@
 """The `memest` command, and `python -m offload.tools.memest`."""
 
-from offload.interrupts import ending_at_once
+from offload.process.interrupts import ending_at_once
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ from torch import nn
 
 from offload.checkpoint.exporting import export, read_whole
 from offload.checkpoint.safetensors_file import TensorInfo
+from offload.config.paths import StrPath, path_of
 from offload.deepspeed.saved import folder_of
-from offload.paths import StrPath, path_of
-from offload.tensor_file import DTYPES
 from offload.tiers.errors import UnsupportedError
+from offload.weights.tensor_file import DTYPES
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from offload import machine
 from offload.planning.machine.disk_cache import Nbytes, key_of, load, remembered, save
+from offload.process import machine
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from offload import machine
-from offload.paths import StrPath
+from offload.config.paths import StrPath
 from offload.planning.machine.disk_cache import cache_folder, key_of, load, save
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds, Speeds
+from offload.process import machine
 from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload import machine
-from offload.paths import StrPath
+from offload.config.paths import StrPath
 from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
+from offload.process import machine
 from offload.tiers.errors import BudgetError, OffloadError, PathError, UnsupportedError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit

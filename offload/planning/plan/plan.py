@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offload import machine
 from offload.planning.plan.activation_plan import ActivationPlan
 from offload.planning.plan.sizes import (
     CLASSES,
@@ -23,6 +22,7 @@ from offload.planning.plan.sizes import (
     tiers_of,
 )
 from offload.planning.plan.tuning import Measure
+from offload.process import machine
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.old_bytes import OldBytes

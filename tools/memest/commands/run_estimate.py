@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from offload import machine
 from offload.config import OffloadConfig
 from offload.config.training import MOST_TOKENS
 from offload.planning.machine.calibration import known_speeds, machine_speeds
@@ -15,6 +14,7 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.kv_plan import kv_in_tiers
 from offload.planning.plan.workload import Generation, Workload
+from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.files import write_file
 from offload.tools.memest.commands.options import (

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload import machine
 from offload.planning.machine.network import Network
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.tuning import rated_bandwidth
+from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.hardware.parts import NCCL, GpuPart, LinkPart, SsdPart

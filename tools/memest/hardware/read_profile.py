@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from offload import machine
+from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes, parse_bytes
 from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from offload import machine
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.training import TrainConfig
@@ -14,6 +13,7 @@ from offload.config.written_for import WrittenFor
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import home_nbytes, needed_nbytes
 from offload.planning.plan.sizes import ExpertClass, class_of
+from offload.process import machine
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes

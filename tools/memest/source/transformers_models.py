@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload import machine
 from offload.planning.machine.disk_cache import remembered
 from offload.planning.plan.cache_shape import CacheShape
+from offload.process import machine
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tools.memest.source.cache_shapes import modules_cache
 from offload.tools.memest.source.error_text import one_line

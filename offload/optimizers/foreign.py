@@ -12,9 +12,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from offload.optimizer import OffloadOptimizer
+from offload.memory.watched_stores import WatchedStores
+from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import UnsupportedError
-from offload.watched_stores import WatchedStores
 from offload.zero.store import WeightStore
 
 

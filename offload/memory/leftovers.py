@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload import machine
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.locks import lock_folder, unlock
 from offload.checkpoint.ownership import leftovers as pending_checkpoints
+from offload.process import machine
 from offload.swap.maker_marks import Life, maker_of
 from offload.tiers.errors import PathError
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload import machine
-from offload.machine import read_int
+from offload.process import machine
+from offload.process.machine import read_int
 from offload.swap.memory_guard import Headroom, MachineMemory
 
 _ROOT = Path("/")

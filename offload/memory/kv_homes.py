@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from offload.homes import TieredHomes
+from offload.memory.tier_manager import TieredHomes
 from offload.planning.plan.kv_plan import KVPlan
 from offload.planning.plan.plan import Plan, kv_room_nbytes
 from offload.swap.state import State

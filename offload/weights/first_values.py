@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from offload.checkpoint.module_state import refusal_of
-from offload.lazy_tensors import LazyWeights
-from offload.materialise import MetaInitialiser, check_shape
-from offload.paths import StrPath
+from offload.config.paths import StrPath
 from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import keeps
-from offload.safetensors_weights import SafetensorsWeights
 from offload.tiers.errors import CheckpointError
+from offload.weights.lazy_tensors import LazyWeights
+from offload.weights.materialise import MetaInitialiser, check_shape
+from offload.weights.safetensors_weights import SafetensorsWeights
 from offload.zero.layout import ParamSpec
 from offload.zero.local_tensors import local_of
 from offload.zero.packed import PackedParam

@@ -1,6 +1,6 @@
 """A measured process of its own, both ends of it.
 
-    python -m offload.child MODULE:FUNCTION OPTIONS.json
+    python -m offload.process.child MODULE:FUNCTION OPTIONS.json
 
 The function is called with the options and a `Parent`. Its answers are JSON objects, one per line,
 written to what was standard output when the process began; commands are lines on standard input.
@@ -57,7 +57,7 @@ class Child:
         described.write_text(json.dumps(dict(options)))
         self._log = (folder / "log").open("w+", errors="replace")
         self._process = subprocess.Popen(
-            [*under, sys.executable, "-m", "offload.child", program, str(described)],
+            [*under, sys.executable, "-m", "offload.process.child", program, str(described)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             env={**child_environment(), **(environment or {})},
             start_new_session=True,  # Ctrl-C is for us, and we end the child

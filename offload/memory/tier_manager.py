@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload import machine
-from offload.device_homes import DeviceHomes
-from offload.headroom import MemoryReader
 from offload.kernels import triton_launch
+from offload.memory.device_homes import DeviceHomes
+from offload.memory.headroom import MemoryReader
 from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nbytes
+from offload.process import machine
 from offload.swap.activation_window import ActivationWindow
 from offload.swap.activations import ActivationTier
 from offload.swap.backends import open_backend

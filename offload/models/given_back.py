@@ -20,8 +20,8 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from offload import machine
-from offload.homes import TieredHomes
+from offload.memory.tier_manager import TieredHomes
+from offload.process import machine
 from offload.swap.hands import result_of
 from offload.swap.swap_file import NO_SPACE, FileCall, SwapFile
 from offload.tiers.errors import BudgetError, ConfigError, NoSpaceError, StorageError

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from offload.initialisers import Call, Entry, Initialisers
 from offload.planning.activations.compiler_free import without_dynamo
 from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.weights.initialisers import Call, Entry, Initialisers
 from offload.zero.discovery import managed
 
 if TYPE_CHECKING:
-    from offload.safetensors_weights import SafetensorsWeights
+    from offload.weights.safetensors_weights import SafetensorsWeights
 
 _PIECE_NUMEL = 1 << 22
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from offload.checkpoint.model_files import own_file
 from offload.checkpoint.reader import CheckpointReader
-from offload.lazy_tensors import LazyTensor, lazy_tensors
-from offload.materialise import check_range, check_shape
-from offload.paths import StrPath, path_of
+from offload.config.paths import StrPath, path_of
 from offload.quantised.reading import settings_in
-from offload.tensor_file import checked_tensors, checkpoint_at
 from offload.tiers.errors import CheckpointError, ConfigError
+from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
+from offload.weights.materialise import check_range, check_shape
+from offload.weights.tensor_file import checked_tensors, checkpoint_at
 from offload.zero.layout import ParamSpec
 from offload.zero.packed import PackedParam
 

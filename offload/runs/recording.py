@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from offload.paths import StrPath, path_of
+from offload.config.paths import StrPath, path_of
 from offload.swap.recorder import MODEL, MOST_EVENTS, Event, Held, RecordedStep, Recorder
 from offload.tiers.errors import StateError
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from offload.memory.watched_stores import WatchedStores
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
-from offload.watched_stores import WatchedStores
 from offload.zero.store import WeightStore
 
 # by name: some of them are never imported

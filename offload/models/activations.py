@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from offload.caches import WithoutCaches
+from offload.kv.caches import WithoutCaches
 from offload.swap.activations import ActivationTier
 from offload.zero.discovery import Discovery
 from offload.zero.recompute import Holder, Recomputation

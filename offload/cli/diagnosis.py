@@ -16,8 +16,8 @@ from typing import Literal
 
 import psutil
 
-from offload import machine
-from offload.leftovers import Leftover, leftovers
+from offload.memory.leftovers import Leftover, leftovers
+from offload.process import machine
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from offload.config.optimizer_kinds import KINDS
-from offload.optimizer_entries import OptimizerEntries
-from offload.optimizer_state_dict import Kept, check_kind, check_sizes, check_state
+from offload.optimizers.entries import OptimizerEntries
+from offload.optimizers.state_dict import Kept, check_kind, check_sizes, check_state
 from offload.swap.shield import uninterrupted
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 from offload.zero.compilers import uncompiled

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from offload.materialise import check_range, check_shape
 from offload.quantised.matrix import Matrix
 from offload.quantised.reading import matrices_of
-from offload.tensor_file import Stored, stored_tensors
 from offload.tiers.errors import UnsupportedError
+from offload.weights.materialise import check_range, check_shape
+from offload.weights.tensor_file import Stored, stored_tensors
 from offload.zero.discovery import managed
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.optimizer_state_dict import Kept, check_state, check_tensor, count_of_steps
+from offload.optimizers.state_dict import Kept, check_state, check_tensor, count_of_steps
 from offload.tiers.errors import UnsupportedError
 from offload.zero.local_tensors import is_dtensor
 from offload.zero.paged import Operation, PagedTensor

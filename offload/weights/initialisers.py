@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.shadows import Dispatch, Notes, Shadow
 from offload.tiers.errors import UnsupportedError
+from offload.weights.shadows import Dispatch, Notes, Shadow
 from offload.zero.local_tensors import is_dtensor
 
 _MOST_NAMES = 6  # in an error

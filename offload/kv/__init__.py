@@ -1,0 +1,1 @@
+"""KV caches of transformers in tiers."""

@@ -1,0 +1,1 @@
+"""Optimizers as a training loop sees them."""
