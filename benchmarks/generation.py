@@ -39,7 +39,7 @@ from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import in_turn, seconds_of
 from offload.bench.table import Column, number, print_record
 from offload.process.child import Child, Parent
-from offload.swap.swap_file import SwapFile
+from offload.swap.io.swap_file import SwapFile
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import parse_bytes
 

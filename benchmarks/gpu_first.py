@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 import offload
 from benchmarks.gpu_kernels import MAKERS, KernelCase
-from offload.kernels import convert, gradients, optimizer, weight_codes
+from offload.kernels.cpu import convert, gradients, optimizer, weight_codes
+from offload.kernels.cpu.state_codec import decode_int8
 from offload.kernels.floats import Array, Float
+from offload.kernels.gpu.triton_convert import Draw
 from offload.kernels.rules import StateFormat
-from offload.kernels.state_codec import decode_int8
-from offload.kernels.triton_convert import Draw
 from offload.process.child import Parent
-from offload.swap.streams import CopyStream
+from offload.swap.device.streams import CopyStream
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory
 from offload.tiers.tier import Tier

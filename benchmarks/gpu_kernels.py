@@ -18,17 +18,17 @@ from benchmarks.gpu_machine import timed_on_device
 from benchmarks.gpu_parts import say
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Timed, measure
-from offload.kernels import (
+from offload.kernels.cpu.gradients import norm_blocks
+from offload.kernels.cpu.int8 import BLOCK
+from offload.kernels.cpu.noise import Noise
+from offload.kernels.gpu import (
     triton_convert,
     triton_gradients,
     triton_optimizer,
     triton_weight_codes,
 )
-from offload.kernels.gradients import norm_blocks
-from offload.kernels.int8 import BLOCK
-from offload.kernels.noise import Noise
+from offload.kernels.gpu.triton_convert import Draw
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
-from offload.kernels.triton_convert import Draw
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.process.child import Parent
 from offload.tiers import accelerator

@@ -20,7 +20,7 @@ from offload.planning.machine.calibration import measure_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.process import machine
 from offload.process.child import Parent
-from offload.swap.swap_file import free_space
+from offload.swap.io.swap_file import free_space
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory
 

@@ -33,8 +33,8 @@ from offload.process.child import Parent
 from offload.tiers import accelerator
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
 
 OURS, LINK, COMPUTE = "ours, all on host", "bound by link", "bound by compute"
 LONGEST = "the larger bound"

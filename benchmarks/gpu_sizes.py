@@ -26,8 +26,8 @@ from offload.process.machine import cpu_count
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
 
 GIB = 1 << 30
 SEQUENCE = 1024

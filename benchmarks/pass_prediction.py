@@ -31,8 +31,8 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import estimate_step
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
 
 _SETTLING, _LEAST_S, _MOST = 3, 1.0, 20
 _BF16 = ("precision=bf16",)

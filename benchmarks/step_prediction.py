@@ -37,8 +37,8 @@ from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import estimate_step
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
 
 BAR = 0.2  # a prediction may be this far from what was measured
 _SHORT_S = 1.0  # steps shorter than this are taken several times per round

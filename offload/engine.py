@@ -31,29 +31,29 @@ from offload.process import machine
 from offload.process.interrupts import noted_interrupts, why_not_noted
 from offload.report import Report
 from offload.runs.recording import Recording
-from offload.swap.lanes import waits_s
-from offload.swap.link_use import LinkUse
-from offload.swap.recorder import Recorder
-from offload.swap.worker import ParallelRunner
+from offload.swap.threads.lanes import waits_s
+from offload.swap.threads.link_use import LinkUse
+from offload.swap.threads.recorder import Recorder
+from offload.swap.threads.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.weights.first_values import FirstValues
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.spread_experts import SpreadExperts
-from offload.zero.closed_engine import ENGINE
-from offload.zero.collectives import Wire
-from offload.zero.discovery import Discovery, managed
-from offload.zero.group import ParamGroup
-from offload.zero.layout import ParamSpec
-from offload.zero.loading import load_group
-from offload.zero.local_tensors import is_dtensor
-from offload.zero.loss_scale import LossScale
-from offload.zero.model_shape import GroupShape
-from offload.zero.ranks import Ranks, data_ranks
-from offload.zero.runtime import Runtime, RuntimeOptions
-from offload.zero.stepper import StepRules
-from offload.zero.store import WeightStore
-from offload.zero.values import ParameterValues
+from offload.zero.gradients.loss_scale import LossScale
+from offload.zero.groups.discovery import Discovery, managed
+from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.groups.loading import load_group
+from offload.zero.groups.model_shape import GroupShape
+from offload.zero.groups.store import WeightStore
+from offload.zero.groups.values import ParameterValues
+from offload.zero.hooks.closed_engine import ENGINE
+from offload.zero.ranks.collectives import Wire
+from offload.zero.ranks.ranks import Ranks, data_ranks
+from offload.zero.step.runtime import Runtime, RuntimeOptions
+from offload.zero.step.stepper import StepRules
+from offload.zero.tensors.local_tensors import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

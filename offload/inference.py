@@ -22,21 +22,21 @@ from offload.config.paths import StrPath
 from offload.memory.kv_homes import KVHomes
 from offload.process import machine
 from offload.report import TierTraffic
-from offload.swap.lanes import waits_s
+from offload.swap.threads.lanes import waits_s
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.units import format_bytes
 from offload.weights.lazy_tensors import LazyWeights
-from offload.zero.closed_engine import DISPATCHED
-from offload.zero.discovery import Discovery, managed, refuse_uninitialised
-from offload.zero.group import ParamGroup
-from offload.zero.hooks import UnitHooks
-from offload.zero.kv_sizes import CachedLayer
-from offload.zero.kv_store import KVStore
-from offload.zero.layout import ParamSpec
-from offload.zero.micro_batches import MicroBatching
-from offload.zero.store import WeightStore
-from offload.zero.weight_values import WeightValues
+from offload.zero.groups.discovery import Discovery, managed, refuse_uninitialised
+from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.groups.store import WeightStore
+from offload.zero.groups.weight_values import WeightValues
+from offload.zero.hooks.closed_engine import DISPATCHED
+from offload.zero.hooks.hooks import UnitHooks
+from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.kv_store import KVStore
+from offload.zero.recompute.micro_batches import MicroBatching
 
 _log = logging.getLogger("offload")
 M = TypeVar("M", bound=nn.Module)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from offload.config.paths import StrPath, path_of
-from offload.swap.line_file import LineFile
+from offload.swap.io.line_file import LineFile
 from offload.tiers.errors import ConfigError, PathError
 
 Values = Mapping[str, Any]

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offload.process.machine import process_memory
-from offload.swap.link_use import LinkUse
-from offload.swap.memory_guard import MemoryGuardReport
+from offload.swap.threads.link_use import LinkUse
+from offload.swap.threads.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.zero.trials import TrialCounts
+from offload.zero.step.trials import TrialCounts
 
 
 @dataclass(frozen=True)

@@ -43,28 +43,28 @@ from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan
 from offload.process import machine
 from offload.report import ProcessReport, tier_reports
-from offload.swap.shield import uninterrupted
+from offload.swap.threads.shield import uninterrupted
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
 from offload.tiers.units import format_bytes
 from offload.weights.first_values import FirstValues
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import make_real
 from offload.weights.spread_experts import SpreadExperts
-from offload.zero.closed_engine import Closed, Refusal
-from offload.zero.discovery import Discovery, discover, refuse_uninitialised
-from offload.zero.expert_access import ExpertAccess
-from offload.zero.gradient_hooks import is_trained_here
-from offload.zero.group import ParamGroup
-from offload.zero.hooks import UnitHooks
-from offload.zero.layout import ParamSpec
-from offload.zero.local_tensors import local_of
-from offload.zero.micro_batches import blocks_of
-from offload.zero.ranks import Ranks
-from offload.zero.sharding import ALONE
-from offload.zero.shared_views import refuse_shared_views
-from offload.zero.store import WeightStore
-from offload.zero.tensor_parallel import TensorParallel
-from offload.zero.weight_values import WeightValues
+from offload.zero.experts.expert_access import ExpertAccess
+from offload.zero.gradients.gradient_hooks import is_trained_here
+from offload.zero.groups.discovery import Discovery, discover, refuse_uninitialised
+from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.groups.shared_views import refuse_shared_views
+from offload.zero.groups.store import WeightStore
+from offload.zero.groups.weight_values import WeightValues
+from offload.zero.hooks.closed_engine import Closed, Refusal
+from offload.zero.hooks.hooks import UnitHooks
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.sharding import ALONE
+from offload.zero.ranks.tensor_parallel import TensorParallel
+from offload.zero.recompute.micro_batches import blocks_of
+from offload.zero.tensors.local_tensors import local_of
 
 _log = logging.getLogger("offload")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.swap.libaio_backend import import_libaio
+from offload.swap.io.libaio_backend import import_libaio
 from offload.tiers.errors import UnsupportedError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.swap import hands
+from offload.swap.io import hands
 
 HAND = "offload-call"
 SOON_S = 10.0  # at most, for what another thread does at once

@@ -23,7 +23,7 @@ from offload.planning.machine.optimizer_variants import (
 )
 from offload.planning.machine.speed_arrays import Arrays, Stream
 from offload.process import machine
-from offload.swap.worker import ParallelRunner
+from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import BudgetError
 from offload.tiers.units import format_bytes, round_up
 

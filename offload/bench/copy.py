@@ -19,8 +19,8 @@ from offload.bench.rounds import Say, Timed, measure, moving, sharing
 from offload.bench.table import Column, number
 from offload.planning.machine.speed_arrays import STAGGER_NBYTES
 from offload.process import machine
-from offload.swap.streams import CopyMark, CopyStream
-from offload.swap.worker import ParallelRunner
+from offload.swap.device.streams import CopyMark, CopyStream
+from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import BudgetError, ConfigError
 from offload.tiers.memory import HostMemory

@@ -19,7 +19,7 @@ from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
 from offload.process import machine
-from offload.swap.swap_file import SwapFile, file_system_of, free_space
+from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import BudgetError, ConfigError, PathError
 from offload.tiers.extent import PAGE_NBYTES

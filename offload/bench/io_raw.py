@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from offload.bench.rounds import Say, seconds_of
-from offload.swap.libaio_backend import import_libaio
-from offload.swap.swap_file import SwapFile
+from offload.swap.io.libaio_backend import import_libaio
+from offload.swap.io.swap_file import SwapFile
 from offload.tiers.errors import StorageError, UnsupportedError
 
 _MIB = 1 << 20

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from offload.swap.backends import open_backend
-from offload.swap.block_store import BlockStore, StoredBlock
-from offload.swap.swap_file import SwapFile
-from offload.swap.transfer import Transfer
+from offload.swap.io.backends import open_backend
+from offload.swap.io.block_store import BlockStore, StoredBlock
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.threads.transfer import Transfer
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 

@@ -22,8 +22,8 @@ from offload.bench.rounds import Say, seconds_of
 from offload.bench.stream import BusLoop
 from offload.planning.machine.optimizer_variants import PLAIN, SPLIT, filled
 from offload.planning.machine.speed_arrays import Arrays
-from offload.swap.swap_file import SwapFile
-from offload.swap.worker import ParallelRunner
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.threads.worker import ParallelRunner
 
 _THREADS_GRID = tuple(shape for shape in GRID if shape.kind == "threads")
 

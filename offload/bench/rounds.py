@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from offload.bench.record import Kind, Record, Row
-from offload.swap.worker import ParallelRunner
+from offload.swap.threads.worker import ParallelRunner
 
 T = TypeVar("T")
 Say = Callable[[str], None]

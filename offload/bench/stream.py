@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.planning.machine.speed_arrays import Array, Stream
-from offload.swap.worker import ParallelRunner
+from offload.swap.threads.worker import ParallelRunner
 
 GROUP = 64  # parameters per turn of the loop: whole cache lines of every array, 1-byte ones too
 _LINE_NBYTES = 64

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.steps import latest, prune, step_path
 from offload.config.paths import StrPath, path_of
-from offload.swap.hands import waiting
+from offload.swap.io.hands import waiting
 
 if TYPE_CHECKING:
     from offload.checkpoint.background import BackgroundSaves

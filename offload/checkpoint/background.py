@@ -29,16 +29,16 @@ from offload.checkpoint.folder import PendingFolder
 from offload.checkpoint.run_state import RunState
 from offload.checkpoint.saving import Saver, check_savable
 from offload.checkpoint.write_behind import WriteBehind
-from offload.swap.block_store import GROWTH_NBYTES
-from offload.swap.lanes import be_worker
-from offload.swap.latch import Latch
-from offload.swap.shield import uninterrupted
-from offload.swap.snapshot import Snapshot
-from offload.swap.state import State
+from offload.swap.io.block_store import GROWTH_NBYTES
+from offload.swap.states.snapshot import Snapshot
+from offload.swap.states.state import State
+from offload.swap.threads.lanes import be_worker
+from offload.swap.threads.latch import Latch
+from offload.swap.threads.shield import uninterrupted
 from offload.tiers.errors import OffloadError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
-from offload.zero.save_gate import SaveGate
+from offload.zero.step.save_gate import SaveGate
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -26,9 +26,9 @@ from offload.checkpoint.manifest import (
 from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, info_of
 from offload.checkpoint.saving import optimizer_sections
 from offload.config.optimizer_kinds import KINDS
-from offload.kernels.convert import split_master
+from offload.kernels.cpu.convert import split_master
 from offload.kernels.floats import Array
-from offload.zero.records import RecordFormat
+from offload.zero.step.records import RecordFormat
 
 Sections = Mapping[str, Sequence[TensorInfo]]
 _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U8"}

@@ -12,9 +12,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.swap.hands import Call, Hand, patiently
-from offload.swap.maker_marks import marked
-from offload.swap.shield import uninterrupted
+from offload.swap.io.hands import Call, Hand, patiently
+from offload.swap.io.maker_marks import marked
+from offload.swap.threads.shield import uninterrupted
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError, StuckError
 from offload.tiers.units import format_bytes, in_one_unit
 

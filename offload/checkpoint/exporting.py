@@ -49,9 +49,9 @@ from offload.checkpoint.safetensors_file import (
     TensorInfo,
     file_nbytes,
 )
-from offload.kernels.convert import decode, encode, join_master
+from offload.kernels.cpu.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
-from offload.swap.maker_marks import marked
+from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import PathError, StuckError
 
 _PIECE_NUMEL = 1 << 20

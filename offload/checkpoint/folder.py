@@ -33,7 +33,7 @@ from offload.checkpoint.disk import (
 from offload.checkpoint.locks import OpenFolder, alone_in, lock_folder, unlock
 from offload.checkpoint.ownership import Leftover, check_replaceable, leftovers, marked, remove
 from offload.checkpoint.reader import CheckpointReader
-from offload.swap.hands import when_returned
+from offload.swap.io.hands import when_returned
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 
 _NOT_THE_PATH = (

@@ -24,11 +24,11 @@ from offload.checkpoint.steps import other_step
 from offload.display.progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError
-from offload.zero.group import ParamGroup, digest
-from offload.zero.layout import ParamSpec
-from offload.zero.optimizer_state import OptimizerState
-from offload.zero.ranks import Ranks
-from offload.zero.records import RecordFormat
+from offload.zero.groups.group import ParamGroup, digest
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload.swap.hands import patiently, when_returned
+from offload.swap.io.hands import patiently, when_returned
 from offload.tiers.errors import CheckpointError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)

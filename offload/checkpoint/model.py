@@ -27,9 +27,9 @@ from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master
 from offload.tiers.errors import IntegrityError, StateError, UnsupportedError
-from offload.zero.group import ParamGroup
-from offload.zero.layout import ParamSpec
-from offload.zero.records import RecordFormat
+from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.engine import Engine

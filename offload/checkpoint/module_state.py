@@ -22,7 +22,7 @@ from torch import nn
 
 from offload.checkpoint.model import check_tensors, other_tensors
 from offload.tiers.errors import CheckpointError
-from offload.zero.block_state import BlockState, modules_of
+from offload.zero.recompute.block_state import BlockState, modules_of
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload.tiers.errors import CheckpointError
-from offload.zero.ranks import Ranks
+from offload.zero.ranks.ranks import Ranks
 
 
 @contextmanager

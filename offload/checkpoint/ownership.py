@@ -29,7 +29,7 @@ from offload.checkpoint.disk import entries, is_folder, is_there
 from offload.checkpoint.locks import OpenFolder
 from offload.checkpoint.manifest import FORMAT, MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
 from offload.checkpoint.reader import CheckpointReader
-from offload.swap.hands import patiently
+from offload.swap.io.hands import patiently
 from offload.tiers.errors import CheckpointError, PathError
 
 _MARKED = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<random>[0-9a-f]{12})[0-9a-f]{16}")

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.swap.coded_state import CodedState
-from offload.swap.snapshot import Snapshot
-from offload.swap.state import HostPiece, State
-from offload.swap.transfer import Transfer
+from offload.swap.states.coded_state import CodedState
+from offload.swap.states.snapshot import Snapshot
+from offload.swap.states.state import HostPiece, State
+from offload.swap.threads.transfer import Transfer
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.host_region import HostRegion
 from offload.tiers.units import round_up
-from offload.zero.layout import ParamSpec
+from offload.zero.groups.layout import ParamSpec
 
 _BUFFERS = 3  # for one piece that is used, and for two that are read meanwhile
 _BUFFERS_NBYTES = 96 << 20  # of all of them, if they are more than one

@@ -32,7 +32,7 @@ from offload.checkpoint.safetensors_file import (
     parse_header,
 )
 from offload.display.progress import progress
-from offload.swap.hands import patiently
+from offload.swap.io.hands import patiently
 from offload.tiers.errors import CheckpointError, NoCheckpointError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 

@@ -15,7 +15,7 @@ from safetensors.torch import save as save_bytes
 from offload.checkpoint.manifest import BufferRecord, RunRecord
 from offload.checkpoint.model import DTYPE_NAMES
 from offload.tiers.errors import StateError
-from offload.zero.ranks import Ranks
+from offload.zero.ranks.ranks import Ranks
 
 _ASIDE = ("tensor", "array")  # of these kinds are values that refer to a tensor
 

@@ -21,7 +21,7 @@ from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.run_state import Carried, Stateful
 from offload.checkpoint.user_state import buffers_of, tensors_of
 from offload.tiers.errors import CheckpointError
-from offload.zero.random_state import Generator, named_generators, set_state
+from offload.zero.recompute.random_state import Generator, named_generators, set_state
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -32,9 +32,9 @@ from offload.checkpoint.module_state import ModuleState
 from offload.checkpoint.on_all_ranks import on_all
 from offload.checkpoint.plain_values import packed
 from offload.checkpoint.run_merging import check_names, merged, on_first
-from offload.swap.shield import uninterrupted
+from offload.swap.threads.shield import uninterrupted
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.random_state import Generator, is_generator, named_generators, state_of
+from offload.zero.recompute.random_state import Generator, is_generator, named_generators, state_of
 
 if TYPE_CHECKING:
     from offload.engine import Engine

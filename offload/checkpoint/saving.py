@@ -39,12 +39,12 @@ from offload.checkpoint.safetensors_file import (
 from offload.checkpoint.shards import PartMissingError, Records, ShardReader, Weights
 from offload.checkpoint.write_behind import WriteBehind
 from offload.display.progress import progress
-from offload.swap.snapshot import Snapshot
-from offload.swap.state import State
+from offload.swap.states.snapshot import Snapshot
+from offload.swap.states.state import State
 from offload.tiers.errors import CheckpointError
-from offload.zero.group import ParamGroup
-from offload.zero.layout import ParamSpec
-from offload.zero.ranks import Ranks
+from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from offload.engine import Engine

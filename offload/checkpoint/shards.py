@@ -15,13 +15,13 @@ import torch
 
 from offload.checkpoint.pieces import PieceAccess, elements_of
 from offload.kernels.floats import Array
-from offload.swap.state import State
+from offload.swap.states.state import State
 from offload.tiers.errors import OffloadError
-from offload.zero.gathered import SharedState
-from offload.zero.group import ParamGroup
-from offload.zero.optimizer_state import OptimizerState
-from offload.zero.ranks import Ranks
-from offload.zero.records import RecordFormat
+from offload.zero.groups.group import ParamGroup
+from offload.zero.ranks.gathered import SharedState
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.records import RecordFormat
 
 Weights = Iterator[tuple[range, torch.Tensor]]
 Records = Iterator[tuple[range, dict[str, Array]]]

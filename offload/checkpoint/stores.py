@@ -30,7 +30,7 @@ from offload.checkpoint.manifest import MANIFEST, OPTIMIZER, PARAMETERS, Manifes
 from offload.checkpoint.reader import CheckpointReader
 from offload.config.paths import StrPath, path_text
 from offload.display.progress import progress
-from offload.swap.hands import patiently
+from offload.swap.io.hands import patiently
 from offload.tiers.errors import CheckpointError, PathError, StorageError
 
 _BLOCK_NBYTES = 8 << 20

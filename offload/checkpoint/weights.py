@@ -12,7 +12,7 @@ from offload.checkpoint.pieces import PieceAccess, overlaps
 from offload.checkpoint.shards import PartMissingError, ShardReader, whole_state
 from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError, UnsupportedError
-from offload.zero.layout import ParamSpec
+from offload.zero.groups.layout import ParamSpec
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -27,8 +27,8 @@ from typing import Self
 import numpy as np
 
 from offload.checkpoint.disk import OpenFile, new_file, storage_errors
-from offload.swap.hands import Call
-from offload.swap.swap_file import UNSUPPORTED, fallocate, file_system_of
+from offload.swap.io.hands import Call
+from offload.swap.io.swap_file import UNSUPPORTED, fallocate, file_system_of
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import round_up

@@ -110,7 +110,7 @@ def io(
 ) -> None:
     """Swap files: offload's block store against the fastest raw O_DIRECT loop found."""
     from offload.bench.io import COLUMNS, IoOptions
-    from offload.swap.backends import resolve_backend
+    from offload.swap.io.backends import resolve_backend
 
     options = IoOptions(
         path, None if size is None else _size("--size", size), _size("--block", block),

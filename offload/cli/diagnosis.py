@@ -289,7 +289,7 @@ def _is_open_to_all(path: Path) -> bool:
 
 
 def _backends(path: Path) -> list[Check]:
-    from offload.swap.backends import probe_backends
+    from offload.swap.io.backends import probe_backends
 
     try:
         reports = probe_backends(path)

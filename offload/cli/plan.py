@@ -138,7 +138,7 @@ def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:
     from offload.planning.plan.experts import check_ranks, check_spread, estimate_experts
     from offload.planning.plan.sizes import ITEMSIZE
     from offload.runs.forecast import forecast_of
-    from offload.zero.sharding import Sharding
+    from offload.zero.ranks.sharding import Sharding
 
     config = model.config
     device = compute_device(config)

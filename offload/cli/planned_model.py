@@ -16,8 +16,8 @@ from offload.planning.plan.kv_plan import kv_in_tiers
 from offload.planning.plan.workload import Generation, Workload
 from offload.runs.forecast import Facts, FactsOf, workload_of
 from offload.tiers.errors import ConfigError
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
 
 # Nothing below the tools may import them, so this module is found by its name.
 _READER = "offload.tools.memest.source.read_model"

@@ -45,8 +45,8 @@ from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.loss_scale import has_inverse
-from offload.zero.storage import Storage
+from offload.zero.gradients.loss_scale import has_inverse
+from offload.zero.groups.storage import Storage
 
 AUTO_CHUNK_NUMEL = 1 << 20
 

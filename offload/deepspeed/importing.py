@@ -43,7 +43,7 @@ from offload.tiers.errors import (
     OffloadError,
     UnsupportedError,
 )
-from offload.zero.records import RecordFormat
+from offload.zero.step.records import RecordFormat
 
 _log = logging.getLogger("offload")
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

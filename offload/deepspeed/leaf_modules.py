@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.zero.discovery import discover
+from offload.zero.groups.discovery import discover
 
 _LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # are never called themselves

@@ -27,8 +27,8 @@ from offload.checkpoint.plain_values import check_plain, unpacked
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.user_state import run_of, state_in
 from offload.runs.metrics import write_whole
-from offload.swap.hands import patiently
-from offload.swap.maker_marks import marked
+from offload.swap.io.hands import patiently
+from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import CheckpointError, PathError
 from offload.weights.tensor_file import DTYPES
 

@@ -15,7 +15,7 @@ from offload.integrations.weight_files import Tensors, Write
 from offload.process import machine
 from offload.quantised.writing import Target, configuration, described, encoded
 from offload.tiers.errors import ConfigError
-from offload.zero.storage import HEAD, is_named
+from offload.zero.groups.storage import HEAD, is_named
 
 _log = logging.getLogger("offload")
 

@@ -31,11 +31,11 @@ from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo
 from offload.integrations.entry_tensors import Entry, EntryTensor
-from offload.kernels.convert import join_master
+from offload.kernels.cpu.convert import join_master
 from offload.kernels.floats import Array
 from offload.kernels.rules import SCALE_SUFFIX, StateFormat
 from offload.kernels.variants import Master
-from offload.zero.records import RecordFormat
+from offload.zero.step.records import RecordFormat
 
 APP, OURS, MANIFEST_KEY = "app", "offload", "manifest"
 # Entries of a manifest that do not follow from the tensors.

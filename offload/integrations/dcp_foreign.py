@@ -27,7 +27,7 @@ from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
 from offload.tiers.errors import CheckpointError, ConfigError
-from offload.zero.records import RecordFormat
+from offload.zero.step.records import RecordFormat
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MASTERS: dict[Master, MasterName] = {

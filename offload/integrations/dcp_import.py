@@ -42,7 +42,7 @@ from offload.integrations.dcp_foreign import foreign
 from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped
 from offload.kernels.variants import Master
 from offload.tiers.errors import CheckpointError
-from offload.zero.records import RecordFormat
+from offload.zero.step.records import RecordFormat
 
 _MASTERS = {"none": Master.NONE, "split": Master.SPLIT, "fp32": Master.FP32}
 

@@ -10,7 +10,7 @@ from offload.checkpoint.composing import group_of
 from offload.checkpoint.dcp_folder import DcpFolder
 from offload.checkpoint.manifest import Manifest, ParameterRecord
 from offload.tiers.errors import CheckpointError
-from offload.zero.records import RecordFormat
+from offload.zero.step.records import RecordFormat
 
 _MODEL, _OPTIMIZERS = "model", ("optim", "optimizer")
 OTHERWISE = (

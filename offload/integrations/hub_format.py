@@ -33,8 +33,8 @@ from offload.integrations.weight_files import Write
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor
-from offload.zero.hooks import UnitHooks
-from offload.zero.layout import ParamSpec
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.hooks.hooks import UnitHooks
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -44,8 +44,8 @@ from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.safetensors_file import StoredTensor
 from offload.config.paths import path_of
 from offload.memory.leftovers import STATE
-from offload.swap.hands import patiently
-from offload.swap.maker_marks import marked
+from offload.swap.io.hands import patiently
+from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import (
     CheckpointError,
     OffloadError,

@@ -26,9 +26,9 @@ from offload.checkpoint.model import DTYPE_NAMES
 from offload.checkpoint.model_files import INDEX, SINGLE
 from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
 from offload.checkpoint.weights import stream_weights
-from offload.swap.maker_marks import marked
+from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import UnsupportedError
-from offload.zero.layout import ParamSpec
+from offload.zero.groups.layout import ParamSpec
 
 if TYPE_CHECKING:
     from offload.engine import Engine

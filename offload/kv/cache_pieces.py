@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, QuantizedLayer
 from transformers.utils import output_capturing
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.micro_batches import Splitters
+from offload.zero.recompute.micro_batches import Splitters
 
 _LAYERS = "layers"
 _COUNTS = frozenset({"batch_size"})  # numbers of samples

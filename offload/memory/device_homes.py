@@ -9,25 +9,25 @@ from contextlib import ExitStack
 
 import torch
 
-from offload.kernels import triton_launch
+from offload.kernels.gpu import triton_launch
 from offload.planning.plan.plan import Plan
-from offload.swap.codec import Codec
-from offload.swap.coded_device_state import DeviceCodedState
-from offload.swap.coded_state import MakeHome
-from offload.swap.device_home import DeviceHomeState, DeviceRecordState
-from offload.swap.device_state import Links, MirroredState
-from offload.swap.fences import Fences, OpenReads
-from offload.swap.lanes import Lane
-from offload.swap.link_use import CopyTimes, LinkUse
-from offload.swap.outbox import Outbox
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import State
-from offload.swap.streams import CopyStream, WorkStream, mark_here
+from offload.swap.device.coded_device_state import DeviceCodedState
+from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device.device_state import Links, MirroredState
+from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.outbox import Outbox
+from offload.swap.device.streams import CopyStream, WorkStream, mark_here
+from offload.swap.states.codec import Codec
+from offload.swap.states.coded_state import MakeHome
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import State
+from offload.swap.threads.lanes import Lane
+from offload.swap.threads.link_use import CopyTimes, LinkUse
 from offload.tiers import accelerator
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
-from offload.zero.device_work import DeviceWork
-from offload.zero.store import NextUse
+from offload.zero.groups.store import NextUse
+from offload.zero.step.device_work import DeviceWork
 
 _log = logging.getLogger("offload")
 _TO_DEVICE, _TO_HOST = "host to device", "device to host"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offload.process import machine
 from offload.process.machine import read_int
-from offload.swap.memory_guard import Headroom, MachineMemory
+from offload.swap.threads.memory_guard import Headroom, MachineMemory
 
 _ROOT = Path("/")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from offload.memory.tier_manager import TieredHomes
 from offload.planning.plan.kv_plan import KVPlan
 from offload.planning.plan.plan import Plan, kv_room_nbytes
-from offload.swap.state import State
+from offload.swap.states.state import State
 from offload.tiers.errors import TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.memory_tier import Lease

@@ -20,7 +20,7 @@ from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.locks import lock_folder, unlock
 from offload.checkpoint.ownership import leftovers as pending_checkpoints
 from offload.process import machine
-from offload.swap.maker_marks import Life, maker_of
+from offload.swap.io.maker_marks import Life, maker_of
 from offload.tiers.errors import PathError
 
 STATE = "state.ckpt"  # of a checkpoint of Lightning's, see `integrations/streamed_folder`

@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload.kernels import triton_launch
+from offload.kernels.gpu import triton_launch
 from offload.memory.device_homes import DeviceHomes
 from offload.memory.headroom import MemoryReader
 from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nbytes
 from offload.process import machine
-from offload.swap.activation_window import ActivationWindow
-from offload.swap.activations import ActivationTier
-from offload.swap.backends import open_backend
-from offload.swap.block_store import BlockStore
-from offload.swap.coded_state import CodedState
-from offload.swap.device_state import Links
-from offload.swap.file_state import FileState
-from offload.swap.hands import result_of
-from offload.swap.lanes import Lane, WaitFor
-from offload.swap.link_use import LinkUse
-from offload.swap.measure import Bandwidth, measure_bandwidth
-from offload.swap.memory_guard import MemoryGuard
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import MemoryState, State
-from offload.swap.streams import CopyStream, mark_here
-from offload.swap.swap_file import FileCall, SwapFile, check_directory, free_space
-from offload.swap.worker import ParallelRunner
+from offload.swap.activations.activation_window import ActivationWindow
+from offload.swap.activations.activations import ActivationTier
+from offload.swap.device.device_state import Links
+from offload.swap.device.streams import CopyStream, mark_here
+from offload.swap.io.backends import open_backend
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.hands import result_of
+from offload.swap.io.measure import Bandwidth, measure_bandwidth
+from offload.swap.io.swap_file import FileCall, SwapFile, check_directory, free_space
+from offload.swap.states.coded_state import CodedState
+from offload.swap.states.file_state import FileState
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import MemoryState, State
+from offload.swap.threads.lanes import Lane, WaitFor
+from offload.swap.threads.link_use import LinkUse
+from offload.swap.threads.memory_guard import MemoryGuard
+from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
 from offload.tiers.extent import PAGE_NBYTES
@@ -47,16 +47,16 @@ from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.old_bytes import OldBytes
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.bits import FLOAT_OF
-from offload.zero.coded_layout import lay_out_codes
-from offload.zero.collectives import Workspace
-from offload.zero.device_work import DeviceWork
-from offload.zero.layout import Layout
-from offload.zero.rank_weights import SharedMemory
-from offload.zero.records import RecordFormat
-from offload.zero.sharding import ALONE, Sharding
-from offload.zero.store import NextUse
-from offload.zero.weight_codes import WeightCodes
+from offload.zero.groups.bits import FLOAT_OF
+from offload.zero.groups.coded_layout import lay_out_codes
+from offload.zero.groups.layout import Layout
+from offload.zero.groups.store import NextUse
+from offload.zero.groups.weight_codes import WeightCodes
+from offload.zero.ranks.collectives import Workspace
+from offload.zero.ranks.rank_weights import SharedMemory
+from offload.zero.ranks.sharding import ALONE, Sharding
+from offload.zero.step.device_work import DeviceWork
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import NvmeConfig, OffloadConfig

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from torch.utils.hooks import RemovableHandle
 
-from offload.zero.store import WeightStore
+from offload.zero.groups.store import WeightStore
 
 
 class WatchedStores:

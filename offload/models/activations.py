@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.kv.caches import WithoutCaches
-from offload.swap.activations import ActivationTier
-from offload.zero.discovery import Discovery
-from offload.zero.recompute import Holder, Recomputation
+from offload.swap.activations.activations import ActivationTier
+from offload.zero.groups.discovery import Discovery
+from offload.zero.recompute.recompute import Holder, Recomputation
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

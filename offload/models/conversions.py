@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.store import WeightStore
+from offload.zero.groups.store import WeightStore
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

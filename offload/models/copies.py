@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.forwards import ReplacedForward
-from offload.zero.group import NO_PICKLES
-from offload.zero.hooks import installed_call
-from offload.zero.store import WeightStore
+from offload.zero.groups.group import NO_PICKLES
+from offload.zero.groups.store import WeightStore
+from offload.zero.hooks.forwards import ReplacedForward
+from offload.zero.hooks.hooks import installed_call
 
 _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and
           "hooks" in name]  # fmt: skip

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.memory.watched_stores import WatchedStores
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
-from offload.zero.store import WeightStore
+from offload.zero.groups.store import WeightStore
 
 # by name: some of them are never imported
 _WRAPPERS = frozenset({

@@ -22,16 +22,16 @@ from torch import nn
 
 from offload.memory.tier_manager import TieredHomes
 from offload.process import machine
-from offload.swap.hands import result_of
-from offload.swap.swap_file import NO_SPACE, FileCall, SwapFile
+from offload.swap.io.hands import result_of
+from offload.swap.io.swap_file import NO_SPACE, FileCall, SwapFile
 from offload.tiers.errors import BudgetError, ConfigError, NoSpaceError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
-from offload.zero.group import ParamGroup
-from offload.zero.local_tensors import hold, is_dtensor, like, local_of
-from offload.zero.paged import PagedTensor
-from offload.zero.placeholders import exchanging
-from offload.zero.store import WeightStore
+from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.store import WeightStore
+from offload.zero.tensors.local_tensors import hold, is_dtensor, like, local_of
+from offload.zero.tensors.paged import PagedTensor
+from offload.zero.tensors.placeholders import exchanging
 
 Keep = Literal["host", "file", "drop"]
 _KINDS = "host", "file", "drop"

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.group import GroupState
-from offload.zero.store import WeightStore
-from offload.zero.weight_values import WeightValues
+from offload.zero.groups.group import GroupState
+from offload.zero.groups.store import WeightStore
+from offload.zero.groups.weight_values import WeightValues
 
 
 class StateDictHooks:

@@ -15,7 +15,7 @@ from offload.moe.gating import top_1, top_2, top_k, z_loss
 from offload.moe.noise import Noise, fingerprint
 from offload.moe.routing import Routing
 from offload.tiers.errors import ConfigError
-from offload.zero.session import in_backward
+from offload.zero.hooks.session import in_backward
 
 _POLICIES = (None, "Jitter", "RSample")
 _SCORES = ("softmax", "sigmoid")

@@ -13,7 +13,7 @@ from offload.moe.expert_groups import ExpertGroups, Group, expert_groups
 from offload.moe.gate import Gate
 from offload.moe.layer import MoE
 from offload.tiers.errors import StateError
-from offload.zero.paged import PagedTensor
+from offload.zero.tensors.paged import PagedTensor
 
 
 def average_gradients(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from offload.moe.experts import Experts
 from offload.moe.gate import Gate, GateOptions
 from offload.moe.routing import Dispatch, Routing
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.random_state import RandomState, default_generators
+from offload.zero.recompute.random_state import RandomState, default_generators
 
 MakeExpert = Callable[[], nn.Module]
 

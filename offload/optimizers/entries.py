@@ -23,9 +23,9 @@ import torch
 
 from offload.optimizers.state_dict import Kept, check_state, check_tensor, count_of_steps
 from offload.tiers.errors import UnsupportedError
-from offload.zero.local_tensors import is_dtensor
-from offload.zero.paged import Operation, PagedTensor
-from offload.zero.values import ParameterValues
+from offload.zero.groups.values import ParameterValues
+from offload.zero.tensors.local_tensors import is_dtensor
+from offload.zero.tensors.paged import Operation, PagedTensor
 
 
 class _StateSource:

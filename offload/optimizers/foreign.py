@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.memory.watched_stores import WatchedStores
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.store import WeightStore
+from offload.zero.groups.store import WeightStore
 
 
 def refuse_foreign_optimizers(store: WeightStore) -> RemovableHandle:

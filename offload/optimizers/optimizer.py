@@ -21,13 +21,13 @@ from torch import nn
 from offload.config.optimizer_kinds import KINDS
 from offload.optimizers.entries import OptimizerEntries
 from offload.optimizers.state_dict import Kept, check_kind, check_sizes, check_state
-from offload.swap.shield import uninterrupted
+from offload.swap.threads.shield import uninterrupted
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
-from offload.zero.compilers import uncompiled
-from offload.zero.hyper import Hyper, HyperOf
-from offload.zero.runtime import Runtime
-from offload.zero.stepper import StepOutcome
-from offload.zero.values import ParameterValues
+from offload.zero.groups.values import ParameterValues
+from offload.zero.hooks.compilers import uncompiled
+from offload.zero.step.hyper import Hyper, HyperOf
+from offload.zero.step.runtime import Runtime
+from offload.zero.step.stepper import StepOutcome
 
 if TYPE_CHECKING:
     from offload.config.optimizer import OptimizerConfig

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.config.optimizer_kinds import KINDS
-from offload.zero.local_tensors import is_dtensor
+from offload.zero.tensors.local_tensors import is_dtensor
 
 _STEPS_LIMIT = 1 << 53  # what the floats that torch counts in can tell apart
 _KIND_NUMBERS = frozenset(key for kind in KINDS.values() for key in kind.defaults)

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Array, Float
-from offload.kernels.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised import bitsandbytes, compressed_tensors
 from offload.quantised.grouped import Grouped
 from offload.quantised.matrix import packed, piece_rows, unpacked
 from offload.tiers.errors import CheckpointError, ConfigError
-from offload.zero.bits import array_of
-from offload.zero.coded_layout import refusal
+from offload.zero.groups.bits import array_of
+from offload.zero.groups.coded_layout import refusal
 
 _KINDS = {
     torch.float32: Float.FP32, torch.bfloat16: Float.BF16, torch.float16: Float.FP16

@@ -33,9 +33,9 @@ from offload.planning.plan.workload import Generation, Workload
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.tier import Tier
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import ALONE, Sharding
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.ranks.sharding import ALONE, Sharding
 
 _log = logging.getLogger("offload")
 

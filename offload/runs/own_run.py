@@ -32,7 +32,7 @@ from offload.runs.step_recorder import StepRecorder
 from offload.runs.watch import Watch
 from offload.runs.world import FollowersFolder
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.discovery import discover
+from offload.zero.groups.discovery import discover
 
 if TYPE_CHECKING:
     from offload.engine import Engine

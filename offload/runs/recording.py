@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from offload.config.paths import StrPath, path_of
-from offload.swap.recorder import MODEL, MOST_EVENTS, Event, Held, RecordedStep, Recorder
+from offload.swap.threads.recorder import MODEL, MOST_EVENTS, Event, Held, RecordedStep, Recorder
 from offload.tiers.errors import StateError
 
 _log = logging.getLogger("offload")

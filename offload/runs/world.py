@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offload.loggers import Logger
     from offload.planning.choice.run_check import Measured, Prediction
     from offload.runs.recording import Recorded
-    from offload.zero.sharding import Sharding
+    from offload.zero.ranks.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class World:
     @contextmanager
     def joined(cls, config: OffloadConfig, device: torch.device) -> Iterator[World]:
         """Join the world given by the environment, until the block ends."""
-        from offload.zero.ranks import control_device, end_world, start_world
-        from offload.zero.sharding import ALONE, Sharding
+        from offload.zero.ranks.ranks import control_device, end_world, start_world
+        from offload.zero.ranks.sharding import ALONE, Sharding
 
         zero = config.zero
         made = start_world(device, zero.timeout_s)

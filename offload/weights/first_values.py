@@ -26,10 +26,10 @@ from offload.tiers.errors import CheckpointError
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import MetaInitialiser, check_shape
 from offload.weights.safetensors_weights import SafetensorsWeights
-from offload.zero.layout import ParamSpec
-from offload.zero.local_tensors import local_of
-from offload.zero.packed import PackedParam
-from offload.zero.tensor_parallel import TensorParallel
+from offload.zero.experts.packed import PackedParam
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.ranks.tensor_parallel import TensorParallel
+from offload.zero.tensors.local_tensors import local_of
 
 _log = logging.getLogger("offload")
 

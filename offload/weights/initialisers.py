@@ -31,7 +31,7 @@ from torch import nn
 
 from offload.tiers.errors import UnsupportedError
 from offload.weights.shadows import Dispatch, Notes, Shadow
-from offload.zero.local_tensors import is_dtensor
+from offload.zero.tensors.local_tensors import is_dtensor
 
 _MOST_NAMES = 6  # in an error
 

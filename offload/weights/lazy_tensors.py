@@ -29,7 +29,7 @@ from offload.quantised.reading import matrices_of
 from offload.tiers.errors import UnsupportedError
 from offload.weights.materialise import check_range, check_shape
 from offload.weights.tensor_file import Stored, stored_tensors
-from offload.zero.discovery import managed
+from offload.zero.groups.discovery import managed
 
 aten = torch.ops.aten
 # These put elements elsewhere or cast them, and compute nothing.

@@ -19,7 +19,7 @@ from torch import nn
 from offload.planning.activations.compiler_free import without_dynamo
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.initialisers import Call, Entry, Initialisers
-from offload.zero.discovery import managed
+from offload.zero.groups.discovery import managed
 
 if TYPE_CHECKING:
     from offload.weights.safetensors_weights import SafetensorsWeights

@@ -37,7 +37,7 @@ from transformers.integrations.moe import (
 )
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.compilers import uncompiled
+from offload.zero.hooks.compilers import uncompiled
 
 NAME = "offload"  # in transformers' registry
 DEFAULT = "grouped_mm"  # what it has the bits of

@@ -17,8 +17,8 @@ from offload.tiers.errors import CheckpointError, ConfigError
 from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
 from offload.weights.materialise import check_range, check_shape
 from offload.weights.tensor_file import checked_tensors, checkpoint_at
-from offload.zero.layout import ParamSpec
-from offload.zero.packed import PackedParam
+from offload.zero.experts.packed import PackedParam
+from offload.zero.groups.layout import ParamSpec
 
 _log = logging.getLogger("offload")
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.discovery import GroupPlan, ep_size_of, managed
+from offload.zero.groups.discovery import GroupPlan, ep_size_of, managed
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from benchmarks.gpu_first import (
 )
 from benchmarks.gpu_kernels import MAKERS, KernelCase
 from benchmarks.gpu_parts import failed_checks
-from offload.swap.streams import CopyStream
+from offload.swap.device.streams import CopyStream
 from offload.tiers.tier import Tier
 from tests.kernels import triton_device
 from tests.kernels.triton_device import DEVICE, launches

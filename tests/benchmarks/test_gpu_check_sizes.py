@@ -17,7 +17,7 @@ from offload.errors import IntegrityError
 from offload.gpt import build_meta_model, parameter_count
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
-from offload.zero.discovery import discover
+from offload.zero.groups.discovery import discover
 from tests.benchmarks.gpu_check_cases import H200, MACHINES, chosen, solved_once
 
 __all__ = ["solved_once"]

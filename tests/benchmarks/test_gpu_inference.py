@@ -21,7 +21,7 @@ from offload.bench.record import Record
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
-from offload.zero.group import ParamGroup
+from offload.zero.groups.group import ParamGroup
 from tests.benchmarks.gpu_check_cases import H200, MACHINES
 from tests.offload.order_cases import on_a_checked_device
 

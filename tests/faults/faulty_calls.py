@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offload.swap import hands
+from offload.swap.io import hands
 
 _RELEASE_S = 60.0
 

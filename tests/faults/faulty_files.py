@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from offload.memory import tier_manager as homes
-from offload.swap.io_backend import IOBackend
-from offload.swap.io_watch import LOOKS
-from offload.swap.libaio_backend import LibaioBackend
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.io_watch import LOOKS
+from offload.swap.io.libaio_backend import LibaioBackend
+from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.extent import PAGE_NBYTES
 
 _NEVER_S = 1e6  # time is what a fault says it is: nobody else looks at the calls

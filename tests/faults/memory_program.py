@@ -23,7 +23,7 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.memory.headroom import MemoryReader
 from offload.process import machine
-from offload.swap.memory_guard import MemoryGuard
+from offload.swap.threads.memory_guard import MemoryGuard
 
 STEPS = 3  # before each meal, and after the last
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from offload import checkpoint
 from offload.checkpoint.exporting import export
 from offload.errors import CheckpointError, PathError
 from offload.integrations import streamed_folder
-from offload.swap.hands import patiently
+from offload.swap.io.hands import patiently
 from tests.stuck_calls import HAND
 
 _OF_OS = (

@@ -19,7 +19,7 @@ from torch import Tensor
 import offload
 from offload.errors import ChecksumError, NoSpaceError, StorageError, StuckError
 from offload.planning.plan import activation_plan
-from offload.swap import activations
+from offload.swap.activations import activations
 from tests.aio import needs_libaio
 from tests.faults.faulty_files import FATAL, KINDS, MENDED, FaultyFiles
 from tests.offload.engine_cases import (

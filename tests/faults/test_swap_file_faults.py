@@ -19,7 +19,7 @@ import pytest
 
 import offload
 from offload.errors import OffloadError, StuckError
-from offload.swap import hands, pinned_folder, swap_file
+from offload.swap.io import hands, pinned_folder, swap_file
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
 from tests.stuck_calls import HAND, all_ended

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.kernels.cpu.optimizer import Master, optimizer_step
 from offload.kernels.floats import Array, Float, Runner, serial
-from offload.kernels.optimizer import Master, optimizer_step
 from offload.kernels.rules import AdamScalars
 from tests.kernels import reference
 

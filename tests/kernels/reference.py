@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.kernels.cpu.gradient_loop import SUM_LANES
+from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.floats import Float
-from offload.kernels.gradient_loop import SUM_LANES
-from offload.kernels.int8 import BLOCK
 from offload.kernels.norm_blocks import NORM_BLOCK
 from offload.kernels.rules import AdamScalars
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from offload.kernels.cpu.noise import Noise
 from offload.kernels.floats import Array, Float
-from offload.kernels.noise import Noise
 from offload.kernels.rules import (
     AdagradScalars,
     AdamScalars,

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.kernels.cpu.int8 import BLOCK
+from offload.kernels.cpu.noise import Noise
+from offload.kernels.cpu.optimizer import optimizer_step, scale_blocks
 from offload.kernels.floats import Array, Float, Runner, serial
-from offload.kernels.int8 import BLOCK
-from offload.kernels.noise import Noise
-from offload.kernels.optimizer import optimizer_step, scale_blocks
 from offload.kernels.rules import (
     AdagradScalars,
     AdamScalars,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from offload.kernels.cpu.optimizer import Master
 from offload.kernels.floats import Array, Float
-from offload.kernels.optimizer import Master
 from offload.kernels.rules import AdamScalars
 from tests.kernels import reference
 from tests.kernels.adam_cases import (

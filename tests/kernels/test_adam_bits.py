@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.kernels.cpu.optimizer import Master
 from offload.kernels.floats import Body, Float, Runner
-from offload.kernels.optimizer import Master
 from tests.kernels.adam_cases import (
     SCALARS,
     Parameter,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from offload.kernels.convert import decode, encode, join_master, split_master
+from offload.kernels.cpu.convert import decode, encode, join_master, split_master
 from offload.kernels.floats import Float, Runner
 from tests.kernels import reference
 from tests.kernels.convert_cases import ALL_16_BITS, SIXTEEN, patterns

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from numba.core import types
 
-from offload.kernels import jit
-from offload.kernels import optimizer as optimizer_module
-from offload.kernels import step_loop as step_module
+from offload.kernels.cpu import jit
+from offload.kernels.cpu import optimizer as optimizer_module
+from offload.kernels.cpu import step_loop as step_module
+from offload.kernels.cpu.gradient_loop import Action, gradient_loop
+from offload.kernels.cpu.gradient_loop import variant_code as gradient_code
+from offload.kernels.cpu.step_loop import ARGUMENTS, step_loop
 from offload.kernels.floats import Array, Float
-from offload.kernels.gradient_loop import Action, gradient_loop
-from offload.kernels.gradient_loop import variant_code as gradient_code
 from offload.kernels.rules import Rule, StateFormat
-from offload.kernels.step_loop import ARGUMENTS, step_loop
 from offload.kernels.variants import Master, Variant, variant_code
 from offload.process.child import child_environment
 from tests.kernels.adam_cases import random_gradient
@@ -208,9 +208,9 @@ def test_norm_is_packed() -> None:
 PROGRAM = """
 import numpy as np
 from offload.kernels.floats import Array, Float
-from offload.kernels.optimizer import optimizer_step
+from offload.kernels.cpu.optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, Rule, StateFormat
-from offload.kernels.step_loop import step_loop
+from offload.kernels.cpu.step_loop import step_loop
 from offload.kernels.variants import Master, variant_code
 grad, weight, *moments = np.ones((4, 9), np.float32)
 scalars = AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)

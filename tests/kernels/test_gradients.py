@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offload.kernels.floats import Array, Float, Runner, serial
-from offload.kernels.gradients import (
+from offload.kernels.cpu.gradients import (
     NORM_BLOCK,
     add_gradient,
     copy_gradient,
@@ -15,6 +14,7 @@ from offload.kernels.gradients import (
     promote_add_gradient,
     sum_squares,
 )
+from offload.kernels.floats import Array, Float, Runner, serial
 from tests.kernels import reference
 
 SIZES = [0, 1, 7, 15, 16, 17, 31, 32, 33, 127, 1000, NORM_BLOCK, NORM_BLOCK + 1, 150_000]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from offload.kernels.cpu.int8 import BLOCK
+from offload.kernels.cpu.noise import Noise, noise_of
+from offload.kernels.cpu.optimizer import optimizer_step, scale_blocks
 from offload.kernels.floats import Float
-from offload.kernels.int8 import BLOCK
-from offload.kernels.noise import Noise, noise_of
-from offload.kernels.optimizer import optimizer_step, scale_blocks
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, StateFormat
 from tests.kernels import reference
 from tests.kernels.step_cases import Formats, Stored

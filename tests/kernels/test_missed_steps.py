@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offload.kernels.cpu.noise import Noise
+from offload.kernels.cpu.optimizer import Missed, optimizer_step
+from offload.kernels.cpu.step_loop import SPAN
 from offload.kernels.floats import Array, Runner, serial
-from offload.kernels.noise import Noise
-from offload.kernels.optimizer import Missed, optimizer_step
 from offload.kernels.rules import LionScalars, Scalars, SgdScalars, StateFormat
-from offload.kernels.step_loop import SPAN
 from offload.kernels.variants import Master
 from tests.kernels import reference
 from tests.kernels.step_cases import NOISE, RULES, WEIGHTS, Formats, Stored, calm, wild

@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from offload.kernels.cpu.noise import Noise, mix64, noise_of
+from offload.kernels.cpu.optimizer import optimizer_step
 from offload.kernels.floats import Float
-from offload.kernels.noise import Noise, mix64, noise_of
-from offload.kernels.optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, LionScalars, SgdScalars, StateFormat
 from tests.kernels import reference
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.kernels.cpu.int8 import BLOCK
+from offload.kernels.cpu.optimizer import optimizer_step
 from offload.kernels.floats import Body, Float, Runner
-from offload.kernels.int8 import BLOCK
-from offload.kernels.optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, LionScalars, Scalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
 from tests.kernels import reference

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from offload.kernels.cpu.optimizer import optimizer_step
 from offload.kernels.floats import Array, Float
-from offload.kernels.optimizer import optimizer_step
 from offload.kernels.rules import (
     AdagradScalars,
     AdamScalars,

@@ -7,10 +7,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from offload.kernels.cpu.optimizer import scale_blocks
 from offload.kernels.floats import Float
-from offload.kernels.optimizer import scale_blocks
-from offload.kernels.rules import StateFormat
-from offload.kernels.triton_convert import (
+from offload.kernels.gpu.triton_convert import (
     Draw,
     decode,
     decode_int8,
@@ -20,6 +19,7 @@ from offload.kernels.triton_convert import (
     round_bf16,
     split_master,
 )
+from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
 from tests.kernels import reference, triton_device
 from tests.kernels.adam_cases import assert_same

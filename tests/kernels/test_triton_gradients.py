@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offload.kernels.floats import Array, Float
-from offload.kernels.triton_gradients import (
+from offload.kernels.gpu.triton_gradients import (
     NORM_BLOCK,
     add_gradient,
     copy_gradient,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.kernels import triton_launch
-from offload.kernels.triton_launch import check, missing
+from offload.kernels.gpu import triton_launch
+from offload.kernels.gpu.triton_launch import check, missing
 from offload.tiers import accelerator
 from tests.kernels import triton_device
 from tests.kernels.triton_device import DEVICE, launches
@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 IMPORTS = """
 import sys
 import torch
-import offload.kernels.triton_convert, offload.kernels.triton_optimizer
-from offload.kernels.triton_gradients import sum_squares
-from offload.kernels.triton_launch import TritonUnavailableError
+import offload.kernels.gpu.triton_convert, offload.kernels.gpu.triton_optimizer
+from offload.kernels.gpu.triton_gradients import sum_squares
+from offload.kernels.gpu.triton_launch import TritonUnavailableError
 assert "triton" not in sys.modules, "imported before it was needed"
 """
 CALL = """
@@ -61,7 +61,7 @@ def test_without_a_gpu_the_error_says_so() -> None:
 def test_a_device_that_the_kernels_are_not_made_for_is_named() -> None:
     program = """
 import torch
-from offload.kernels.triton_launch import missing
+from offload.kernels.gpu.triton_launch import missing
 print([missing(torch.device(kind)) for kind in ("cuda", "xpu")])
 """
     assert run(program) == "[None, 'our Triton kernels have not been made to run on XPU']\n"
@@ -83,7 +83,7 @@ def test_tensors_on_two_devices_are_an_error() -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes tensors in host memory")
 def test_host_memory_is_refused_on_a_gpu() -> None:
-    from offload.kernels.triton_gradients import sum_squares
+    from offload.kernels.gpu.triton_gradients import sum_squares
 
     with pytest.raises(ValueError, match="expected tensors on a CUDA device, got them on cpu"):
         sum_squares(torch.ones(3), torch.zeros(1, dtype=torch.float64))

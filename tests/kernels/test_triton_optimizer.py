@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from offload.kernels.floats import Float
+from offload.kernels.gpu.triton_optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, SgdScalars, StateFormat
-from offload.kernels.triton_optimizer import optimizer_step
 from offload.kernels.variants import Master
 from tests.kernels import triton_device
 from tests.kernels.triton_cases import NOISE, RULES, WEIGHTS, case

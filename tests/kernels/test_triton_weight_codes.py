@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from offload.kernels.floats import Array, Float
-from offload.kernels.triton_weight_codes import decode_weights, encode_weights
+from offload.kernels.gpu.triton_weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.zero import weight_codes as group_codes
-from offload.zero.coded_layout import lay_out_codes
-from offload.zero.layout import ParamShape, lay_out
-from offload.zero.weight_codes import WeightCodes
+from offload.zero.groups import weight_codes as group_codes
+from offload.zero.groups.coded_layout import lay_out_codes
+from offload.zero.groups.layout import ParamShape, lay_out
+from offload.zero.groups.weight_codes import WeightCodes
 from tests.kernels import reference, triton_device
 from tests.kernels.adam_cases import assert_same
 from tests.kernels.code_cases import (

@@ -6,10 +6,10 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from offload.kernels import weight_codes
+from offload.kernels.cpu import weight_codes
+from offload.kernels.cpu.lanes import has_wide_registers
+from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Array, Float, Runner
-from offload.kernels.lanes import has_wide_registers
-from offload.kernels.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from tests.kernels import reference, reference_codes
 from tests.kernels.adam_cases import assert_same

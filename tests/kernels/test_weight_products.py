@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from offload.kernels.cpu.weight_products import in_lane_order, multiply
 from offload.kernels.floats import Array, Float, Runner
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.kernels.weight_products import in_lane_order, multiply
 from tests.kernels import reference
 from tests.kernels.code_cases import decoded, encoded, stored
 

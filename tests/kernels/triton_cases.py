@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offload.kernels import optimizer, triton_optimizer
+from offload.kernels.cpu import optimizer
+from offload.kernels.cpu.int8 import BLOCK
+from offload.kernels.cpu.noise import Noise
 from offload.kernels.floats import Array, Float
-from offload.kernels.int8 import BLOCK
-from offload.kernels.noise import Noise
+from offload.kernels.gpu import triton_optimizer
 from offload.kernels.rules import (
     AdagradScalars,
     AdamScalars,

@@ -61,10 +61,10 @@ def _choose() -> str:
 
 
 def _import_kernels() -> None:
-    import offload.kernels.triton_convert_kernel
-    import offload.kernels.triton_gradient_kernel
-    import offload.kernels.triton_step_kernel
-    import offload.kernels.triton_weight_codes_kernel  # noqa: F401
+    import offload.kernels.gpu.triton_convert_kernel
+    import offload.kernels.gpu.triton_gradient_kernel
+    import offload.kernels.gpu.triton_step_kernel
+    import offload.kernels.gpu.triton_weight_codes_kernel  # noqa: F401
 
 
 def _repair_fma() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import offload
 from benchmarks.gpu_first import take_steps
 from benchmarks.gpu_sanitizer import sanitized
-from offload.swap.streams import CopyMark
+from offload.swap.device.streams import CopyMark
 from offload.tiers import accelerator
 from offload.tiers.tier import Tier
 from tests.null_gpu import calls

@@ -295,7 +295,7 @@ def test_the_sanitizer_finds_nothing_in_the_steps_of_gpu_check(tier: str, ask: A
 def test_the_sanitizer_finds_that_products_do_not_wait_for_copies(tier: str, ask: Ask) -> None:
     found = ask(TRUE, "races", tier=tier, waits=False)
     assert any("aten::mm reading from it in stream 0" in race for race in found)
-    assert "at swap/streams.py:" in found[0]
+    assert "at swap/device/streams.py:" in found[0]
 
 
 # ---------------------------------------------------------------- other people's trainers

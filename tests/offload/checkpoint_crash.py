@@ -27,10 +27,10 @@ import offload
 from offload import checkpoint
 from offload.checkpoint import folder
 from offload.checkpoint.manifest import RUN
-from offload.swap import hands
-from offload.swap.block_store import BlockStore
-from offload.swap.file_state import FileState
-from offload.zero.trials import Trials
+from offload.swap.io import hands
+from offload.swap.io.block_store import BlockStore
+from offload.swap.states.file_state import FileState
+from offload.zero.step.trials import Trials
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
 # of a save, those that change something, and so after which something else is there

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import torch
 
-from offload.swap.block_store import BlockStore
-from offload.swap.file_state import FileState
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import MemoryState, State
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.states.file_state import FileState
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import MemoryState, State
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.fetching import Fetcher
-from offload.zero.kv_store import KVStore
+from offload.zero.groups.fetching import Fetcher
+from offload.zero.kv.kv_store import KVStore
 
 
 @dataclass

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import offload
 import offload.memory.tier_manager
 import offload.planning.plan.activation_plan
-import offload.swap.activation_returns
-import offload.swap.activations
+import offload.swap.activations.activation_returns
+import offload.swap.activations.activations
 import offload.tiered_model
-import offload.zero.micro_batches
+import offload.zero.recompute.micro_batches
 from offload.errors import BudgetError
 from tests.offload.engine_cases import (
     HOST,
@@ -72,11 +72,11 @@ def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWor
     """Engines plan as for a GPU of 1 GiB whose kernels run, and get streams whose order is
     checked. Everything is worth moving; copies may hold little."""
     plan_for_a_gpu(patch, kernels_missing=None)
-    patch.setattr(offload.swap.activations, "LEAST_NBYTES", 1)
-    patch.setattr(offload.swap.activation_returns, "DEVICE_NBYTES", 8 * KIB)
+    patch.setattr(offload.swap.activations.activations, "LEAST_NBYTES", 1)
+    patch.setattr(offload.swap.activations.activation_returns, "DEVICE_NBYTES", 8 * KIB)
     patch.setattr(offload.planning.plan.activation_plan, "LEAST_WINDOW_NBYTES", 16 * KIB)
     # asked of each block once, at length, and not of its streams
-    patch.setattr(offload.zero.micro_batches, "refuse_mixing", lambda *args, **keys: None)
+    patch.setattr(offload.zero.recompute.micro_batches, "refuse_mixing", lambda *args, **keys: None)
     world = CheckedWorld(patch, **options)
     patch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     return world

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import offload
 from offload.config import OffloadConfig
-from offload.kernels.weight_codes import decode_weights, encode_weights
+from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiered_model import DTYPES
-from offload.zero.bits import FLOAT_OF
-from offload.zero.discovery import Discovery, discover
+from offload.zero.groups.bits import FLOAT_OF
+from offload.zero.groups.discovery import Discovery, discover
 from tests.offload.engine_cases import VOCABULARY, bits, seeded
 
 WIDTH = 64

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 import offload.planning.plan.activation_plan
-import offload.swap.activations
+import offload.swap.activations.activations
 import offload.tiered_model
 from offload.errors import BudgetError, UnsupportedError
 from offload.tiers.units import parse_bytes
@@ -113,7 +113,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is worth moving, and a window holds a fraction of what is saved."""
-    monkeypatch.setattr(offload.swap.activations, "LEAST_NBYTES", 1)
+    monkeypatch.setattr(offload.swap.activations.activations, "LEAST_NBYTES", 1)
     monkeypatch.setattr(offload.planning.plan.activation_plan, "LEAST_WINDOW_NBYTES", 64 * KIB)
 
 

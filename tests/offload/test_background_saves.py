@@ -30,9 +30,9 @@ from offload.checkpoint.background import BackgroundSave
 from offload.checkpoint.write_behind import BehindFile
 from offload.errors import NoSpaceError, PathError, StateError, StorageError
 from offload.planning.plan.plan import needed_nbytes
-from offload.swap.block_store import BlockStore
+from offload.swap.io.block_store import BlockStore
 from offload.tiers.tier import Tier
-from offload.zero.save_gate import SaveGate
+from offload.zero.step.save_gate import SaveGate
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -379,7 +379,7 @@ def test_an_engine_that_is_dropped_completes_it(tmp_path: Path) -> None:
 def test_where_it_cannot_go_on_beside_training_it_waits_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.swap.file_state import FileState
+    from offload.swap.states.file_state import FileState
 
     with offload.initialize(seeded(TinyLM), config(tmp_path, NVME)) as engine:
         monkeypatch.setattr(FileState, "can_snapshot", False)

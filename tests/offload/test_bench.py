@@ -33,8 +33,8 @@ from offload.planning.machine.optimizer_variants import VARIANTS, Variant, fille
 from offload.planning.machine.speed_arrays import STAGGER_NBYTES, Arrays, Stream
 from offload.process import child
 from offload.process.child import Child, ChildFailed
-from offload.swap.swap_file import SwapFile
-from offload.swap.worker import ParallelRunner
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.threads.worker import ParallelRunner
 
 REPOSITORY = Path(__file__).parents[2]
 TINY_MODEL = [

@@ -13,8 +13,8 @@ from offload.checkpoint import locks
 from offload.checkpoint.disk import OpenFile, new_file
 from offload.checkpoint.locks import alone_in, lock_folder, unlock
 from offload.errors import CheckpointError, NoSpaceError, StuckError
-from offload.swap import hands
-from offload.swap.hands import patiently
+from offload.swap.io import hands
+from offload.swap.io.hands import patiently
 from tests.stuck_calls import Gate, ended, soon
 
 

@@ -16,7 +16,7 @@ from offload import checkpoint
 from offload.checkpoint.folder import discard, recover
 from offload.checkpoint.ownership import marked, remove
 from offload.errors import PathError
-from offload.swap import hands
+from offload.swap.io import hands
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded
 
 

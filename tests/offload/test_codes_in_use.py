@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import UnsupportedError
-from offload.zero import coded_uses
-from offload.zero.group import ParamGroup
-from offload.zero.released import is_released
+from offload.zero.groups.group import ParamGroup
+from offload.zero.hooks import coded_uses
+from offload.zero.tensors.released import is_released
 from tests.offload.engine_cases import VOCABULARY, bits
 from tests.offload.storage_cases import FORMATS, WIDTH, adapted, in_precision, round_to
 from tests.offload.test_storage import PLACEMENTS, coded
@@ -137,15 +137,15 @@ def test_an_embedding_decodes_the_rows_that_are_looked_up(
     round_to(plain, "nf4")
     offload.dispatch(model, coded(tmp_path, "nf4", "nvme"))
     with torch.no_grad(), offload.dispatched(model):
-        decode = offload.zero.weight_codes.WeightCodes.decode
+        decode = offload.zero.groups.weight_codes.WeightCodes.decode
 
         def refused(*_: Any) -> None:
             raise AssertionError("decoded as a whole")
 
-        monkeypatch.setattr(offload.zero.weight_codes.WeightCodes, "decode", refused)
+        monkeypatch.setattr(offload.zero.groups.weight_codes.WeightCodes, "decode", refused)
         for ids in (tokens(1), tokens(3).view(3, 1), torch.zeros(2, 0, dtype=torch.long)):
             assert torch.equal(model.embed(ids), plain.embed(ids))
-        monkeypatch.setattr(offload.zero.weight_codes.WeightCodes, "decode", decode)
+        monkeypatch.setattr(offload.zero.groups.weight_codes.WeightCodes, "decode", decode)
         with pytest.raises(IndexError, match="out of range"):
             model.embed(torch.tensor([10**6]))
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import offload
 from offload.errors import CheckpointError, StateError
-from offload.swap.transfer import Transfer
+from offload.swap.threads.transfer import Transfer
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import (
     HOST,

@@ -17,7 +17,7 @@ import offload.tiered_model
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, UnsupportedError
 from offload.tiers.tier import Tier
-from offload.zero import module_tree
+from offload.zero.groups import module_tree
 from tests.offload.engine_cases import (
     HOST,
     NVME,

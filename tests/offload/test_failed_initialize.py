@@ -15,7 +15,7 @@ import offload.engine
 import offload.memory.tier_manager
 import offload.optimizers.foreign
 import offload.tiered_model
-import offload.zero.runtime
+import offload.zero.step.runtime
 from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, config, on_the_cpu_alone, seeded
 from tests.ranks.processes import run_ranks
 
@@ -33,15 +33,15 @@ BEFORE_WEIGHTS_LEAVE = {
     "the store of blocks": (offload.memory.tier_manager, "BlockStore"),
     "the tier of activations": (offload.memory.tier_manager, "ActivationTier"),
     "the update buffers": (offload.memory.tier_manager.TieredHomes, "staging"),
-    "the update queue": (offload.zero.runtime, "UpdateQueue"),
-    "the stepper": (offload.zero.runtime, "Stepper"),
-    "gradient handles": (offload.zero.runtime, "GradientHandles"),
+    "the update queue": (offload.zero.step.runtime, "UpdateQueue"),
+    "the stepper": (offload.zero.step.runtime, "Stepper"),
+    "gradient handles": (offload.zero.step.runtime, "GradientHandles"),
 }
 AFTER = {
     "the first values": (offload.engine, "load_group"),
     "the optimizer": (offload.engine, "optimizer_class"),
     "saved activations": (offload.engine, "Activations"),
-    "the hooks": (offload.zero.runtime.Runtime, "start"),
+    "the hooks": (offload.zero.step.runtime.Runtime, "start"),
     "the refusal of wrappers": (offload.tiered_model, "refuse_foreign_wrappers"),
 }
 

@@ -15,7 +15,7 @@ import offload
 from offload.errors import BudgetError, ConfigError, NoSpaceError, StateError
 from offload.memory.tier_manager import TieredHomes
 from offload.process import machine
-from offload.swap.swap_file import SwapFile
+from offload.swap.io.swap_file import SwapFile
 from offload.taking_over import engine_for, tiers_of
 from tests.offload.engine_cases import (
     HOST,

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import offload
 import offload.memory.tier_manager
 import offload.tiered_model
-import offload.zero.update
+import offload.zero.step.update
 from offload.errors import UnsupportedError
-from offload.kernels import triton_gradients, triton_optimizer
-from offload.zero.group import GroupState
+from offload.kernels.gpu import triton_gradients, triton_optimizer
+from offload.zero.groups.group import GroupState
 from tests.kernels import triton_device
 from tests.kernels.triton_device import launches
 from tests.offload.engine_cases import (
@@ -246,13 +246,13 @@ def test_chunks_on_the_device_do_not_hold_up_those_of_the_cpu(tmp_path, device, 
     world = World(monkeypatch, eager_model=True)
     monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     stepped = queue.SimpleQueue[int]()
-    real = offload.zero.update.optimizer_step
+    real = offload.zero.step.update.optimizer_step
 
     def step(*args: Any, **options: Any) -> None:
         real(*args, **options)
         stepped.put(args[0].size)
 
-    monkeypatch.setattr(offload.zero.update, "optimizer_step", step)
+    monkeypatch.setattr(offload.zero.step.update, "optimizer_step", step)
     keys = settings(tmp_path, {"optimizer": SPLIT}, precision="bf16")
     with offload.initialize(seeded(Net), {**keys, "device": device}) as engine:
         engine.backward(engine.module.loss(batches(1)[0]))

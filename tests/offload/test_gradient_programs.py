@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-import offload.zero.update
+import offload.zero.step.update
 from tests.offload.engine_cases import HOST, MARKS, NVME, ON, bits
 from tests.offload.loop_trial import ADAMW, configuration
 
@@ -269,13 +269,13 @@ def test_drawn_programs_train_as_plain_pytorch_does(part: int, long: bool, tmp_p
 def test_a_gradient_that_is_set_does_not_change_what_the_last_step_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = offload.zero.update.optimizer_step
+    real = offload.zero.step.update.optimizer_step
 
     def late(*args: Any, **keys: Any) -> None:
         time.sleep(0.05)  # the model's thread goes on meanwhile
         real(*args, **keys)
 
-    monkeypatch.setattr(offload.zero.update, "optimizer_step", late)
+    monkeypatch.setattr(offload.zero.step.update, "optimizer_step", late)
     plain = build().to(ON)
     steps_with_set_gradients(plain, torch.optim.AdamW(plain.parameters(), **ADAMW))
     keys = configuration(tmp_path, "nvme", {"placement": MIXED})

@@ -8,7 +8,7 @@ import pytest
 
 from offload.memory.headroom import MemoryReader, reserve_of
 from offload.process import machine
-from offload.swap.memory_guard import Headroom
+from offload.swap.threads.memory_guard import Headroom
 from tests.offload.test_machine import GIB, V1_MOUNT, V2_MOUNT, put
 
 MIB = 1 << 20

@@ -280,7 +280,7 @@ def test_an_interrupt_while_parameters_are_gathered_releases_them(
 
     with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr("offload.zero.weight_values._digests", interrupt)
+            patch.setattr("offload.zero.groups.weight_values._digests", interrupt)
             with pytest.raises(KeyboardInterrupt), engine.gathered():
                 pass
         assert_at_rest(engine)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 import offload
 import offload.memory.tier_manager
 from offload.errors import BudgetError
-from offload.swap import activations, device_home, outbox
-from offload.swap.fences import Fences, OpenReads
-from offload.swap.streams import CopyMark, CopyStream
+from offload.swap.activations import activations
+from offload.swap.device import device_home, outbox
+from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.streams import CopyMark, CopyStream
 from offload.tiers.tier import Tier
 from offload.tiers.units import parse_bytes
 from tests.kernels import triton_device

@@ -23,7 +23,7 @@ from offload.cli.diagnosis import check_path
 from offload.errors import StorageError
 from offload.integrations import streamed_folder
 from offload.memory.leftovers import STATE, clean, leftovers
-from offload.swap.maker_marks import Life, Maker, marked
+from offload.swap.io.maker_marks import Life, Maker, marked
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded, states_of
 from tests.offload.plain_training import MakeEngine
 
@@ -36,7 +36,7 @@ from pathlib import Path
 from offload.checkpoint.exporting import pending_output
 from offload.checkpoint.folder import PendingFolder
 from offload.runs import metrics
-from offload.swap.swap_file import SwapFile
+from offload.swap.io.swap_file import SwapFile
 
 os.O_TMPFILE = os.O_DIRECTORY  # as where it is not known
 rmdir = os.rmdir
@@ -63,7 +63,7 @@ import os, sys
 from pathlib import Path
 from torch import nn
 import offload.deepspeed as deepspeed
-from offload.swap import hands
+from offload.swap.io import hands
 from offload.integrations import streamed_folder
 
 made = hands.make_call

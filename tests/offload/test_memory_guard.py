@@ -19,7 +19,7 @@ from torch import Tensor
 
 import offload
 from offload.errors import LowMemoryError
-from offload.swap.memory_guard import Headroom, MachineMemory, MemoryGuard
+from offload.swap.threads.memory_guard import Headroom, MachineMemory, MemoryGuard
 from tests.offload.engine_cases import (
     HOST,
     MARKS,

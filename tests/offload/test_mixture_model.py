@@ -19,7 +19,7 @@ from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import UnsupportedError
 from offload.train.plain import Plain
-from offload.zero.discovery import discover
+from offload.zero.groups.discovery import discover
 from tests.offload.engine_cases import assert_same_bits
 from tests.planning.real_pass import real_facts
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from offload.errors import StateError
 from offload.runs.recording import Recording, rows_of
-from offload.swap import recorder
-from offload.swap.lanes import Lane, WaitFor
-from offload.swap.ranges import profiled
-from offload.swap.recorder import MODEL, Event, Recorder
+from offload.swap.threads import recorder
+from offload.swap.threads.lanes import Lane, WaitFor
+from offload.swap.threads.ranges import profiled
+from offload.swap.threads.recorder import MODEL, Event, Recorder
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine
 

@@ -30,21 +30,21 @@ import pytest
 
 from offload.errors import OffloadError
 from offload.memory.device_homes import DeviceHomes
-from offload.swap.activation_backlog import Backlog
-from offload.swap.activation_returns import ActivationReturns, CopiesInFlight
-from offload.swap.activations import ActivationTier
-from offload.swap.device_home import DeviceHomeState
-from offload.swap.device_state import MirroredState
-from offload.swap.fences import Fences, OpenReads
-from offload.swap.file_state import FileState
-from offload.swap.outbox import Outbox
-from offload.swap.streams import CopyMark, CopyStream, WorkStream, _Watched, _Watcher
-from offload.zero.chunks import ChunkBytes
-from offload.zero.device_update import DeviceUpdate
-from offload.zero.gradient_paths import LeavingPath
-from offload.zero.gradients import GradientAccumulator
-from offload.zero.group import ParamGroup
-from offload.zero.update import UpdateQueue
+from offload.swap.activations.activation_backlog import Backlog
+from offload.swap.activations.activation_returns import ActivationReturns, CopiesInFlight
+from offload.swap.activations.activations import ActivationTier
+from offload.swap.device.device_home import DeviceHomeState
+from offload.swap.device.device_state import MirroredState
+from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.outbox import Outbox
+from offload.swap.device.streams import CopyMark, CopyStream, WorkStream, _Watched, _Watcher
+from offload.swap.states.file_state import FileState
+from offload.zero.gradients.gradient_paths import LeavingPath
+from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.groups.group import ParamGroup
+from offload.zero.step.chunks import ChunkBytes
+from offload.zero.step.device_update import DeviceUpdate
+from offload.zero.step.update import UpdateQueue
 from tests.offload.engine_cases import NVME
 from tests.offload.order_cases import (
     SLOT,

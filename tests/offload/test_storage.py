@@ -22,11 +22,11 @@ from offload.errors import BudgetError, ConfigError, ModifiedError, UnsupportedE
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
 from offload.planning.step.traffic import find_copies
-from offload.swap.coded_state import CodedState
+from offload.swap.states.coded_state import CodedState
 from offload.tiers.tier import Tier
-from offload.zero.discovery import discover
-from offload.zero.layout import ParamShape
-from offload.zero.storage import is_named
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.storage import is_named
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
@@ -397,7 +397,7 @@ def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
 
 def test_experts_that_are_adapted_one_by_one_are_refused() -> None:
     from offload.kernels.weight_formats import Code, WeightFormat
-    from offload.zero.storage import Storage, cut
+    from offload.zero.groups.storage import Storage, cut
 
     params = (ParamShape(("m.experts.0.base",), (64, 64), False), ParamShape(("lora",), (4, 64)))
     storage = Storage(WeightFormat(Code.INT4, 32))

@@ -28,7 +28,7 @@ from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, LowMemoryError, PathError
 from offload.process.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run, default_path
-from offload.swap.link_use import LinkUse
+from offload.swap.threads.link_use import LinkUse
 from offload.train.loop import RunResult, readable, run
 from offload.train.schedule import lr_factor
 from offload.train.summary import plain_state_nbytes

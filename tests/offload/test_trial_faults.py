@@ -21,7 +21,7 @@ from torch import Tensor
 import offload
 from offload.errors import NoSpaceError, StorageError
 from offload.memory import tier_manager as homes
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.threads_backend import ThreadsBackend
 from tests.offload.engine_cases import (
     HOST,
     NVME,

@@ -19,7 +19,7 @@ import offload
 from offload.engine import Engine
 from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.tier import Tier
-from offload.zero.trials import TrialCounts
+from offload.zero.step.trials import TrialCounts
 
 WORDS, ON_HOST = 50, {"parameters": "host", "gradients": "host", "optimizer": "host"}
 ON_NVME = dict.fromkeys(ON_HOST, "nvme")

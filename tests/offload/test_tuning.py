@@ -10,8 +10,8 @@ from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.tuning import UNMEASURED, Streamed, choose
-from offload.swap.measure import Bandwidth
-from offload.zero.discovery import discover
+from offload.swap.io.measure import Bandwidth
+from offload.zero.groups.discovery import discover
 
 MIB, GIB = 1 << 20, 1 << 30
 

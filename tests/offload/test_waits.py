@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload.memory import tier_manager as homes
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.threads_backend import ThreadsBackend
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine
 

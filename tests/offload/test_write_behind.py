@@ -18,7 +18,7 @@ from offload.checkpoint import write_behind
 from offload.checkpoint.pieces import PieceAccess
 from offload.checkpoint.write_behind import BLOCK_NBYTES, MOST_BLOCKS, MOST_SYNCS, WriteBehind
 from offload.errors import NoSpaceError, StorageError
-from offload.swap import hands
+from offload.swap.io import hands
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
 from tests.stuck_calls import HAND, all_ended
 

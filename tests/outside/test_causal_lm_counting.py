@@ -19,7 +19,7 @@ from torch import nn
 
 from offload.tools.memest.source.family import FAMILIES
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.discovery import discover
+from offload.zero.groups.discovery import discover
 from tests.outside.test_causal_lm_zoo import MOST_NUMEL, NAMES, tiny_config
 
 pytestmark = pytest.mark.sample(6)

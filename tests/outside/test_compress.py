@@ -23,8 +23,8 @@ from offload.errors import CheckpointError, ConfigError, PathError, UnsupportedE
 from offload.integrations import compress, hub_export
 from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_hub_format
+from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Float
-from offload.kernels.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised.writing import Target
 from tests.offload.engine_cases import HOST, bits, config

@@ -300,7 +300,7 @@ from offload.checkpoint.manifest import (
 from offload.integrations.dcp_export import export_dcp
 from offload.integrations.dcp_import import import_dcp
 from offload.process.machine import peak_rss_nbytes
-from offload.zero.records import RecordFormat
+from offload.zero.step.records import RecordFormat
 from offload.kernels.variants import Master
 
 folder, count, width = Path(sys.argv[1]), 40, 1024

@@ -13,8 +13,8 @@ import offload
 from offload.kernels.variants import Master
 from offload.tiered_model import TieredModel
 from offload.tiers.units import round_up
-from offload.zero import module_tree
-from offload.zero.records import RecordFormat
+from offload.zero.groups import module_tree
+from offload.zero.step.records import RecordFormat
 from tests.offload.engine_cases import NVME, config, seeded
 from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
 from tests.planning.test_step_time import let_all_be_done_at_once

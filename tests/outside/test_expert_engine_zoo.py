@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import UnsupportedError
-from offload.zero import module_tree
+from offload.zero.groups import module_tree
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, bits, config, parameters_of
 from tests.outside.expert_cases import packed_experts, transformers
 from tests.outside.test_causal_lm_zoo import SHRINK

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.zero import module_tree
+from offload.zero.groups import module_tree
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
 from tests.offload.interrupt_points import (
     Interrupted,

@@ -19,9 +19,9 @@ from offload.errors import TierFullError
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.tiers.tier import Tier
-from offload.zero import module_tree
-from offload.zero.discovery import discover
-from offload.zero.handles import HandleTable
+from offload.zero.groups import module_tree
+from offload.zero.groups.discovery import discover
+from offload.zero.hooks.handles import HandleTable
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
 from tests.outside.routed_model import EXPERTS, HIDDEN, Call, Routed
 

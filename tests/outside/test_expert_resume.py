@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.zero import module_tree
+from offload.zero.groups import module_tree
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
 
 pytest.importorskip("transformers")

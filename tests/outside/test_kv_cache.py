@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from offload.errors import StateError, TierFullError
 from offload.kv.kv_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
-from offload.zero.fetching import Fetcher
-from offload.zero.kv_sizes import CachedLayer
-from offload.zero.kv_store import KVStore
+from offload.zero.groups.fetching import Fetcher
+from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.kv_store import KVStore
 from tests.offload.kv_cases import Homes
 
 TIERS = {

@@ -29,7 +29,7 @@ import offload
 import offload.tiered_model
 from offload.errors import BudgetError, StateError, StorageError, TierFullError, UnsupportedError
 from offload.kv.kv_cache import PagedLayer, PagedSlidingLayer
-from offload.swap.transfer import Transfer
+from offload.swap.threads.transfer import Transfer
 from tests.offload.engine_cases import plan_for_a_gpu
 
 MIXED = {"host": "40%", "nvme": "60%"}

@@ -18,7 +18,7 @@ import offload
 from offload.checkpoint.exporting import export
 from offload.errors import CheckpointError, IntegrityError, StateError, UnsupportedError
 from offload.weights.tensor_file import TensorFile
-from offload.zero import module_tree
+from offload.zero.groups import module_tree
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.test_expert_zoo import ARCHITECTURES, build
 from tests.ranks.processes import run_ranks

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero import module_tree
-from offload.zero.packed_values import PackedValues
+from offload.zero.experts.packed_values import PackedValues
+from offload.zero.groups import module_tree
 
 transformers = pytest.importorskip("transformers")
 

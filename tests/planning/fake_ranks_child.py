@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the fake backend
 
 import offload
-from offload.zero import collectives as collectives_module
-from offload.zero import rank_watch
-from offload.zero import ranks as ranks_module
-from offload.zero.collectives import Collectives, Wire
-from offload.zero.ranks import Ranks
+from offload.zero.ranks import collectives as collectives_module
+from offload.zero.ranks import rank_watch
+from offload.zero.ranks import ranks as ranks_module
+from offload.zero.ranks.collectives import Collectives, Wire
+from offload.zero.ranks.ranks import Ranks
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, seeded
 
 STEPS = 3

@@ -23,8 +23,8 @@ from offload.planning.step.memory import PlannedMemory
 from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
 _PLENTY = Hardware(0, 1 << 40, 1 << 40, 1 << 42)

@@ -18,7 +18,7 @@ from offload.planning.activations.saved_elsewhere import SavedElsewhere
 from offload.planning.activations.trace import as_the_engine, facts_of
 from offload.planning.activations.traced_blocks import watched_blocks
 from offload.planning.plan.workload import Workload
-from offload.zero.discovery import discover
+from offload.zero.groups.discovery import discover
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -21,8 +21,8 @@ from offload.planning.machine import calibration
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.disk_cache import digest_of
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import PathError
 
 COMPUTE: dict[str, Any] = {

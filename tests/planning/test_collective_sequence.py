@@ -19,8 +19,8 @@ from offload.planning.machine.network import Network
 from offload.planning.step.collective_sequence import Among, Call, collective_sequence
 from offload.planning.step.program import Verb
 from offload.process.child import child_environment
-from offload.zero.discovery import discover
-from offload.zero.sharding import Sharding
+from offload.zero.groups.discovery import discover
+from offload.zero.ranks.sharding import Sharding
 from tests.offload.engine_cases import TinyLM
 
 ROOT = Path(__file__).parents[2]

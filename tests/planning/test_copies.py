@@ -15,8 +15,8 @@ from offload.planning.step import traffic
 from offload.planning.step.traffic import PeakCopies, find_copies
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.layout import ParamShape
-from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
 
 WIDTH, BLOCKS, CHUNK = 256, 6, 1 << 14
 IN_BACKWARD = {"chunk": CHUNK, "in_backward": True}

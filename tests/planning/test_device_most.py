@@ -22,7 +22,7 @@ from offload.planning.step.traffic import step_traffic
 from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
 from offload.tiers.tier import Tier
-from offload.zero.sharding import ALONE, Sharding
+from offload.zero.ranks.sharding import ALONE, Sharding
 from tests.planning.test_solver import CLASSES, known, model
 
 MIB, GIB = 1 << 20, 1 << 30

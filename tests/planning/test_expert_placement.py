@@ -24,8 +24,8 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tools.memest.cli import main
-from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import Sharding
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.ranks.sharding import Sharding
 from tests.planning.test_experts import (
     HARDWARE,
     assert_a_step_moves_what_is_predicted,

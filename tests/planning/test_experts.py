@@ -28,10 +28,10 @@ from offload.planning.step.traffic import find_copies, step_traffic
 from offload.tiers.tier import Tier
 from offload.tools.memest.source.decoder_tree import decoder_tree
 from offload.tools.memest.source.family import FAMILIES
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
-from offload.zero.module_tree import shape_of
-from offload.zero.sharding import Sharding
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.module_tree import shape_of
+from offload.zero.ranks.sharding import Sharding
 from tests.planning.test_step_time import FACTS, SPEEDS, let_all_be_done_at_once
 
 HARDWARE = Hardware(0, 1 << 36, 1 << 36, 1 << 38)

@@ -10,7 +10,7 @@ from offload.planning.plan.nvme_most import nvme_most
 from offload.planning.plan.plan import Hardware, Plan
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.sharding import Sharding
+from offload.zero.ranks.sharding import Sharding
 from tests.planning.test_copies import model
 
 NVME = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}

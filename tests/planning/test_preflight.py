@@ -15,8 +15,8 @@ from offload.errors import BudgetError, PathError, UnsupportedError
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.machine.preflight import Preflight, activations_beyond, preflight
 from offload.planning.plan.plan import Hardware, Plan
-from offload.zero.layout import ParamShape
-from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
 from tests.offload.engine_cases import HOST, NVME, TinyLM, config, seeded
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -115,7 +115,7 @@ def test_kernel_requests_are_looked_at_for_libaio_alone(tmp_path):
 
 
 def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload.swap.swap_file.direct_refusal", lambda folder: "no such thing")
+    monkeypatch.setattr("offload.swap.io.swap_file.direct_refusal", lambda folder: "no such thing")
     keys = {"placement": NVME, "budget": {"host": "128MiB"}}
     root = made_up(tmp_path, available=GIB)
     assert fly(tmp_path, keys, root).refusals == ()

@@ -33,7 +33,7 @@ from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder, other_numbers, with_choices_of
 from offload.runs.forecast import forecast, workload_of
 from offload.runs.metrics import StepMetrics
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.tier import Tier
 from offload.train.loop import Trainer, run
 from tests.offload.test_background_saves import Held

@@ -11,9 +11,9 @@ from offload.config import OffloadConfig
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.shortfalls import shortfalls
-from offload.zero.layout import ParamShape
-from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
-from offload.zero.sharding import ALONE, Sharding
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.ranks.sharding import ALONE, Sharding
 
 GIB = 1 << 30
 BLOCKS = 6

@@ -26,9 +26,9 @@ from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.workload import Workload
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.discovery import discover
-from offload.zero.layout import ParamShape
-from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
 
 MIB, GIB = 1 << 20, 1 << 30
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -30,13 +30,13 @@ from offload.planning.step.program import Verb, write_program
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import STRAIGHT_ROWS, step_traffic
 from offload.planning.step.work_time import pass_s
-from offload.swap.io_request import IORequest
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.io_request import IORequest
+from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import ConfigError
-from offload.zero.chunks import GroupUpdate
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
-from offload.zero.update import UpdateQueue
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.step.chunks import GroupUpdate
+from offload.zero.step.update import UpdateQueue
 from tests.offload.engine_cases import plan_for_a_gpu
 
 BASE: Mapping[str, Any] = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.zero.block_codes import BlockCodes, add_decoded, decode, encode
-from offload.zero.collectives import Collectives, Wire, Workspace
-from offload.zero.layout import SHARD_ALIGN_NUMEL, ParamShape, lay_out
-from offload.zero.sharding import CODE_BLOCK_NUMEL, Part, Sharding, codes_nbytes, scales_numel
+from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, ParamShape, lay_out
+from offload.zero.ranks.block_codes import BlockCodes, add_decoded, decode, encode
+from offload.zero.ranks.collectives import Collectives, Wire, Workspace
+from offload.zero.ranks.sharding import CODE_BLOCK_NUMEL, Part, Sharding, codes_nbytes, scales_numel
 from tests.ranks.threads import run_threads
 
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 1), (4, 2), (6, 3), (6, 2)]

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.swap.ordered import OrderedWork
-from offload.swap.streams import CopyMark, mark_here
-from offload.zero.collectives import Wire, Workspace, all_gather_flat
-from offload.zero.layout import SHARD_ALIGN_NUMEL
-from offload.zero.ranks import Ranks
+from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.threads.ordered import OrderedWork
+from offload.zero.groups.layout import SHARD_ALIGN_NUMEL
+from offload.zero.ranks.collectives import Wire, Workspace, all_gather_flat
+from offload.zero.ranks.ranks import Ranks
 from tests.ranks.processes import run_ranks
 
 NUMEL = 64 * SHARD_ALIGN_NUMEL

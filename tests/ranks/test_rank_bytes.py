@@ -24,10 +24,10 @@ from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import round_up
-from offload.zero.collectives import Collectives
-from offload.zero.discovery import discover
-from offload.zero.layout import SHARD_ALIGN_NUMEL, Layout
-from offload.zero.sharding import Sharding
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, Layout
+from offload.zero.ranks.collectives import Collectives
+from offload.zero.ranks.sharding import Sharding
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
 from tests.ranks.processes import run_ranks
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.zero.rank_findings import Findings, find_missing, find_parted
-from offload.zero.rank_records import Activity, RankRecord
+from offload.zero.ranks.rank_findings import Findings, find_missing, find_parted
+from offload.zero.ranks.rank_records import Activity, RankRecord
 
 MINE = Activity("gather", 7, "the all-gather of blocks.3", 100.0)
 WAITING = RankRecord(10, 101.0, doing=(MINE,))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from offload.zero.discovery import discover
+from offload.zero.groups.discovery import discover
 from tests.offload.engine_cases import (
     HOST,
     NVME,

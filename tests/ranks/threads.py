@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from offload.zero.collectives import Collectives, Wire
+from offload.zero.ranks.collectives import Collectives, Wire
 
 if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 forgot them; the end of a group asks
     ThreadLocalWorld.comms = property(lambda self: [])

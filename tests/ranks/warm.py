@@ -12,7 +12,7 @@ import numpy as np
 import torch._dynamo
 import torch.distributed.tensor  # noqa: F401
 
-from offload.kernels.convert import encode
+from offload.kernels.cpu.convert import encode
 from offload.kernels.floats import Float
 from tests import no_network
 

@@ -18,12 +18,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from offload.kernels import gradients, optimizer, triton_gradients, triton_optimizer
+from offload.kernels.cpu import gradients, optimizer
+from offload.kernels.gpu import triton_gradients, triton_optimizer
 from offload.kernels.rules import StateFormat
 from offload.tiers.tier import Tier
-from offload.zero import update
-from offload.zero.bits import FLOAT_OF, flat_array
-from offload.zero.paged import PagedTensor
+from offload.zero.groups.bits import FLOAT_OF, flat_array
+from offload.zero.step import update
+from offload.zero.tensors.paged import PagedTensor
 
 if TYPE_CHECKING:
     from tests.swap.checked_world import CheckedWorld

@@ -32,21 +32,22 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.memory.device_homes import DeviceHomes
-from offload.swap import streams, transfer, worker
-from offload.swap.activation_backlog import Backlog
-from offload.swap.activation_returns import ActivationReturns
-from offload.swap.activation_window import Slot
-from offload.swap.fences import Fences
-from offload.swap.file_state import FileState
-from offload.swap.io_backend import IOBackend
-from offload.swap.io_request import Operation
-from offload.swap.lanes import Lane
-from offload.swap.transfer import Transfer
+from offload.swap.activations.activation_backlog import Backlog
+from offload.swap.activations.activation_returns import ActivationReturns
+from offload.swap.activations.activation_window import Slot
+from offload.swap.device import streams
+from offload.swap.device.fences import Fences
+from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.io_request import Operation
+from offload.swap.states.file_state import FileState
+from offload.swap.threads import transfer, worker
+from offload.swap.threads.lanes import Lane
+from offload.swap.threads.transfer import Transfer
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
-from offload.zero.chunks import ChunkBytes
-from offload.zero.stepper import Stepper
-from offload.zero.update import UpdateQueue
+from offload.zero.step.chunks import ChunkBytes
+from offload.zero.step.stepper import Stepper
+from offload.zero.step.update import UpdateQueue
 from tests.swap.checked_kernels import follow_kernels, operations, span_of, strided
 from tests.swap.happens_before import Agent, Clock, Order, Race, merge
 from tests.swap.stream_simulation import World

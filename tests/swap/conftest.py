@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from offload.swap.block_store import BlockStore
-from offload.swap.io_backend import IOBackend
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger
 

@@ -27,7 +27,7 @@ Clock = dict[int, int]  # by agent: how much of what it did is known
 _OURS = ("/swap/", "/zero/", "/offload/")
 _TOOLS = (
     "happens_before.py", "checked_world.py", "checked_kernels.py", "stream_simulation.py",
-    "/swap/streams.py",
+    "/swap/device/streams.py",
 )  # fmt: skip
 
 

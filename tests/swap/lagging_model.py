@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from offload.kernels import triton_gradients, triton_optimizer
+from offload.kernels.gpu import triton_gradients, triton_optimizer
 from tests.swap.stream_simulation import CUDA, World
 
 _ALIGN = 64

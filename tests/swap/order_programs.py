@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from offload.kernels.floats import Float, serial
-from offload.swap.activation_window import ActivationWindow
-from offload.swap.activations import ActivationTier
-from offload.swap.block_store import BlockStore
-from offload.swap.device_home import DeviceRecordState
-from offload.swap.device_state import Links
-from offload.swap.fences import Fences, OpenReads
-from offload.swap.file_state import FileState
-from offload.swap.outbox import Outbox, runs_of
-from offload.swap.slot_pool import SlotPool
-from offload.swap.streams import CopyStream, WorkStream, mark_here
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.activations.activation_window import ActivationWindow
+from offload.swap.activations.activations import ActivationTier
+from offload.swap.device.device_home import DeviceRecordState
+from offload.swap.device.device_state import Links
+from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.outbox import Outbox, runs_of
+from offload.swap.device.streams import CopyStream, WorkStream, mark_here
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.states.file_state import FileState
+from offload.swap.states.slot_pool import SlotPool
 from offload.tiers.errors import TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
@@ -34,10 +34,10 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import Tier
-from offload.zero.chunks import ChunkBytes
-from offload.zero.gradient_paths import DevicePartials
-from offload.zero.gradients import GradientAccumulator
-from offload.zero.layout import ParamSpec
+from offload.zero.gradients.gradient_paths import DevicePartials
+from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.step.chunks import ChunkBytes
 from tests.swap.checked_world import CheckedWorld
 from tests.swap.stream_simulation import CUDA
 from tests.swap.test_device_state import PAGES, Bench

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.swap.block_store import BlockStore
-from offload.swap.device_state import Links
-from offload.swap.fences import OpenReads
-from offload.swap.file_state import FileState
-from offload.swap.slot_pool import SlotPool
-from offload.swap.slot_state import SlotState
-from offload.swap.state import MemoryState, State
-from offload.swap.streams import CopyStream
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
-from offload.swap.transfer import Transfer
+from offload.swap.device.device_state import Links
+from offload.swap.device.fences import OpenReads
+from offload.swap.device.streams import CopyStream
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.states.file_state import FileState
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.slot_state import SlotState
+from offload.swap.states.state import MemoryState, State
+from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError, StorageError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.memory.device_homes import DeviceHomes
-from offload.swap import streams
+from offload.swap.device import streams
 from offload.tiers import accelerator
 from offload.tiers.accelerator import Accelerator
 

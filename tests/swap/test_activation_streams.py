@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.swap import activation_returns
-from offload.swap.activation_record import SavedStorage
-from offload.swap.activation_window import ActivationWindow
-from offload.swap.activations import ActivationTier, Parked
-from offload.swap.device_state import Links
-from offload.swap.streams import CopyStream
+from offload.swap.activations import activation_returns
+from offload.swap.activations.activation_record import SavedStorage
+from offload.swap.activations.activation_window import ActivationWindow
+from offload.swap.activations.activations import ActivationTier, Parked
+from offload.swap.device.device_state import Links
+from offload.swap.device.streams import CopyStream
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.swap.activation_window import ActivationWindow
-from offload.swap.activations import ActivationTier, Parked
-from offload.swap.block_store import BlockStore
-from offload.swap.device_state import Links
-from offload.swap.streams import CopyStream
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.activations.activation_window import ActivationWindow
+from offload.swap.activations.activations import ActivationTier, Parked
+from offload.swap.device.device_state import Links
+from offload.swap.device.streams import CopyStream
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import StorageError, StuckError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass

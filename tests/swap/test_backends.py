@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.swap.backends import BACKENDS, open_backend, probe_backends, resolve_backend
-from offload.swap.io_backend import IOBackend, Priority
-from offload.swap.io_request import MAX_RETRIES
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
-from offload.swap.transfer import Transfer, all_of
+from offload.swap.io.backends import BACKENDS, open_backend, probe_backends, resolve_backend
+from offload.swap.io.io_backend import IOBackend, Priority
+from offload.swap.io.io_request import MAX_RETRIES
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.threads.transfer import Transfer, all_of
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import (
     ChecksumError,

@@ -14,11 +14,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.swap import block_store
-from offload.swap.block_store import StoredBlock, checksum_of
-from offload.swap.io_backend import Priority
-from offload.swap.threads_backend import ThreadsBackend
-from offload.swap.transfer import all_of
+from offload.swap.io.block_store import StoredBlock, checksum_of
+from offload.swap.io.io_backend import Priority
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.threads.transfer import all_of
 from offload.tiers.errors import ChecksumError, StateError, StorageError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
@@ -28,7 +27,7 @@ Noise = Callable[[int], memoryview]
 Pages = Callable[..., memoryview]
 MIB = 1 << 20
 TIMEOUT_S = 30.0
-REPOSITORY = Path(block_store.__file__).parents[2]
+REPOSITORY = Path(__file__).parents[2]
 OPTIMIZER = StateClass.OPTIMIZER
 
 
@@ -359,9 +358,9 @@ def test_blocks_replaced_at_random_keep_their_contents_and_the_books_balance(
 
 _SCENARIO = """
 import mmap, sys
-from offload.swap.backends import open_backend
-from offload.swap.block_store import BlockStore
-from offload.swap.swap_file import SwapFile
+from offload.swap.io.backends import open_backend
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.swap_file import SwapFile
 from offload.tiers.errors import OffloadError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.swap.coded_device_state import DeviceCodedState
-from offload.swap.device_state import MirroredState
-from offload.swap.state import MemoryState, State
+from offload.swap.device.coded_device_state import DeviceCodedState
+from offload.swap.device.device_state import MirroredState
+from offload.swap.states.state import MemoryState, State
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.residency import Residency
 from tests.swap.stream_simulation import weak

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.swap.block_store import BlockStore
-from offload.swap.codec import Codec
-from offload.swap.coded_state import CodedState
-from offload.swap.file_state import FileState
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import MemoryState, State
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.states.codec import Codec
+from offload.swap.states.coded_state import CodedState
+from offload.swap.states.file_state import FileState
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import MemoryState, State
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
@@ -27,7 +27,7 @@ from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.residency import Residency
 from offload.tiers.tier import Tier
-from offload.zero.block_codes import BlockCodes
+from offload.zero.ranks.block_codes import BlockCodes
 
 PIECE = 4 * PAGE_NBYTES  # in a slot
 NBYTES = 2 * PIECE + PAGE_NBYTES  # the last piece is shorter

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from offload.swap.device_home import DeviceHomeState, DeviceRecordState
-from offload.swap.device_state import Links, MirroredState
-from offload.swap.fences import Fences, OpenReads
-from offload.swap.ordered import OrderedWork
-from offload.swap.outbox import Outbox, Pack, runs_of
-from offload.swap.recorder import Recorder
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import MemoryState
-from offload.swap.streams import CopyMark, CopyStream, WorkStream, mark_here
+from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device.device_state import Links, MirroredState
+from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.outbox import Outbox, Pack, runs_of
+from offload.swap.device.streams import CopyMark, CopyStream, WorkStream, mark_here
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import MemoryState
+from offload.swap.threads.ordered import OrderedWork
+from offload.swap.threads.recorder import Recorder
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory

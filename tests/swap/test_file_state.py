@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from offload.swap.block_store import BlockStore
-from offload.swap.file_state import FileState
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import MemoryState
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.states.file_state import FileState
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import MemoryState
 from offload.tiers.errors import StateError, StorageError, TierFullError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from offload.errors import StuckError
-from offload.swap import hands
-from offload.swap.hands import Call, Hand, patiently, when_returned
+from offload.swap.io import hands
+from offload.swap.io.hands import Call, Hand, patiently, when_returned
 from tests.offload.interrupt_points import after_us, at_point, counted_points
 from tests.stuck_calls import HAND, SOON_S, Gate, ended, soon
 
-REPOSITORY = Path(hands.__file__).parents[2]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_call_is_made_as_python_ends(is_made_before: bool, tmp_path: Path) -> 
     code = """
 import os, sys
 from pathlib import Path
-from offload.swap.hands import Call, Hand
+from offload.swap.io.hands import Call, Hand
 class Last:
     def __init__(self):
         self.path = sys.argv[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.swap.streams import CopyStream, WorkStream, mark_here
+from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier

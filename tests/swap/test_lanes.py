@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from offload.swap import lanes
-from offload.swap.lanes import Lane, WaitFor, waits_s
-from offload.swap.streams import CopyMark
-from offload.swap.threads_backend import ThreadsBackend
-from offload.swap.transfer import Transfer, all_of
-from offload.swap.worker import Worker
+from offload.swap.device.streams import CopyMark
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.threads import lanes
+from offload.swap.threads.lanes import Lane, WaitFor, waits_s
+from offload.swap.threads.transfer import Transfer, all_of
+from offload.swap.threads.worker import Worker
 from offload.tiers.errors import StorageError
 
 SLOW_S = 0.02

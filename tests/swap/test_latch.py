@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from offload.swap.latch import Latch
+from offload.swap.threads.latch import Latch
 from tests.offload.interrupt_points import after_us, at_point, counted_points
 
 SOON_S = 10.0

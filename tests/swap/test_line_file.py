@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.swap.line_file import LineFile
+from offload.swap.io.line_file import LineFile
 from offload.tiers.errors import StateError
 
 

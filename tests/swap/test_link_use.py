@@ -16,12 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swap import link_use
-from offload.swap.io_request import Priority
-from offload.swap.link_use import CopyTimes, LinkMeter
-from offload.swap.streams import CopyStream
-from offload.swap.threads_backend import ThreadsBackend
-from offload.swap.transfer import Transfer
+from offload.swap.device.streams import CopyStream
+from offload.swap.io.io_request import Priority
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.threads import link_use
+from offload.swap.threads.link_use import CopyTimes, LinkMeter
+from offload.swap.threads.transfer import Transfer
 from offload.tiers import accelerator
 from offload.tiers.errors import ChecksumError, StorageError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
@@ -284,7 +284,7 @@ def test_copies_of_a_stream_are_timed_where_they_run(monkeypatch: pytest.MonkeyP
         accelerator.KINDS["cuda"], "event",
         lambda device, *, timing=False: _Told(order, "time" if timing else "mark"),
     )  # fmt: skip
-    monkeypatch.setattr("offload.swap.streams._start", lambda *_: order.append("copy"))
+    monkeypatch.setattr("offload.swap.device.streams._start", lambda *_: order.append("copy"))
     source, there = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
     CopyStream(CUDA, CopyTimes(CUDA)).copy(there, source, after=[])
     assert order == ["time", "copy", "time", "mark"]

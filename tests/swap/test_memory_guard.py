@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from offload.swap import memory_guard
-from offload.swap.memory_guard import Headroom, MachineMemory, MemoryGuard
-from offload.swap.slot_pool import SlotPool
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.threads import memory_guard
+from offload.swap.threads.memory_guard import Headroom, MachineMemory, MemoryGuard
 from offload.tiers.errors import LowMemoryError
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory

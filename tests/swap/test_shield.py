@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from offload.swap import shield
-from offload.swap.shield import check_whole, interrupted_in_waits, uninterrupted
-from offload.swap.threads_backend import ThreadsBackend
-from offload.swap.transfer import Transfer
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.threads import shield
+from offload.swap.threads.shield import check_whole, interrupted_in_waits, uninterrupted
+from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.swap.device_home import DeviceHomeState, DeviceRecordState
-from offload.swap.device_state import MirroredState
-from offload.swap.slot_pool import SlotPool
-from offload.swap.slot_state import SlotState
-from offload.swap.state import State
-from offload.swap.streams import CopyMark
+from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device.device_state import MirroredState
+from offload.swap.device.streams import CopyMark
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.slot_state import SlotState
+from offload.swap.states.state import State
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from tests.swap.state_conformance import (

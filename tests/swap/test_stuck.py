@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from offload.swap.backends import open_backend
-from offload.swap.io_backend import IOBackend
-from offload.swap.io_watch import LOOKS
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
-from offload.swap.transfer import Transfer, all_of
+from offload.swap.io.backends import open_backend
+from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.io_watch import LOOKS
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.threads.transfer import Transfer, all_of
 from offload.tiers.errors import StorageError, StuckError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass

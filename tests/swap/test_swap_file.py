@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from offload.swap import hands, swap_file
-from offload.swap.block_store import BlockStore
-from offload.swap.measure import measure_bandwidth
-from offload.swap.swap_file import SwapFile, check_directory, file_system_of
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io import hands, swap_file
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.measure import measure_bandwidth
+from offload.swap.io.swap_file import SwapFile, check_directory, file_system_of
+from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StuckError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
@@ -27,7 +27,7 @@ from offload.tiers.ledger import Ledger, StateClass
 from tests.aio import IO_BACKENDS
 from tests.stuck_calls import all_ended
 
-REPOSITORY = Path(swap_file.__file__).parents[2]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_device_that_fills_up_under_a_sparse_file_fails_the_write_and_keeps_th
     tiny: Path, monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], memoryview],
     pages: Callable[..., memoryview], backend_name: str, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    from offload.swap.backends import open_backend
+    from offload.swap.io.backends import open_backend
 
     refuse(monkeypatch, "fallocate", errno.EOPNOTSUPP)
     ledger = Ledger()
@@ -214,7 +214,7 @@ def test_a_closed_file_cannot_grow(tmp_path: Path) -> None:
 
 def test_nothing_is_left_after_kill_9(directory: Path) -> None:
     code = (
-        "import sys, time; from offload.swap.swap_file import SwapFile\n"
+        "import sys, time; from offload.swap.io.swap_file import SwapFile\n"
         "file = SwapFile(sys.argv[1]); file.reserve(64 << 20); print('ready', flush=True)\n"
         "time.sleep(60)"
     )

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from offload.swap import pinned_folder, swap_file
-from offload.swap.maker_marks import maker_of
-from offload.swap.pinned_folder import PinnedFolder
-from offload.swap.swap_file import SwapFile, check_directory, direct_refusal
+from offload.swap.io import pinned_folder, swap_file
+from offload.swap.io.maker_marks import maker_of
+from offload.swap.io.pinned_folder import PinnedFolder
+from offload.swap.io.swap_file import SwapFile, check_directory, direct_refusal
 from offload.tiers.errors import PathError
 from offload.tiers.extent import PAGE_NBYTES
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import offload.swap.trace
-from offload.swap.trace import Trace
+import offload.swap.states.trace
+from offload.swap.states.trace import Trace
 from tests.offload.engine_cases import TinyLM, batches, config, losses_of, seeded
 
 
@@ -212,7 +212,7 @@ def test_the_backward_after_inference_alone_is_not_predicted():
 
 def test_a_cycle_without_end_is_ended(monkeypatch):
     """Parts of a model are called, never the whole."""
-    monkeypatch.setattr(offload.swap.trace, "LONGEST_CYCLE", 10)
+    monkeypatch.setattr(offload.swap.states.trace, "LONGEST_CYCLE", 10)
     trace = Trace()
     for _ in range(100):
         trace.use(0)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from offload.swap import transfer as transfer_module
-from offload.swap.transfer import Transfer, UnobservedErrors, all_of
+from offload.swap.threads import transfer as transfer_module
+from offload.swap.threads.transfer import Transfer, UnobservedErrors, all_of
 from offload.tiers.errors import StateError, StorageError
 
 

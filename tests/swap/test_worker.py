@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.swap.worker import ParallelRunner, Worker
+from offload.swap.threads.worker import ParallelRunner, Worker
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -116,7 +116,7 @@ def test_a_closed_runner_says_so():
 
 AT_THE_END = """
 import weakref
-from offload.swap.worker import ParallelRunner
+from offload.swap.threads.worker import ParallelRunner
 
 class Engine: pass
 

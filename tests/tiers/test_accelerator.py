@@ -21,7 +21,7 @@ from offload.cli.diagnosis import run_checks
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.memory.tier_manager import compute_device
-from offload.swap.streams import CopyStream, WorkStream, mark_here
+from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.tiers import accelerator
 from offload.tiers.accelerator import KINDS, Accelerator, Cuda
 from offload.tiers.memory import HostMemory

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swap.activation_window import ActivationWindow
-from offload.swap.streams import CopyStream
+from offload.swap.activations.activation_window import ActivationWindow
+from offload.swap.device.streams import CopyStream
 from offload.tiers import accelerator, pinning
 from offload.tiers.accelerator import Accelerator
 from offload.tiers.ledger import Ledger, StateClass

@@ -22,8 +22,8 @@ from offload.planning.plan.estimate import (
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.workload import Workload
 from offload.tiers.tier import Tier
-from offload.zero.layout import ParamShape
-from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
 
 GiB = 1 << 30
 MiB = 1 << 20

@@ -17,8 +17,8 @@ import torch
 
 from offload.tools.memest.source.decoder_tree import decoder_tree
 from offload.tools.memest.source.family import FAMILIES, Family
-from offload.zero.discovery import discover, tree_of
-from offload.zero.module_tree import ModuleTree, shape_of
+from offload.zero.groups.discovery import discover, tree_of
+from offload.zero.groups.module_tree import ModuleTree, shape_of
 
 transformers = pytest.importorskip("transformers")
 CAUSAL: dict[str, str] = dict(

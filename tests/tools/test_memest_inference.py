@@ -22,7 +22,7 @@ from offload.tools.memest.source.cache_shapes import family_cache, modules_cache
 from offload.tools.memest.source.decoder_settings import own_model
 from offload.tools.memest.source.hugging_face import ModelConfiguration, check_configuration
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.kv_sizes import CachedLayer
+from offload.zero.kv.kv_sizes import CachedLayer
 from tests.tools.test_memest_cli import run
 
 transformers = pytest.importorskip("transformers")
@@ -282,7 +282,7 @@ def test_the_largest_model_that_generates(capsys: Any) -> None:
 
 
 def test_few_rows_are_multiplied_straight_from_codes(folder: Path) -> None:
-    from offload.kernels.weight_products import MOST_ROWS
+    from offload.kernels.cpu.weight_products import MOST_ROWS
     from offload.planning.step.traffic import STRAIGHT_ROWS, step_traffic
 
     assert STRAIGHT_ROWS == MOST_ROWS

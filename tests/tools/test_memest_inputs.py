@@ -24,8 +24,8 @@ from offload.tools.memest.source.builtin_model import builtin_shape
 from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
-from offload.zero.discovery import discover
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import ModelShape
 from tests.tools.model_files import (
     TINY_LLAMA,
     TINY_LLAMA_NUMEL,

@@ -19,7 +19,7 @@ from offload.planning.plan.workload import Workload
 from offload.tools.memest.source.decoder_settings import own_model, own_settings, traced_modules
 from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.transformers_models import build_on_meta
-from offload.zero.discovery import discover
+from offload.zero.groups.discovery import discover
 
 pytest.importorskip("transformers")
 

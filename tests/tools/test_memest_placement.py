@@ -26,7 +26,7 @@ from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.read_model import read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 CLASSES = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "host", "nvme")

@@ -32,7 +32,7 @@ from offload.tools.memest.systems.shapes import (
     subject_from,
 )
 from offload.tools.memest.systems.subject import Ranks, Subject, room_of, subject_of
-from offload.zero.sharding import Sharding
+from offload.zero.ranks.sharding import Sharding
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 BILLION = 10**9

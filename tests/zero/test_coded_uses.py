@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.swap.worker import ParallelRunner
-from offload.zero.bits import DTYPE_OF
-from offload.zero.coded_layout import CodedPart, lay_out_codes
-from offload.zero.coded_uses import linear, multiplies
-from offload.zero.layout import ParamShape, lay_out
-from offload.zero.weight_codes import WeightCodes
+from offload.swap.threads.worker import ParallelRunner
+from offload.zero.groups.bits import DTYPE_OF
+from offload.zero.groups.coded_layout import CodedPart, lay_out_codes
+from offload.zero.groups.layout import ParamShape, lay_out
+from offload.zero.groups.weight_codes import WeightCodes
+from offload.zero.hooks.coded_uses import linear, multiplies
 
 
 def coded(code: Code, kind: Float) -> tuple[CodedPart, torch.Tensor, torch.Tensor]:

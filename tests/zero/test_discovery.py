@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import ConfigError
-from offload.zero.discovery import SMALL_UNIT_NUMEL, discover
+from offload.zero.groups.discovery import SMALL_UNIT_NUMEL, discover
 
 LARGE = int(SMALL_UNIT_NUMEL**0.5) + 1
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload.swap.fences import Fences
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import State
-from offload.swap.transfer import Transfer
+from offload.swap.device.fences import Fences
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import State
+from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.collectives import Wire
-from offload.zero.gathered import GatheredState, Gatherer, ReplicatedState
-from offload.zero.layout import Layout, ParamShape, lay_out
-from offload.zero.ranks import Ranks
-from offload.zero.sharding import codes_nbytes
+from offload.zero.groups.layout import Layout, ParamShape, lay_out
+from offload.zero.ranks.collectives import Wire
+from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.sharding import codes_nbytes
 from tests.ranks.processes import run_ranks
 from tests.swap.state_conformance import (
     NBYTES,

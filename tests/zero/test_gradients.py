@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from offload.kernels.floats import Float, serial
-from offload.swap.state import MemoryState
+from offload.swap.states.state import MemoryState
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import Tier
-from offload.zero.gradients import GradientAccumulator
-from offload.zero.layout import ParamShape, lay_out
+from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.groups.layout import ParamShape, lay_out
 
 
 @pytest.fixture

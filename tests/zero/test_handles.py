@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.zero.handles import HandleTable
+from offload.zero.hooks.handles import HandleTable
 
 
 class _Copy:

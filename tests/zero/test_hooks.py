@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.discovery import discover, shapes_of
-from offload.zero.group import Classes, GroupState, ParamGroup
-from offload.zero.handles import HandleTable
-from offload.zero.hooks import UnitHooks
-from offload.zero.layout import lay_out
-from offload.zero.one_thread import OneThread
+from offload.zero.groups.discovery import discover, shapes_of
+from offload.zero.groups.group import Classes, GroupState, ParamGroup
+from offload.zero.groups.layout import lay_out
+from offload.zero.hooks.handles import HandleTable
+from offload.zero.hooks.hooks import UnitHooks
+from offload.zero.hooks.one_thread import OneThread
 from tests.swap.state_conformance import Places, make_places
 
 CPU = torch.device("cpu")

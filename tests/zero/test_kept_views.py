@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.fetching import Fetcher
-from offload.zero.group import Classes, ParamGroup
-from offload.zero.layout import ParamShape, lay_out
+from offload.zero.groups.fetching import Fetcher
+from offload.zero.groups.group import Classes, ParamGroup
+from offload.zero.groups.layout import ParamShape, lay_out
 
 
 class Home:

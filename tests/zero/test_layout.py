@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
-from offload.zero.layout import ALIGN_NUMEL, ParamShape, lay_out
-from offload.zero.records import RecordFormat
+from offload.zero.groups.layout import ALIGN_NUMEL, ParamShape, lay_out
+from offload.zero.step.records import RecordFormat
 from tests.kernels.reference import encode_int8
 
 shapes = st.lists(

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from offload.zero.local_tensors import is_dtensor
+from offload.zero.tensors.local_tensors import is_dtensor
 
 
 class Named(torch.Tensor):

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from offload.zero.loss_scale import LossScale, has_inverse
+from offload.zero.gradients.loss_scale import LossScale, has_inverse
 
 
 class Pair:

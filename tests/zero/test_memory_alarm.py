@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from offload.errors import LowMemoryError
-from offload.zero import memory_alarm
-from offload.zero.memory_alarm import MemoryAlarm
+from offload.zero.ranks import memory_alarm
+from offload.zero.ranks.memory_alarm import MemoryAlarm
 
 MIB = 1 << 20
 

@@ -17,24 +17,24 @@ from torch import Tensor, nn
 from offload.kernels.floats import Float, serial
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
-from offload.swap.file_state import FileState
-from offload.swap.state import HostPiece, MemoryState, State
-from offload.swap.trace import Trace
-from offload.swap.worker import ParallelRunner
+from offload.swap.states.file_state import FileState
+from offload.swap.states.state import HostPiece, MemoryState, State
+from offload.swap.states.trace import Trace
+from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
-from offload.zero import missed_steps
-from offload.zero.bits import DTYPE_OF
-from offload.zero.gradients import GradientAccumulator
-from offload.zero.group import Classes, GroupState, ParamGroup
-from offload.zero.hyper import Hyper
-from offload.zero.layout import ParamShape, lay_out
-from offload.zero.optimizer_state import OptimizerState
-from offload.zero.packed import ExpertTable, PackedParam
-from offload.zero.records import RecordFormat
-from offload.zero.sharding import Part
-from offload.zero.stepper import StepOutcome, Stepper, StepRules
-from offload.zero.update import ExpectedUses, UpdateQueue
+from offload.zero.experts.packed import ExpertTable, PackedParam
+from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.groups.bits import DTYPE_OF
+from offload.zero.groups.group import Classes, GroupState, ParamGroup
+from offload.zero.groups.layout import ParamShape, lay_out
+from offload.zero.ranks.sharding import Part
+from offload.zero.step import missed_steps
+from offload.zero.step.hyper import Hyper
+from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.records import RecordFormat
+from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
+from offload.zero.step.update import ExpectedUses, UpdateQueue
 from tests.swap.state_conformance import Places, make_places
 
 NUMELS = (4500, 40)  # of an expert's weight and bias, which has no weight decay

@@ -9,8 +9,14 @@ import pytest
 from torch import nn
 
 from offload.tiers.errors import ConfigError
-from offload.zero.discovery import discover, tree_of
-from offload.zero.module_tree import SMALL_UNIT_NUMEL, ModuleTree, TreeParam, find_groups, shape_of
+from offload.zero.groups.discovery import discover, tree_of
+from offload.zero.groups.module_tree import (
+    SMALL_UNIT_NUMEL,
+    ModuleTree,
+    TreeParam,
+    find_groups,
+    shape_of,
+)
 
 LARGE = int(SMALL_UNIT_NUMEL**0.5) + 1
 
@@ -58,7 +64,7 @@ def test_a_block_class_that_is_not_there_is_named() -> None:
 
 def test_trees_need_no_torch() -> None:
     program = (
-        "import sys\nfrom offload.zero.module_tree import shape_of, ModuleTree, TreeParam\n"
+        "import sys\nfrom offload.zero.groups.module_tree import shape_of, ModuleTree, TreeParam\n"
         "assert shape_of(ModuleTree('M', {'a': TreeParam((3, 4))})).numel == 12\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import StateError, UnsupportedError
-from offload.zero.paged import PagedTensor
+from offload.zero.tensors.paged import PagedTensor
 from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, on_the_cpu_alone
 
 pytestmark = MARKS

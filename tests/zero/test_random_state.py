@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.zero import random_state
-from offload.zero.random_state import RandomState
+from offload.zero.recompute import random_state
+from offload.zero.recompute.random_state import RandomState
 
 GLOBAL = {"python": random._inst, "numpy": np.random.mtrand._rand}
 _NORMAL = {random.Random: "gauss", np.random.RandomState: "normal"}

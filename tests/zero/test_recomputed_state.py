@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import ModifiedError, UnsupportedError
-from offload.zero.block_state import BlockState, _parameters_of, modules_of
+from offload.zero.recompute.block_state import BlockState, _parameters_of, modules_of
 from tests.offload.engine_cases import (
     HOST,
     MARKS,

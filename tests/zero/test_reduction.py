@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.kernels.floats import Float, serial
-from offload.swap.fences import Fences
-from offload.swap.state import MemoryState
-from offload.swap.trace import Trace
+from offload.swap.device.fences import Fences
+from offload.swap.states.state import MemoryState
+from offload.swap.states.trace import Trace
 from offload.tiers.errors import RankError
-from offload.zero.collectives import Wire, Workspace
-from offload.zero.gradients import GradientAccumulator
-from offload.zero.layout import ParamShape, lay_out
-from offload.zero.pass_log import PassLog
-from offload.zero.ranks import Ranks
-from offload.zero.reduction import ReducedGradients, ReductionMemory, Reductions
-from offload.zero.sharding import Part
+from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.groups.layout import ParamShape, lay_out
+from offload.zero.ranks.collectives import Wire, Workspace
+from offload.zero.ranks.pass_log import PassLog
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.reduction import ReducedGradients, ReductionMemory, Reductions
+from offload.zero.ranks.sharding import Part
 from tests.ranks.processes import run_ranks
 from tests.swap.state_conformance import Places, make_places
 

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from offload.kernels.floats import Float, serial
 from offload.kernels.rules import SgdScalars
 from offload.kernels.variants import Master
-from offload.swap.state import MemoryState
-from offload.swap.trace import Trace
-from offload.swap.worker import ParallelRunner
+from offload.swap.states.state import MemoryState
+from offload.swap.states.trace import Trace
+from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import StateError
-from offload.zero.gradients import GradientAccumulator
-from offload.zero.group import Classes, ParamGroup
-from offload.zero.hyper import Hyper
-from offload.zero.layout import ParamShape, lay_out
-from offload.zero.loss_scale import LossScale
-from offload.zero.optimizer_state import OptimizerState
-from offload.zero.records import RecordFormat
-from offload.zero.sharding import Part
-from offload.zero.stepper import Stepper, StepRules
-from offload.zero.update import ExpectedUses, UpdateQueue
+from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.gradients.loss_scale import LossScale
+from offload.zero.groups.group import Classes, ParamGroup
+from offload.zero.groups.layout import ParamShape, lay_out
+from offload.zero.ranks.sharding import Part
+from offload.zero.step.hyper import Hyper
+from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.records import RecordFormat
+from offload.zero.step.stepper import Stepper, StepRules
+from offload.zero.step.update import ExpectedUses, UpdateQueue
 from tests.swap.state_conformance import Places, make_places
 
 NUMELS = ((700, 20), (300,))  # of each group's parameters

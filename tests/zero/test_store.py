@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import StateError
-from offload.swap.block_store import BlockStore
-from offload.swap.codec import Codec
-from offload.swap.coded_state import CodedState
-from offload.swap.file_state import FileState
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import MemoryState, State
-from offload.swap.swap_file import SwapFile
-from offload.swap.threads_backend import ThreadsBackend
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.swap_file import SwapFile
+from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.states.codec import Codec
+from offload.swap.states.coded_state import CodedState
+from offload.swap.states.file_state import FileState
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import MemoryState, State
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
@@ -31,12 +31,12 @@ from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.residency import Residency
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.block_codes import BlockCodes
-from offload.zero.discovery import discover
-from offload.zero.group import GroupState
-from offload.zero.layout import ParamSpec
-from offload.zero.store import NextUse, WeightStore
-from offload.zero.weight_values import WeightValues
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.group import GroupState
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.groups.store import NextUse, WeightStore
+from offload.zero.groups.weight_values import WeightValues
+from offload.zero.ranks.block_codes import BlockCodes
 from tests.offload.engine_cases import LENGTH, VOCABULARY, TinyLM, seeded
 
 TRAINER = [
@@ -218,7 +218,7 @@ def test_weights_are_not_written_back(make_homes: Callable[..., Homes]) -> None:
 
 def test_the_store_imports_nothing_of_a_trainer() -> None:
     code = (
-        "import sys, offload.zero.store, offload.zero.weight_values;"
+        "import sys, offload.zero.groups.store, offload.zero.groups.weight_values;"
         "print(*sorted(name.rpartition('.')[2] for name in sys.modules"
         " if name.startswith('offload.zero.')))"
     )

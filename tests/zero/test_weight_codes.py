@@ -7,10 +7,10 @@ import torch
 
 from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.zero.bits import DTYPE_OF
-from offload.zero.coded_layout import CodedLayout, lay_out_codes, refusal
-from offload.zero.layout import Layout, ParamShape, ParamSpec, lay_out
-from offload.zero.weight_codes import WeightCodes
+from offload.zero.groups.bits import DTYPE_OF
+from offload.zero.groups.coded_layout import CodedLayout, lay_out_codes, refusal
+from offload.zero.groups.layout import Layout, ParamShape, ParamSpec, lay_out
+from offload.zero.groups.weight_codes import WeightCodes
 
 SHAPES = {"q": (64, 128), "norm": (100,), "up": (3, 192), "head": (5, 7), "none": (0, 64)}
 BY_CODE = pytest.mark.parametrize("code", Code)

@@ -14,7 +14,7 @@ fitted to the peak RSS of runs of 0.7 M to 300 M parameters (`tests/planning/mem
 from __future__ import annotations
 
 from offload.planning.activations.facts import ActivationFacts
-from offload.swap.activation_rules import TRIM_NBYTES
+from offload.swap.activations.activation_rules import TRIM_NBYTES
 
 # Of what is saved, freed one by one in backward, and of what else is alive at the peak.
 _OF_SAVED, _OF_PASSING = 0.3, 3.6

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from offload.planning.activations.live_bytes import LiveBytes
 from offload.planning.plan.activation_plan import LEAST_WINDOW_NBYTES
-from offload.swap.activation_rules import LEAST_NBYTES, WHOLE
-from offload.swap.activations import span_of
+from offload.swap.activations.activation_rules import LEAST_NBYTES, WHOLE
+from offload.swap.activations.activations import span_of
 
 _LEAST_SLOT_NBYTES = LEAST_WINDOW_NBYTES // 4
 

@@ -35,10 +35,10 @@ from offload.planning.activations.valueless import WithoutValues
 from offload.planning.plan.workload import Workload
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.zero.discovery import Unit, discover, managed
-from offload.zero.handles import HandleTable
-from offload.zero.micro_batches import MicroBatching
-from offload.zero.recompute import Recomputation
+from offload.zero.groups.discovery import Unit, discover, managed
+from offload.zero.hooks.handles import HandleTable
+from offload.zero.recompute.micro_batches import MicroBatching
+from offload.zero.recompute.recompute import Recomputation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.planning.activations.live_bytes import Alive
 from offload.planning.activations.pass_watch import PassWatch
 from offload.planning.activations.replaced_forward import replaced_forward
-from offload.zero.discovery import Unit
+from offload.zero.groups.discovery import Unit
 
 _RUN = 4  # periods of a stretch
 _LONGEST_PERIOD = 8

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.planning.activations.kernel_shapes import run_on_meta
 from offload.tiers.errors import UnsupportedError
-from offload.zero.block_state import ValuesUnknown
+from offload.zero.recompute.block_state import ValuesUnknown
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from offload.planning.choice.solver import solve
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.shortfalls import shortfalls as shortfalls
 from offload.planning.plan.sizes import ITEMSIZE, class_of, least_nbytes
-from offload.swap.worker import available_cores
+from offload.swap.threads.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig, ThreadsConfig

@@ -29,7 +29,7 @@ from offload.planning.plan.estimate import short_weights
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.tuning import rated_bandwidth
 from offload.tiers.tier import Tier
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -136,7 +136,7 @@ def _measure_compute() -> ComputeSpeeds:
 
 def _measure_disk(folders: Sequence[Path], gpu: bool) -> DiskSpeeds:
     from offload.planning.machine.speed_tests import measure_disk
-    from offload.swap.swap_file import check_directory
+    from offload.swap.io.swap_file import check_directory
 
     used = [check_directory(folder).path for folder in folders]
     return measure_disk(used, beside_compute=not gpu)

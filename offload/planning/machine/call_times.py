@@ -22,20 +22,20 @@ from offload.kernels.floats import Float
 from offload.planning.activations.trace import trace_forward
 from offload.planning.machine.sample_models import config_of, made
 from offload.planning.plan.workload import Workload
-from offload.swap.coded_state import CodedState
-from offload.swap.slot_pool import SlotPool
-from offload.swap.state import MemoryState, State
+from offload.swap.states.coded_state import CodedState
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import MemoryState, State
 from offload.tiers import accelerator
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import Tier
-from offload.zero.coded_layout import lay_out_codes
-from offload.zero.discovery import Discovery, discover
-from offload.zero.layout import ParamSpec, lay_out
-from offload.zero.store import WeightStore
-from offload.zero.weight_codes import WeightCodes
-from offload.zero.weight_values import WeightValues
+from offload.zero.groups.coded_layout import lay_out_codes
+from offload.zero.groups.discovery import Discovery, discover
+from offload.zero.groups.layout import ParamSpec, lay_out
+from offload.zero.groups.store import WeightStore
+from offload.zero.groups.weight_codes import WeightCodes
+from offload.zero.groups.weight_values import WeightValues
 
 _LAYERS = 4
 _SAMPLE = (_LAYERS, 64, 128, 2, 1, 1)  # too small for anything but calls

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.planning.step.collective_sequence import Among, Call, Exchange
-from offload.zero.sharding import Sharding
+from offload.zero.ranks.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)

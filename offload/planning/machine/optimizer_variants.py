@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offload.kernels.cpu.noise import Noise
+from offload.kernels.cpu.optimizer import optimizer_step
 from offload.kernels.floats import Float
-from offload.kernels.noise import Noise
-from offload.kernels.optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, StateFormat
 from offload.kernels.variants import Master
 from offload.planning.machine.speed_arrays import Array, Arrays, Stream
-from offload.swap.worker import ParallelRunner
-from offload.zero.records import RecordFormat
+from offload.swap.threads.worker import ParallelRunner
+from offload.zero.step.records import RecordFormat
 
 GRAD32 = Stream("grad fp32", "float32", updated=False)
 GRAD16 = Stream("grad bf16", "uint16", updated=False)

@@ -97,7 +97,7 @@ def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
 def _kernel_requests(nvme: NvmeConfig, root: Path) -> Iterator[OffloadError]:
     if nvme.backend != "libaio":
         return
-    from offload.swap.libaio_backend import DEPTH
+    from offload.swap.io.libaio_backend import DEPTH
 
     room = machine.aio_room(root)
     if room is not None and room < DEPTH:
@@ -110,7 +110,7 @@ def _kernel_requests(nvme: NvmeConfig, root: Path) -> Iterator[OffloadError]:
 def _direct(nvme: NvmeConfig, folders: Sequence[Path]) -> Iterator[OffloadError]:
     if nvme.direct is not True:
         return
-    from offload.swap.swap_file import direct_refusal
+    from offload.swap.io.swap_file import direct_refusal
 
     for folder in folders:
         why = direct_refusal(folder)

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from offload.kernels.cpu.weight_products import MOST_ROWS, in_lane_order, multiply
 from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.kernels.weight_products import MOST_ROWS, in_lane_order, multiply
 from offload.planning.activations.live_bytes import HEAP_LIMIT_NBYTES
 from offload.planning.activations.trace import DTYPES
 from offload.planning.machine.call_times import measure_calls
@@ -43,12 +43,12 @@ from offload.planning.machine.sample_models import measure_models
 from offload.planning.machine.speed_arrays import Arrays
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
 from offload.planning.plan.sizes import STAGING_BUFFERS
-from offload.swap.backends import open_backend
-from offload.swap.block_store import checksum_of
-from offload.swap.io_backend import IOBackend
-from offload.swap.swap_file import SwapFile, file_system_of, free_space
-from offload.swap.transfer import Transfer, all_of
-from offload.swap.worker import ParallelRunner, available_cores
+from offload.swap.io.backends import open_backend
+from offload.swap.io.block_store import checksum_of
+from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
+from offload.swap.threads.transfer import Transfer, all_of
+from offload.swap.threads.worker import ParallelRunner, available_cores
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory
 

@@ -11,8 +11,8 @@ from offload.checkpoint.manifest import BUFFERS, OPTIMIZER, PARAMETERS, Paramete
 from offload.checkpoint.safetensors_file import TensorInfo, field_info, file_nbytes
 from offload.kernels.rules import StateFormat
 from offload.tiers.tier import Tier
-from offload.zero.model_shape import GroupShape, ModelShape
-from offload.zero.records import RecordFormat
+from offload.zero.groups.model_shape import GroupShape, ModelShape
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

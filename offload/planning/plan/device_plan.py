@@ -19,7 +19,7 @@ from offload.tiers.errors import UnsupportedError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.records import ALIGN_NBYTES
+from offload.zero.step.records import ALIGN_NBYTES
 
 if TYPE_CHECKING:
     from offload.planning.plan.plan import Hardware

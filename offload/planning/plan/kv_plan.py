@@ -16,7 +16,7 @@ from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -28,8 +28,8 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.old_bytes import OldBytes
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.zero.records import RecordFormat
-from offload.zero.sharding import ALONE, Sharding
+from offload.zero.ranks.sharding import ALONE, Sharding
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

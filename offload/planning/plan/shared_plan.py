@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.sizes import ITEMSIZE, GroupBytes, largest_unit, late_groups, pages
-from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import BUCKETS, Sharding, codes_nbytes
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.ranks.sharding import BUCKETS, Sharding, codes_nbytes
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -21,7 +21,7 @@ from offload.planning.plan.tuning import LEAST_CHUNK_NUMEL
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit
-from offload.zero.layout import Layout
+from offload.zero.groups.layout import Layout
 
 
 def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:

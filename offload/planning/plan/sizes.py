@@ -17,11 +17,11 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.coded_layout import lay_out_codes
-from offload.zero.layout import Layout
-from offload.zero.model_shape import GroupShape, ModelShape
-from offload.zero.records import RecordFormat
-from offload.zero.sharding import ALONE, Part, Sharding
+from offload.zero.groups.coded_layout import lay_out_codes
+from offload.zero.groups.layout import Layout
+from offload.zero.groups.model_shape import GroupShape, ModelShape
+from offload.zero.ranks.sharding import ALONE, Part, Sharding
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

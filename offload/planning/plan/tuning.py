@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offload.swap.measure import Bandwidth
+from offload.swap.io.measure import Bandwidth
 
 # One transfer of a chunk should take this long. A request costs about 150 microseconds of Python, a
 # chunk makes five, and the model's thread waits for the interpreter meanwhile: chunks of a quarter

@@ -9,7 +9,7 @@ from offload.planning.plan.plan import Plan
 from offload.planning.step.moves import Bytes, Move
 from offload.planning.step.program import Verb
 from offload.tiers.tier import Tier
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.planning.activations.facts import ActivationFacts

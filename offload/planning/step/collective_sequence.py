@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.shared_plan import gather_room, sent_nbytes
 from offload.planning.plan.sizes import ITEMSIZE, late_groups
 from offload.planning.step.program import Action, StepProgram, Verb, write_program
-from offload.zero.layout import Layout
-from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import Sharding, codes_nbytes, scales_numel
+from offload.zero.groups.layout import Layout
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.ranks.sharding import Sharding, codes_nbytes, scales_numel
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -12,7 +12,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from offload.swap.trace import Trace
+from offload.swap.states.trace import Trace
 from offload.tiers.arena import Arena
 from offload.tiers.eviction import MADE_HERE
 from offload.tiers.ledger import StateClass

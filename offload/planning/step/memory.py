@@ -36,15 +36,15 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.records import RecordFormat
-from offload.zero.sharding import BUCKETS
+from offload.zero.ranks.sharding import BUCKETS
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.planning.activations.facts import ActivationFacts
     from offload.planning.machine.baseline import Baseline
     from offload.planning.plan.workload import Workload
-    from offload.zero.model_shape import ModelShape
+    from offload.zero.groups.model_shape import ModelShape
 
 _FILE_GROWTH_NBYTES = 256 << 20  # as `swap/block_store.py` lengthens a file
 _MOST_LATE = 3  # groups whose update within backward is still to come

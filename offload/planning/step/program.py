@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.sizes import late_groups
-from offload.zero.model_shape import ModelShape, UnitShape
+from offload.zero.groups.model_shape import ModelShape, UnitShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from offload.planning.plan.experts import tables_of
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.workload import Workload
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 MOST_GROUPS = 512  # that a step is simulated with
 

@@ -35,7 +35,7 @@ from offload.planning.step.stand_ins import StandIns
 from offload.planning.step.traffic import StepTraffic, is_straight, step_traffic
 from offload.planning.step.work_time import ForwardWork, forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -44,10 +44,10 @@ from offload.planning.step.program import (
     write_program,
 )
 from offload.planning.step.stand_ins import StandIns, stand_ins
-from offload.swap.trace import Trace
+from offload.swap.states.trace import Trace
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -11,7 +11,7 @@ from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import ITEMSIZE, record_kinds
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
-from offload.zero.records import RecordFormat
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.planning.activations.facts import PassCost

@@ -13,8 +13,8 @@ from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.source.model_source import ModelSource
-from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import Sharding
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.ranks.sharding import Sharding
 
 
 @dataclass(frozen=True)

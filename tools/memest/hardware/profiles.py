@@ -16,7 +16,7 @@ from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.hardware.parts import NCCL, GpuPart, LinkPart, SsdPart
-from offload.zero.sharding import ALONE, Sharding
+from offload.zero.ranks.sharding import ALONE, Sharding
 
 # The share of a rated peak that a training step reaches in the long run.
 MATMUL_SHARE = 0.5  # PaLM (2204.02311) counts 46 % of the peak, Megatron-LM (2104.04473) 44-52 %

@@ -15,8 +15,8 @@ from offload.tools.memest.source.tree_pieces import (
     tie,
     weights,
 )
-from offload.zero.model_shape import ModelShape
-from offload.zero.module_tree import ModuleTree, shape_of
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.module_tree import ModuleTree, shape_of
 
 
 def builtin_shape(config: ModelConfig, blocks: Sequence[str] = ()) -> ModelShape:

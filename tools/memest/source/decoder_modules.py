@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
+from offload.zero.groups.module_tree import ModuleKind, ModuleTree, TreeParam
 
 if TYPE_CHECKING:
     from offload.tools.memest.source.decoder_settings import DecoderSettings

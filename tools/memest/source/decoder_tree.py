@@ -14,7 +14,7 @@ from offload.tools.memest.source.tree_pieces import (
     tie,
     weights,
 )
-from offload.zero.module_tree import ModuleKind, ModuleTree
+from offload.zero.groups.module_tree import ModuleKind, ModuleTree
 
 
 def kv_heads(keys: Keys) -> int:

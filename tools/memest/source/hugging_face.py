@@ -19,7 +19,7 @@ from offload.tools.memest.source.config_keys import Keys
 from offload.tools.memest.source.decoder_tree import decoder_tree
 from offload.tools.memest.source.error_text import shown
 from offload.tools.memest.source.family import FAMILIES, Family
-from offload.zero.module_tree import ModuleTree
+from offload.zero.groups.module_tree import ModuleTree
 
 # `attn_implementation`, `_experts_implementation_internal`, ...: in transformers the name of a
 # repository there is code that is fetched and run.

@@ -20,7 +20,7 @@ from offload.planning.plan.cache_shape import CacheShape
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.tools.memest.source.error_text import one_line
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn

@@ -42,9 +42,9 @@ from offload.tools.memest.source.transformers_models import (
     library_model,
 )
 from offload.tools.memest.source.weight_names import tree_of_names
-from offload.zero.expert_keys import experts_per_token
-from offload.zero.model_shape import ModelShape
-from offload.zero.module_tree import shape_of
+from offload.zero.experts.expert_keys import experts_per_token
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.module_tree import shape_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,7 +111,7 @@ def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
 
 def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
     """Return the model that a user's function returns."""
-    from offload.zero.discovery import discover
+    from offload.zero.groups.discovery import discover
 
     model = build_named(source)
     shape = discover(model, blocks).shape()

@@ -13,8 +13,8 @@ from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.builtin_model import builtin_tree
 from offload.tools.memest.source.error_text import shown
 from offload.tools.memest.source.tree_pieces import weights
-from offload.zero.model_shape import ModelShape
-from offload.zero.module_tree import shape_of
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.module_tree import shape_of
 
 _COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+]?\d{1,3})?)\s*([kKmMbBgGtT]?)\s*")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}

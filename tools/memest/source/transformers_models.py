@@ -32,7 +32,7 @@ from offload.tools.memest.source.hugging_face import (
     unknown_architecture,
 )
 from offload.tools.memest.source.model_source import key_of
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ def library_model(
     notes = []
 
     def find() -> LibraryModel:
-        from offload.zero.discovery import discover
+        from offload.zero.groups.discovery import discover
 
         notes.append(_BUILT)
         model: Any = build()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
+from offload.zero.groups.module_tree import ModuleKind, ModuleTree, TreeParam
 
 
 def module(class_name: str, **children: ModuleTree) -> ModuleTree:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload.tools.memest.source.safetensors_header import HeaderTensor
-from offload.zero.module_tree import ModuleKind, ModuleTree, TreeParam
+from offload.zero.groups.module_tree import ModuleKind, ModuleTree, TreeParam
 
 # buffers that older versions of transformers and other libraries store
 _BUFFERS = (

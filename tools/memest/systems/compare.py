@@ -28,7 +28,7 @@ from offload.tools.memest.systems.subject import (
     subject_of,
     too_full,
 )
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 ROUGH = "steps of other systems: roughly, all that they can overlap overlapped"
 

@@ -34,7 +34,7 @@ from offload.tools.memest.systems.shapes import (
 )
 from offload.tools.memest.systems.step_time import rough_step_s
 from offload.tools.memest.systems.subject import Ranks, Room, places_of, ranks_of, room_of, too_full
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -27,8 +27,8 @@ from offload.tools.memest.systems.memory import (
     with_libraries,
 )
 from offload.tools.memest.systems.subject import Ranks, Room, Subject
-from offload.zero.model_shape import ModelShape
-from offload.zero.sharding import Sharding
+from offload.zero.groups.model_shape import ModelShape
+from offload.zero.ranks.sharding import Sharding
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -18,9 +18,9 @@ from offload.planning.activations.generation_facts import GenerationFacts, gener
 from offload.planning.plan.cache_shape import CacheShape, alike
 from offload.planning.plan.workload import Generation, Workload
 from offload.tools.memest.systems.subject import Subject
-from offload.zero.kv_sizes import CachedLayer
-from offload.zero.layout import ParamShape
-from offload.zero.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.kv.kv_sizes import CachedLayer
 
 _HEAD_DIM = 128
 _MOST_BUNDLES = 64  # of a block's experts

@@ -11,7 +11,7 @@ from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.estimate import MemoryClass, PlaceEstimate
 from offload.tiers.tier import Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
-from offload.zero.model_shape import ModelShape
+from offload.zero.groups.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

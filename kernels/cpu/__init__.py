@@ -1,0 +1,1 @@
+"""Kernels in Numba and LLVM IR."""

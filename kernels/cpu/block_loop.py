@@ -1,0 +1,144 @@
+"""The loop over blocks of 8-bit states, two sweeps per block; see `kernels.step_loop`."""
+
+from collections.abc import Iterator, Sequence
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from offload.kernels.cpu.int8 import BLOCK, decode_int8, encode_int8, scale_bits_for
+from offload.kernels.cpu.lanes import F32, I8, I32, I64, WIDTH, Lanes, Value
+from offload.kernels.cpu.loops import pipelined, sweep
+from offload.kernels.cpu.noise import RandomBits
+from offload.kernels.cpu.rule_lanes import RULES
+from offload.kernels.cpu.step_parts import (
+    Operands,
+    last_stage,
+    load_gradient,
+    load_weight,
+    moments_of,
+    new_weight,
+    random_of,
+    root_of,
+    store_weight,
+)
+from offload.kernels.variants import Variant
+
+
+class Blocks:
+    """Emits the loop over blocks, for 8-bit states."""
+
+    def __init__(
+        self, builder: ir.IRBuilder, variant: Variant, at: Operands, lanes: type[Lanes]
+    ) -> None:
+        self.builder = builder
+        self.variant = variant
+        self.at = at
+        self.lanes = lanes
+        self.weight_last = RULES[variant.rule].weight_last
+        # Per state: the new values of a block (in the order of lanes), and their largest magnitude.
+        room = ir.ArrayType(F32, BLOCK)
+        self.fresh = [self._alloca(room) for _ in at.states]
+        self.largest = {
+            width: [self._alloca(ir.VectorType(I32, width)) for _ in at.states]
+            for width in (WIDTH, 1)
+        }
+
+    def loop(self, lo: Value, hi: Value) -> None:
+        builder = self.builder
+        with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+            start = builder.mul(number, I64(BLOCK))
+            limit = builder.add(start, I64(BLOCK))
+            numel = self.at.numel
+            end = builder.select(builder.icmp_signed("<", limit, numel), limit, numel)
+            self._update(number, start, end)
+            scales = [self._new_scale(place, number) for place in range(len(self.at.states))]
+            self._encode(scales, start, end)
+
+    def _update(self, number: Value, start: Value, end: Value) -> None:
+        """First sweep: new states into the buffer, with their largest magnitudes."""
+        builder, variant, at = self.builder, self.variant, self.at
+        old = [builder.load(self._scale(place, number)) for place in range(len(at.states))]
+        for width, places in self.largest.items():
+            for place in places:
+                builder.store(Lanes(builder, width).constant(I32, 0), place)
+
+        def step(vector: Lanes, index: Value) -> Iterator[None]:
+            g = load_gradient(vector, variant, at, index)
+            p = load_weight(vector, variant, at, index)
+            states = [
+                decode_int8(vector, array, index, vector.splat(bits), signed)
+                for array, bits, signed in zip(at.states, old, variant.signed, strict=True)
+            ]
+            yield
+            new, way = moments_of(vector, variant, at, g, p, states)
+            for place, value in enumerate(new):
+                vector.store_raw(value, self.fresh[place], builder.sub(index, start))
+                self._note_magnitude(vector, place, value)
+            if not self.weight_last:
+                p = new_weight(vector, variant, at, p, root_of(vector, variant, at, way))
+                store_weight(vector, variant, at, p, index)
+
+        sweep(builder, start, end, WIDTH, step, self.lanes)
+
+    def _encode(self, scales: Sequence[tuple[Value, Value]], start: Value, end: Value) -> None:
+        """Second sweep: from the buffer to bytes."""
+        builder, variant, at = self.builder, self.variant, self.at
+
+        def fresh(vector: Lanes, index: Value) -> list[Value]:
+            inside = builder.sub(index, start)
+            return [vector.load_raw(F32, array, inside) for array in self.fresh]
+
+        def encode(vector: Lanes, index: Value, random: RandomBits) -> None:
+            noise = random.halves(shift=4)
+            for place, value in enumerate(fresh(vector, index)):
+                bits, keep = scales[place]
+                signed = variant.signed[place]
+                code = encode_int8(vector, value, bits, noise[place], signed)
+                vector.store_code(code, keep, at.states[place], index)
+
+        def step(vector: Lanes, index: Value) -> Iterator[None]:
+            encode(vector, index, random_of(vector, at, index, at.key))
+            yield
+
+        def root(vector: Lanes, index: Value, _: Sequence[Value]) -> Sequence[Value]:
+            way = root_of(vector, variant, at, fresh(vector, index))
+            return (*way, random_of(vector, at, index, at.key).word)
+
+        def weight(vector: Lanes, index: Value, given: Sequence[Value]) -> Sequence[Value]:
+            *way, word = given
+            encode(vector, index, RandomBits(vector, word))
+            return last_stage(variant, at)(vector, index, way)
+
+        if self.weight_last:
+            pipelined(builder, start, end, [root, weight], self.lanes)
+        elif at.states:
+            sweep(builder, start, end, WIDTH, step, self.lanes)
+
+    def _note_magnitude(self, vector: Lanes, place: int, value: Value) -> None:
+        where = self.largest[vector.width][place]
+        # What has no sign needs none taken off; a NaN with one is larger than infinity, too.
+        if self.variant.signed[place]:
+            magnitude = vector.magnitude_bits(value)
+        else:
+            magnitude = self.builder.bitcast(value, vector.of(I32))
+        seen = vector.unsigned_max(magnitude, self.builder.load(where))
+        self.builder.store(seen, where)
+
+    def _new_scale(self, place: int, number: Value) -> tuple[Value, Value]:
+        """The bits of the block's new scale, stored; and the bits to keep of its bytes."""
+        builder = self.builder
+        wide, single = (
+            Lanes(builder, width).largest(builder.load(places[place]))
+            for width, places in self.largest.items()
+        )
+        largest = builder.select(builder.icmp_unsigned(">", wide, single), wide, single)
+        bits, finite = scale_bits_for(builder, largest, self.variant.signed[place])
+        builder.store(bits, self._scale(place, number))
+        return bits, builder.sext(finite, I8)
+
+    def _scale(self, place: int, number: Value) -> Value:
+        scales = self.builder.bitcast(self.at.scales[place], I32.as_pointer())
+        return self.builder.gep(scales, [number])
+
+    def _alloca(self, kind: ir.Type) -> Value:
+        return cgutils.alloca_once(self.builder, kind)

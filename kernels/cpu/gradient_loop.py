@@ -1,0 +1,173 @@
+"""The compiled loops of `kernels.gradients`, one per action and formats; see there."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from offload.kernels.cpu import jit
+from offload.kernels.cpu.lanes import F64, I64, STORAGE, WIDTH, Lanes, Value
+from offload.kernels.cpu.loops import interleave
+from offload.kernels.floats import Float
+from offload.kernels.norm_blocks import NORM_BLOCK
+
+SUM_LANES = 32  # partial sums within a block; fixed, since the bits of a partial follow from it
+_DIGEST = jit.digest(__file__)
+
+
+class Action(IntEnum):
+    COPY = 0
+    ADD = 1
+    SUM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The options fixed at compile time."""
+
+    action: Action
+    dst: Float
+    old: Float
+    src: Float
+
+    @staticmethod
+    def from_code(code: int) -> "Variant":
+        """The inverse of `variant_code`."""
+        return Variant(
+            Action(code & 3), Float(code >> 2 & 3), Float(code >> 4 & 3), Float(code >> 6 & 3)
+        )
+
+
+def variant_code(action: Action, dst: Float, old: Float, src: Float) -> int:
+    """One integer for a variant, made in every call: hence no object."""
+    return action | dst << 2 | old << 4 | src << 6
+
+
+@dataclass(frozen=True, slots=True)
+class Pointers:
+    """Start of each array; `old` is the other addend, or unused."""
+
+    dst: Value
+    old: Value
+    src: Value
+    partials: Value
+
+
+@cache
+def gradient_loop(code: int) -> jit.Kernel:
+    """kernel(dst, old, src, partials, lo, hi), where lo and hi count blocks."""
+    plan = jit.plan(code, _DIGEST)
+
+    def gradient(dst, old, src, partials, lo, hi):  # type: ignore[no-untyped-def]
+        _accumulate(plan, dst, old, src, partials, dst.size, lo, hi)
+
+    return jit.compiled(gradient)
+
+
+@intrinsic(prefer_literal=True)
+def _accumulate(typing, plan, dst, old, src, partials, numel, lo, hi):  # type: ignore[no-untyped-def]
+    code = jit.variant_of(plan)
+    if code is None:
+        return None
+    variant = Variant.from_code(code)
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        at = Pointers(*jit.pointers(context, builder, signature, args, 1, 5))
+        numel, lo, hi = jit.integers(context, builder, signature, args, 5, 8)
+        with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+            start = builder.mul(number, I64(NORM_BLOCK))
+            limit = builder.add(start, I64(NORM_BLOCK))
+            end = builder.select(builder.icmp_signed("<", limit, numel), limit, numel)
+            total = block(builder, variant, at, start, end)
+            builder.store(total, builder.gep(at.partials, [number]))
+        return context.get_dummy_value()
+
+    return jit.returns_nothing(plan, dst, old, src, partials, numel, lo, hi), emit
+
+
+def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value) -> Value:
+    """Emit the work on elements start .. end; the value is their sum of squares, fp64."""
+    whole = builder.sub(end, builder.urem(builder.sub(end, start), I64(SUM_LANES)))
+    lanes = _vectors(builder, variant, at, start, whole)
+    sums = _Sums(builder, WIDTH)
+    memory = cgutils.alloca_once(builder, ir.ArrayType(F64, SUM_LANES))
+    for place, value in enumerate(lanes):
+        sums.store_raw(value, memory, I64(place * WIDTH))
+    _elements(builder, variant, at, memory, whole, end)
+    return _tree(builder, [sums.load_raw(F64, memory, I64(i)) for i in range(0, SUM_LANES, WIDTH)])
+
+
+class _Sums(Lanes):
+    """Lanes that hold sums."""
+
+    def add_square(self, value: Value, total: Value) -> Value:
+        """total + value * value; value is fp32, total fp64."""
+        wide = self.widen(value)
+        return self.fma(wide, wide, total)
+
+
+def _vectors(
+    builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value
+) -> list[Value]:
+    """Rounds of SUM_LANES elements; the lanes' sums stay in registers."""
+    vector = _Sums(builder, WIDTH)
+    places = range(SUM_LANES // WIDTH)
+    totals = [cgutils.alloca_once(builder, vector.of(F64)) for _ in places]
+    for total in totals:
+        builder.store(vector.constant(F64, 0.0), total)
+    with cgutils.for_range_slice(builder, start, end, I64(SUM_LANES), I64) as (index, _):
+        indices = [builder.add(index, I64(place * WIDTH)) for place in places]
+        pairs = zip(indices, totals, strict=True)
+        interleave([_step(vector, variant, at, *pair) for pair in pairs])
+    return [builder.load(total) for total in totals]
+
+
+def _elements(
+    builder: ir.IRBuilder, variant: Variant, at: Pointers, memory: Value, start: Value, end: Value
+) -> None:
+    """The last fewer than SUM_LANES elements of an array, each into its lane."""
+    with cgutils.for_range_slice(builder, start, end, I64(1), I64) as (index, _):
+        lane = builder.sub(index, start)
+        single = _Sums(builder, 1)
+        total = builder.bitcast(builder.gep(memory, [I64(0), lane]), single.of(F64).as_pointer())
+        interleave([_step(single, variant, at, index, total)])
+
+
+def _step(
+    vector: _Sums, variant: Variant, at: Pointers, index: Value, total: Value
+) -> Iterator[None]:
+    """One vector of elements: load, (yield), compute, store, and add the squares to *total."""
+    raw = vector.load_raw(STORAGE[variant.src], at.src, index)
+    value = vector.decode(variant.src, raw)
+    if variant.action is Action.ADD:
+        value = vector.add(vector.load(variant.old, at.old, index), value)
+    yield
+    if variant.action is not Action.SUM:
+        same = variant.action is Action.COPY and variant.dst is variant.src
+        stored = raw if same else vector.encode(variant.dst, value)
+        vector.store_raw(stored, at.dst, index)
+        value = vector.decode(variant.dst, stored)
+    builder = vector.builder
+    builder.store(vector.add_square(value, builder.load(total)), total)
+
+
+def _tree(builder: ir.IRBuilder, parts: list[Value]) -> Value:
+    """Add up the lanes in halves."""
+    low, high = parts
+    total = builder.fadd(low, high)
+    width = WIDTH
+    while width > 1:
+        width //= 2
+        halves = [
+            builder.shuffle_vector(
+                total, total, ir.Constant(ir.VectorType(ir.IntType(32), width), list(places))
+            )
+            for places in (range(width), range(width, 2 * width))
+        ]
+        total = builder.fadd(*halves)
+    return builder.extract_element(total, I64(0))

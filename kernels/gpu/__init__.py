@@ -1,0 +1,1 @@
+"""Kernels in Triton: the twins, bit for bit, of those on the CPU."""

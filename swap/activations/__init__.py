@@ -1,0 +1,1 @@
+"""Saved activations away from the device between forward and backward."""

@@ -1,0 +1,256 @@
+"""The choice of pieces that stay in the window, leave for the disk, or are evicted.
+
+Backward needs last what forward saved first. So pieces leave in the order they were filled, and
+only as many as have to: half of the window is kept unwritten, and pieces that die or are needed
+while there never touch the disk. A written piece stays until its place is needed; the one saved
+first goes first (Belady, 1966, for a stack).
+
+         saved first ──────────────────────────────────▶ saved last
+         ABSENT ABSENT CLEAN CLEAN LEAVING │ DIRTY DIRTY DIRTY
+                       └ next to go                    (half of the window)
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.swap.activations.activation_record import SavedPiece
+from offload.swap.activations.activation_window import ActivationWindow, Slot
+from offload.swap.device.streams import CopyMark
+from offload.swap.io.block_store import BlockStore
+from offload.swap.io.io_backend import Priority
+from offload.swap.threads.transfer import Failure, Transfer, is_stuck
+from offload.tiers.errors import NoSpaceError, TierFullError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.ledger import StateClass
+from offload.tiers.residency import Residency
+from offload.tiers.units import round_up
+
+OWNER = "saved activations"
+
+
+class Backlog:
+    """The pieces in a window. `lock` guards it: methods acquire it, or say that it must be held."""
+
+    def __init__(
+        self, window: ActivationWindow, store: BlockStore | None, disk_nbytes: int,
+        lock: threading.RLock,
+    ) -> None:  # fmt: skip
+        """Without a `store` the window is the pieces' home: nothing leaves it. At most
+        `disk_nbytes` are stored at a time."""
+        self.window = window
+        self.store = store
+        self.lock = lock
+        self.stored_nbytes = 0  # on disk, or being written
+        self._disk_nbytes = disk_nbytes
+        self._unwritten: dict[SavedPiece, None] = {}  # in the order they were filled
+        self._unwritten_nbytes = 0
+        self._clean: list[
+            tuple[int, int, SavedPiece]
+        ] = []  # a heap, by number; checked when popped
+        self._moving: dict[SavedPiece, Transfer[Any]] = {}
+        self._lent: list[tuple[Slot, CopyMark]] = []  # of dead pieces: still viewed, or a copy
+        self.disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
+        self._failure: Failure | None = None  # a write that failed
+
+    # ---------------------------------------------------------------- slots
+    def demand(self, nbytes: int) -> Slot | None:
+        """A slot; waits for moves under way that make room. None where none would.
+
+        Raises StorageError if one of them failed.
+        """
+        while True:
+            self.raise_failure()
+            with self.lock:
+                slot = self.offer(nbytes, below=math.inf)
+                if slot is not None:
+                    return slot
+                wait = self._whatever_moves()
+            if wait is None:
+                return None
+            wait()
+
+    def offer(self, nbytes: int, *, below: float) -> Slot | None:
+        """A slot, now or not at all, in place of clean pieces with numbers `below` (lock held)."""
+        while True:
+            slot = self.window.take(nbytes)
+            if slot is not None or not (self._reap() or self._evict(below)):
+                return slot
+
+    def _evict(self, below: float) -> bool:
+        """Let the clean piece that was saved first give up its slot."""
+        looked_at: list[tuple[int, int, SavedPiece]] = []
+        evicted = False
+        while self._clean and self._clean[0][0] < below and not evicted:
+            entry = heapq.heappop(self._clean)
+            piece = entry[2]
+            if piece.dead or piece.residency is not Residency.CLEAN:
+                continue  # entered again when it is clean again
+            assert piece.slot is not None, "clean"
+            if piece.slot.in_use() or not piece.copied.done():
+                looked_at.append(entry)
+                continue
+            piece.slot.free()
+            piece.slot = None
+            evicted = True
+        for entry in looked_at:
+            heapq.heappush(self._clean, entry)
+        return evicted
+
+    def _reap(self) -> bool:
+        """Free the slots of dead pieces that no tensor views any more."""
+        free = [(slot, mark) for slot, mark in self._lent if mark.done() and not slot.in_use()]
+        if free:
+            gone = {id(slot) for slot, _ in free}
+            self._lent = [entry for entry in self._lent if id(entry[0]) not in gone]
+        for slot, _ in free:
+            slot.free()
+        return bool(free)
+
+    def _whatever_moves(self) -> Callable[[], object] | None:
+        """A wait for the next thing that makes room (lock held)."""
+        if not self._moving:
+            self._write_behind(most_nbytes=0, pieces=1)
+        for transfer in self._moving.values():
+            return transfer.wait
+        filling = [piece.copied for piece in self._unwritten if not piece.copied.done()]
+        marks = filling + [mark for _, mark in self._lent if not mark.done()]
+        return marks[0].wait if marks else None
+
+    # ---------------------------------------------------------------- to the disk
+    def filled(self, piece: SavedPiece) -> None:
+        """The piece's slot holds its bytes now, or will when the copy into it is done."""
+        if self.store is None:
+            return
+        with self.lock:
+            assert piece.slot is not None, "just filled"
+            self._unwritten[piece] = None
+            self._unwritten_nbytes += piece.slot.nbytes
+            self._write_behind(most_nbytes=self.window.nbytes // 2)
+
+    def _write_behind(self, most_nbytes: int, pieces: float = math.inf) -> None:
+        """Start writing until at most `most_nbytes` are unwritten, or no more can be (lock held)"""
+        while self._unwritten and self._unwritten_nbytes > most_nbytes and pieces > 0:
+            piece = next(iter(self._unwritten))
+            if not piece.copied.done() or not self._depart(piece):
+                return
+            pieces -= 1
+
+    def _take_off_list(self, piece: SavedPiece) -> None:
+        """Take the piece, which is being written or no longer needed, off the unwritten ones."""
+        assert piece.slot is not None, "unwritten"
+        del self._unwritten[piece]
+        self._unwritten_nbytes -= piece.slot.nbytes
+
+    def _depart(self, piece: SavedPiece) -> bool:
+        """Start writing; False where the disk has no room for it."""
+        slot = piece.slot
+        assert slot is not None, "a piece to be written is in the window"
+        assert self.store is not None, "without a store nothing leaves"
+        if self.stored_nbytes + slot.nbytes > self._disk_nbytes:
+            free = max(0, self._disk_nbytes - self.stored_nbytes)
+            self.disk_full = TierFullError(
+                "nvme", OWNER, slot.nbytes, free, self._disk_nbytes,
+                "raise budget.nvme or lower the batch size",
+            )  # fmt: skip
+            return False
+        try:
+            write = self.store.write(
+                slot.pages(), owner=OWNER, state_class=StateClass.ACTIVATIONS,
+                priority=Priority.BACKGROUND, committed=partial(setattr, piece, "block"),
+            )  # fmt: skip
+        except (TierFullError, NoSpaceError) as error:  # the piece stays where it is, whole
+            self.disk_full = error
+            return False
+        self.stored_nbytes += slot.nbytes
+        self._take_off_list(piece)
+        piece.departure = self._moving[piece] = write
+        write.then(lambda ended: self._departed(piece, ended))
+        return True
+
+    def _departed(self, piece: SavedPiece, ended: Transfer[Any]) -> None:
+        """Record the end of a piece's write; called in the thread that wrote it."""
+        with self.lock:
+            piece.departure = None
+            del self._moving[piece]
+            if ended.failure is not None:
+                self._failure = ended.failure
+                self.stored_nbytes -= round_up(piece.nbytes, PAGE_NBYTES)
+            self._settled(piece)
+
+    # ---------------------------------------------------------------- from the disk
+    def read(self, piece: SavedPiece, slot: Slot, priority: Priority) -> None:
+        """Start reading an absent piece into `slot` (lock held)."""
+        assert self.store is not None, "absent"
+        assert piece.block is not None, "absent"
+        piece.slot, piece.copied, piece.read_for_next_use = slot, CopyMark(), True
+        arrival = self.store.read(piece.block, slot.pages(), priority=priority)
+        piece.arrival = self._moving[piece] = arrival
+        arrival.then(lambda ended: self._arrived(piece, ended))
+
+    def _arrived(self, piece: SavedPiece, ended: Transfer[None]) -> None:
+        with self.lock:
+            del self._moving[piece]
+            piece.arrival = None
+            if ended.failure is not None and piece.slot is not None:  # absent, as it was
+                if not is_stuck(ended):
+                    self.lend(piece.slot, piece.copied)
+                piece.slot = None
+            self._settled(piece)
+
+    def read_directly(self, piece: SavedPiece, destination: torch.Tensor) -> Transfer[None]:
+        """Start reading an absent piece into page-aligned memory (lock held)."""
+        assert self.store is not None, "absent"
+        assert piece.block is not None, "absent"
+        pages = destination[: round_up(piece.nbytes, PAGE_NBYTES)].numpy().data
+        return self.store.read(piece.block, pages, priority=Priority.URGENT)
+
+    # ---------------------------------------------------------------- ends
+    def _settled(self, piece: SavedPiece) -> None:
+        """Bury or list the piece, which no transfer moves any more (lock held)."""
+        if piece.dead:
+            self.bury(piece)
+        elif piece.residency is Residency.CLEAN:
+            heapq.heappush(self._clean, (piece.number, id(piece), piece))
+
+    def bury(self, piece: SavedPiece) -> None:
+        """The piece is not needed: free its slot and block, after what moves it now (lock held)."""
+        piece.dead = True
+        if piece in self._unwritten:
+            self._take_off_list(piece)
+        if piece in self._moving:
+            return
+        if piece.block is not None and self.store is not None:
+            self.store.free(piece.block)
+            self.stored_nbytes -= piece.block.extent.nbytes
+            piece.block = None
+        if piece.slot is not None:
+            self.lend(piece.slot, piece.copied)
+            piece.slot = None
+        self._reap()
+
+    def lend(self, slot: Slot, mark: CopyMark) -> None:
+        """`slot` is freed when `mark` is done and no tensor views it (lock held)."""
+        self._lent.append((slot, mark))
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in a write."""
+        if self._failure is not None:
+            raise self._failure.observe()
+
+    def settle(self) -> None:
+        """Wait for every move under way; raises what went wrong."""
+        with self.lock:
+            moving = list(self._moving.values())
+        for transfer in moving:
+            transfer.wait()
+        with self.lock:
+            self._reap()
+        self.raise_failure()

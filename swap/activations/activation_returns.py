@@ -1,0 +1,232 @@
+"""The way back of saved activations: from the window or the disk to backward's device, on demand
+and ahead of use."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from offload.swap.activations.activation_backlog import Backlog
+from offload.swap.activations.activation_record import DeviceCopy, SavedPiece, SavedStorage
+from offload.swap.device.device_state import Links
+from offload.swap.device.streams import CopyMark, current_stream
+from offload.swap.io.io_backend import Priority
+from offload.swap.states.state import HostPiece
+from offload.tiers.accelerator import Stream
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.residency import Residency
+from offload.tiers.units import round_up
+
+DEVICE_NBYTES = 256 << 20  # of device memory that copies in flight may hold, in each direction
+_NOT_THERE = (Residency.ABSENT, Residency.ARRIVING)
+
+
+class CopiesInFlight:
+    """Device memory that copies read or fill, until they are done. `lock` guards it."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._copies: deque[tuple[DeviceCopy, int]] = deque()
+        self._nbytes = 0
+
+    def hold(self, copy: DeviceCopy, nbytes: int) -> None:
+        """The copy's memory, `nbytes` of which it moves, must not be given out again before it is
+        done.
+
+        Where too much is held, the stream of the oldest memory waits for its copy: what is made on
+        that stream from here on may then take its place, without this thread waiting, which may be
+        any thread.
+        """
+        with self._lock:
+            if not copy.mark.done():
+                self._copies.append((copy, nbytes))
+                self._nbytes += nbytes
+            while self._copies:
+                oldest, held = self._copies[0]
+                if not oldest.mark.done():
+                    if self._nbytes <= DEVICE_NBYTES:
+                        return
+                    oldest.mark.before(oldest.stream)
+                self._copies.popleft()
+                self._nbytes -= held
+
+
+class ActivationReturns:
+    """Brings records back. The backlog's lock guards it."""
+
+    def __init__(
+        self, backlog: Backlog, links: Links, copies: CopiesInFlight,
+        saved_before: Callable[[int], Iterator[SavedStorage]],
+        count_forwarded: Callable[[int], None], *, in_place: bool,
+    ) -> None:  # fmt: skip
+        """`saved_before` gives the living records with smaller numbers, the latest first;
+        `count_forwarded` is called with bytes that did not have to be read."""
+        self._backlog = backlog
+        self._lock = backlog.lock
+        self._links = links
+        self._copies = copies
+        self._saved_before = saved_before
+        self._count_forwarded = count_forwarded
+        self._in_place = in_place
+        self._ahead_nbytes = 0
+        self._last_fetched = self._looked_to = 0
+
+    def bring_back(self, record: SavedStorage) -> torch.Tensor:
+        """The record's bytes on the device, 1D uint8; waits for them."""
+        return self._fetch_here(record) if self._in_place else self._fetch_to_device(record)
+
+    def _fetch_here(self, record: SavedStorage) -> torch.Tensor:
+        """The bytes on a CPU: one slot is used as it is; several pieces are copied together."""
+        if len(record.pieces) == 1:
+            with self._lock:
+                self._bring(record.pieces[0], Priority.URGENT)
+                look = self._look(record.pieces[0])
+            if look is not None:
+                return look.wait()
+        whole = _aligned(record.nbytes)
+        looks, reads = [], []
+        for piece in record.pieces:
+            target = whole[piece.offset_bytes :]
+            with self._lock:
+                look = self._look(piece)
+                if look is None:
+                    reads.append(self._backlog.read_directly(piece, target))
+                else:
+                    looks.append((target[: piece.nbytes], look))
+        for target, look in looks:
+            target.copy_(look.wait())
+        for read in reads:
+            read.wait()
+        return whole[: record.nbytes]
+
+    def _look(self, piece: SavedPiece) -> HostPiece | None:
+        """A view of the piece's slot, which keeps it there; None if it has none (lock held)."""
+        if piece.slot is None:
+            return None
+        if not piece.read_for_next_use:
+            self._count_forwarded(piece.nbytes)
+        piece.read_for_next_use = False
+        arrivals = () if piece.arrival is None else (piece.arrival,)
+        return HostPiece(piece.slot.tensor[: piece.nbytes], arrivals)
+
+    def _bring(self, piece: SavedPiece, priority: Priority) -> bool:
+        """Start reading the piece, in place of pieces needed later; False where these do not make
+        enough room (lock held)."""
+        if piece.slot is None:
+            slot = self._backlog.offer(piece.nbytes, below=piece.number)
+            if slot is None:
+                return False
+            self._backlog.read(piece, slot, priority)
+        return True
+
+    # ---------------------------------------------------------------- to a GPU
+    def _fetch_to_device(self, record: SavedStorage) -> torch.Tensor:
+        with self._lock:
+            copy = self._take_ahead_for(current_stream(self._links.device), record)
+        if copy is None:
+            copy = self._copy_to_device(record)
+        copy.mark.before_compute()
+        return copy.memory
+
+    def _take_ahead_for(self, stream: Stream | None, record: SavedStorage) -> DeviceCopy | None:
+        """The copy made ahead, for a use by `stream`, or None. A copy of another stream is not
+        used: its memory would be given out again there without a wait for this use (lock held)."""
+        ahead = self.take_ahead(record)
+        if ahead is not None and ahead.stream != stream:
+            self._copies.hold(ahead, record.nbytes)
+            return None
+        return ahead
+
+    def take_ahead(self, record: SavedStorage) -> DeviceCopy | None:
+        """The record's bytes on the device, if they were copied ahead of use (lock held)."""
+        ahead, record.ahead = record.ahead, None
+        if ahead is not None:
+            self._ahead_nbytes -= record.nbytes
+        return ahead
+
+    def _copy_to_device(self, record: SavedStorage) -> DeviceCopy:
+        """Start copying; waits for what has to be read from the disk first."""
+        stream = current_stream(self._links.device)
+        whole = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
+        mark = CopyMark()
+        try:
+            for piece in record.pieces:
+                target = whole[piece.offset_bytes : piece.offset_bytes + piece.nbytes]
+                mark = self._copy_piece(piece, target)
+        except BaseException:
+            self._copies.hold(DeviceCopy(whole, mark, stream), record.nbytes)
+            raise
+        return DeviceCopy(whole, mark, stream)
+
+    def _copy_piece(self, piece: SavedPiece, target: torch.Tensor) -> CopyMark:
+        look = self._stage(piece)
+        if look is None:
+            return self._copy_unstaged(piece, target)
+        source = look.wait()
+        with self._lock:
+            piece.copied.before_compute()  # and with it the copy started next
+            piece.copied = self._links.to_device.copy(target, source)
+            return piece.copied
+
+    def _stage(self, piece: SavedPiece) -> HostPiece | None:
+        """The piece in the window, after a wait for room if needed; None if there never is any."""
+        with self._lock:
+            look = self._look(piece)
+        if look is not None:
+            return look
+        slot = self._backlog.demand(piece.nbytes)
+        if slot is None:
+            return None
+        with self._lock:
+            self._backlog.read(piece, slot, Priority.URGENT)
+            return self._look(piece)
+
+    def _copy_unstaged(self, piece: SavedPiece, target: torch.Tensor) -> CopyMark:
+        pages = _aligned(piece.nbytes)
+        with self._lock:
+            read = self._backlog.read_directly(piece, pages)
+        read.wait()
+        mark = self._links.to_device.copy(target, pages[: piece.nbytes])
+        mark.wait()  # nothing else keeps `pages`
+        return mark
+
+    # ---------------------------------------------------------------- ahead of use
+    def look_ahead(self, number: int) -> None:
+        """Bring what was saved before `number`, latest first, as far as there is room (lock held).
+
+        Where backward goes on from where it was, what has been looked at is not looked at again.
+        """
+        if number > self._last_fetched:
+            self._looked_to = number
+        self._last_fetched = number
+        for record in self._saved_before(min(number, self._looked_to)):
+            if not all(self._bring(piece, Priority.NORMAL) for piece in record.pieces):
+                break
+            self._looked_to = record.number
+        if not self._in_place:
+            self._copy_ahead(number)
+
+    def _copy_ahead(self, number: int) -> None:
+        for record in self._saved_before(number):
+            if record.ahead is not None or record.on_device.revive() is not None:
+                continue
+            there = all(p.residency not in _NOT_THERE for p in record.pieces)
+            full = self._ahead_nbytes and self._ahead_nbytes + record.nbytes > DEVICE_NBYTES
+            if full or not there:
+                return
+            try:
+                record.ahead = self._copy_to_device(record)
+            except torch.OutOfMemoryError:  # when it is needed, there may be room again
+                return
+            self._ahead_nbytes += record.nbytes
+
+
+def _aligned(nbytes: int) -> torch.Tensor:
+    """1D uint8 of at least `nbytes`, whole pages from a page boundary on, for direct I/O."""
+    size = round_up(nbytes, PAGE_NBYTES)
+    memory = torch.empty(size + PAGE_NBYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE_NBYTES
+    return memory[start : start + size]

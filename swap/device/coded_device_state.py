@@ -1,0 +1,151 @@
+"""Weights in codes whose slot is device memory: codes cross the link, the device decodes them.
+
+    home     ├ codes ┤            in host memory or a file and mirrored on the device, or there
+                │ decode, on the model's stream
+                ▼
+    slot     ├──── values ────┤      device memory
+
+The model's stream writes the slot and reads it. Before it writes, it waits for whatever else works
+in that memory; copies into the memory of a slot that is given up wait for the model's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offload.swap.device.device_state import Links
+from offload.swap.device.fences import OpenReads
+from offload.swap.device.streams import CopyMark
+from offload.swap.states.codec import Codec
+from offload.swap.states.coded_state import CodedState, MakeHome
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import HostPiece
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import StateError
+
+
+class DeviceCodedState(CodedState):
+    """`pool` is a pool of device memory, `reads` are its slots'. Values in host memory, for loading
+    and reading out, are pageable and outside of any budget: one group at a time."""
+
+    def __init__(
+        self, nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool, links: Links,
+        reads: OpenReads, next_use: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(nbytes, nbytes, codec, make_home, pool, next_use)
+        self._links = links
+        self._reads = reads
+        self._before_write: tuple[CopyMark, ...] = ()  # what works in the slot's memory until then
+        self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
+        self._is_new = False  # what is there is no change of what is stored
+
+    # ---------------------------------------------------------------- whom the model reads
+    def still_read(self) -> bool:
+        return self._slot is not None and self._slot.in_use()
+
+    def read_until(self, mark: CopyMark) -> None:
+        self._before_write = mark.replacing(self._before_write)
+
+    def drop(self) -> None:
+        self._reads.mark_now(self)
+        if self._slot is not None:
+            self._links.fences.retire(self._slot.extent, self._before_write)
+        super().drop()
+
+    def _forget_arrival(self) -> None:
+        super()._forget_arrival()
+        self._before_write = ()
+
+    # ---------------------------------------------------------------- compute side
+    def _take_slot(self) -> torch.Tensor:
+        view = super()._take_slot()
+        with self._lock:
+            assert self._slot is not None, "taken just now, and blank"
+            self._before_write = self._links.fences.claim(self._slot.extent)
+            for mark in self._before_write:
+                mark.before_compute()
+        return view
+
+    def tensor(self) -> torch.Tensor:
+        view = super().tensor()
+        with self._lock:
+            self._reads.note(self)
+        return view
+
+    def codes(self) -> tuple[Codec, torch.Tensor] | None:
+        """Return None: the device decodes the codes itself."""
+        return None
+
+    def note_use(self) -> None:
+        with self._lock:
+            self._reads.mark()
+        super().note_use()
+
+    def wrote(self, *, to_edge: bool = False) -> None:
+        """Encode the slot on the CPU: users write to it outside of passes."""
+        with self._lock:
+            if self._slot is None or not self._has_values:
+                raise StateError(f"{self.name} holds no memory that could have been written")
+            view = self._slot.tensor[: self.nbytes]
+        self._changing().copy_(view)
+        self.host_wrote()
+
+    # ---------------------------------------------------------------- host side
+    def host_tensor(self) -> torch.Tensor:
+        values = self._changing()
+        self._decode(0, self._home.host_tensor(), values)
+        return values
+
+    def host_blank(self) -> torch.Tensor:
+        values, self._is_new = self._changing(), True
+        return values
+
+    def _changing(self) -> torch.Tensor:
+        before = self._links.copied_out.get(DeviceCodedState)
+        if isinstance(before, DeviceCodedState):
+            before._on_host = None
+        self._links.copied_out[DeviceCodedState] = self
+        self._on_host, self._is_new = torch.empty(self.nbytes, dtype=torch.uint8), False
+        return self._on_host
+
+    def host_wrote(self) -> None:
+        values, self._on_host = self._on_host, None
+        if values is None:
+            raise StateError(f"{self.name}: host_wrote without host_tensor or host_blank before")
+        self._links.copied_out.pop(DeviceCodedState, None)
+        if self._is_new:
+            stored = self._home.host_blank()
+            self._codec.encode(values, stored)
+        else:
+            stored = self._home.host_tensor()
+            try:
+                self._codec.update(values, stored)
+            except BaseException:
+                del stored
+                self._refresh()  # what was refused is not there
+                raise
+        self._home.host_wrote()
+        del stored
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Decode the home's codes into the slot, if there is one."""
+        with self._lock:
+            held = self._slot if self._has_values else None
+            view = None if held is None else held.tensor[: self.nbytes]
+        if view is not None:
+            self._decode(0, self._home.tensor(), view)
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return None
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        self._decode(0, self._home.host_tensor(), destination[: self.nbytes])
+        return Transfer.completed(None)
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        self._changing().copy_(source[: self.nbytes])
+        self.host_wrote()
+        return Transfer.completed(None)

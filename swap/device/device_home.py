@@ -1,0 +1,131 @@
+"""States at home in device memory.
+
+The device's update works on them in place; for the CPU's they are staged through host memory piece
+by piece. `DeviceRecordState` is such a home that the update alone works on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.swap.device.device_state import Links
+from offload.swap.device.streams import CopyMark, keeping, mark_here
+from offload.swap.states.state import HostPiece, MemoryState
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import StateError
+from offload.tiers.memory_tier import Lease
+
+
+class DeviceHomeState(MemoryState):
+    """Device memory is the home. What other streams do in it is remembered by marks: the
+    stream that works in it next waits for them."""
+
+    at_home_on_device = True
+
+    can_snapshot = False  # the device's work is queued, and overwrites it at any time
+
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
+        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
+        self._lease: Lease = lease
+        self._links = links
+        self._whole = lease.tensor[:nbytes]
+        self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
+        self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
+
+    def _before_here(self) -> None:
+        """Work queued on the current stream from here on runs after the other streams' work."""
+        for mark in self._busy:
+            mark.before_compute()
+
+    def _worked(self, mark: CopyMark) -> None:
+        self._busy = mark.replacing(self._busy)
+
+    # ---------------------------------------------------------------- compute side
+    def tensor(self) -> torch.Tensor:
+        self._before_here()
+        return self._whole
+
+    # ---------------------------------------------------------------- host side
+    def host_tensor(self) -> torch.Tensor:
+        copy = self.host_blank()
+        self._before_here()
+        self._links.to_host.copy(copy, self._lease.tensor[: self.nbytes]).wait()
+        return copy
+
+    def host_blank(self) -> torch.Tensor:
+        """Pageable host memory outside of any budget: one such copy is kept per kind of state."""
+        before = self._links.copied_out.get(type(self))
+        if isinstance(before, DeviceHomeState):
+            before._on_host = None
+        self._links.copied_out[type(self)] = self
+        self._on_host = torch.empty(self.nbytes, dtype=torch.uint8)
+        return self._on_host
+
+    def host_wrote(self) -> None:
+        if self._on_host is None:
+            raise StateError(f"{self.name}: host_wrote without host_tensor or host_blank before")
+        self._before_here()
+        target = self._lease.tensor[: self.nbytes]
+        self._links.to_device.copy(target, self._on_host).wait()
+        self._on_host = None
+        self._links.copied_out.pop(type(self), None)
+
+    # ---------------------------------------------------------------- update on the CPU
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return None
+
+    def wrote_piece(self, piece: int) -> None:
+        raise StateError(f"{self.name} is staged: use write_piece")
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        target = destination[: span.stop - span.start]
+        self._before_here()
+        mark = self._links.to_host.copy(target, self._lease.tensor[span])
+        self._worked(mark)
+        return self._links.to_host.transfer(mark, f"{self.name} to the host", keeping(target))
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        source = source[: span.stop - span.start]
+        self._before_here()
+        mark = self._links.to_device.copy(self._lease.tensor[span], source)
+        self._worked(mark)
+        return self._links.to_device.transfer(mark, f"{self.name} to the device", keeping(source))
+
+    # ---------------------------------------------------------------- update on the device
+    def device_piece(self, piece: int) -> torch.Tensor | None:
+        self._before_here()
+        return self._lease.tensor[self.span(piece)]
+
+    def used_device_piece(self, piece: int, until: CopyMark) -> None:
+        self._worked(until)
+
+    # ---------------------------------------------------------------- both
+    def settle(self) -> None:
+        for mark in self._busy:
+            if not mark.done():  # they are kept when they are: to ask is less than to wait
+                mark.wait()
+
+    def close(self) -> None:
+        marks = (*self._busy, mark_here(self._links.device))
+        self._links.fences.retire(self._lease.extent, marks)
+        self._whole = torch.empty(0, dtype=torch.uint8)
+        super().close()
+
+
+class DeviceRecordState(DeviceHomeState):
+    """A record on the device that only the update works with. Other readers and writers (loading,
+    reading values out) get a copy in host memory, one such copy at a time."""
+
+    def tensor(self) -> torch.Tensor:
+        return self.host_tensor()
+
+    def blank(self) -> torch.Tensor:
+        return self.host_blank()
+
+    def wrote(self, *, to_edge: bool = False) -> None:
+        self.host_wrote()

@@ -1,0 +1,1 @@
+"""Swap files and the backends that read and write them."""

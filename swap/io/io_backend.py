@@ -1,0 +1,442 @@
+"""The interface of I/O backends, which move bytes between memory and a file descriptor.
+
+`IOBackend` does what all backends have in common (requests, splitting, accounting, errors that no
+caller waited for); a backend adds how an `IOPiece` is moved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+from offload.swap.io.io_request import IOPiece, IORequest, Operation, Priority
+from offload.swap.io.io_watch import TIMEOUT_S, IOWatch, stuck_error
+from offload.swap.threads.lanes import Lane, WaitFor
+from offload.swap.threads.link_use import LinkMeter, LinkUse
+from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.transfer import STALL_S, Failure, Transfer, UnobservedErrors
+from offload.tiers.errors import ChecksumError, OffloadError, StateError, StorageError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import format_bytes
+
+__all__ = ["IOBackend", "IOStatistics", "Priority"]
+
+_log = logging.getLogger(__name__)
+
+IO_BLOCK_NBYTES = 16 << 20  # a larger request is split, so that several workers share it
+
+
+@dataclass(slots=True)
+class IOStatistics:
+    """Counts since the backend was opened."""
+
+    read_requests: int = 0
+    write_requests: int = 0
+    read_nbytes: int = 0
+    write_nbytes: int = 0
+    in_flight_requests: int = 0
+    in_flight_nbytes: int = 0
+    peak_in_flight_nbytes: int = 0
+    failed_requests: int = 0
+    continued_transfers: int = 0  # short reads and writes that were completed, calls retried
+
+
+class IOBackend(ABC):
+    """Moves bytes between buffers and file descriptors, asynchronously.
+
+    The framework guarantees: `_start` is called once per request, never after `close`, never in
+    a forked child; the buffer is flat bytes, at least one of them, writable for a read.
+    The implementer owes: every started request ends in exactly one `_finish`, in every case (short
+    transfers completed, EINTR and EAGAIN retried within bounds, a dead worker); requests are begun
+    in the order of `(priority, sequence)`; `before` has returned before the first byte is written,
+    `after` is called once all bytes are there; no piece of a request moves after its `_finish`,
+    but one that was given up; `_stop` ends and joins all threads, but those in such a call.
+    """
+
+    name = "abstract"
+
+    def __init__(
+        self, *, io_block_nbytes: int = IO_BLOCK_NBYTES, timeout_s: float = TIMEOUT_S
+    ) -> None:  # fmt: skip
+        """A path on which calls are under way and none has ended for `timeout_s` is given up."""
+        if io_block_nbytes <= 0 or io_block_nbytes % PAGE_NBYTES:
+            raise ValueError(f"io_block_nbytes {io_block_nbytes} is no multiple of {PAGE_NBYTES}")
+        self.io_block_nbytes = io_block_nbytes
+        self._sequence = itertools.count()
+        self._books = threading.RLock()  # guards everything below
+        self._idle = threading.Condition(self._books)
+        self._statistics = IOStatistics()
+        self._meter = LinkMeter()
+        self._closed = False
+        self._in_flight: dict[IORequest, Transfer[Any]] = {}  # the oldest first
+        self._given_up: dict[str, Failure] = {}  # by path
+        self._lost: set[IOPiece] = set()  # calls that were given up and have not returned
+        self.lane = Lane(WaitFor.FILES)
+        self._unobserved = UnobservedErrors()
+        self._pid = os.getpid()
+        self.watch = IOWatch(timeout_s, self._books, self._give_up)
+
+    # ---- for callers
+
+    def submit_read(
+        self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
+        priority: Priority = Priority.NORMAL, after: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None, owner: str = "",
+    ) -> Transfer[None]:  # fmt: skip
+        """Fill `buffer` from `offset_bytes` on. Returns at once.
+
+        Mutates `buffer` until the transfer is done, and in an undefined way if it fails. `before`
+        and `after` run in a worker; an OffloadError they raise is the transfer's error.
+        Raises ValueError for a buffer that cannot be filled, StateError if closed.
+        """
+        if buffer.readonly:
+            raise ValueError(f"read of {path}: the buffer is read-only")
+        return self._submit(
+            Operation.READ, fd, buffer, offset_bytes, path, priority, before, after, owner
+        )
+
+    def submit_write(
+        self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
+        priority: Priority = Priority.NORMAL, before: Callable[[], None] | None = None,
+        after: Callable[[], Any] | None = None, owner: str = "",
+    ) -> Transfer[Any]:  # fmt: skip
+        """Write `buffer` to `offset_bytes` on. Returns at once; see `submit_read`.
+
+        `buffer` must not change until the transfer is done (`before` may change it). The value is
+        what `after` returns.
+        """
+        return self._submit(
+            Operation.WRITE, fd, buffer, offset_bytes, path, priority, before, after, owner
+        )
+
+    @uninterrupted
+    def statistics(self) -> IOStatistics:
+        """A copy of the counts as they are now. A request is counted off just after its waiters
+        wake up: exact after `drain()`."""
+        with self._books:
+            return replace(self._statistics)
+
+    @uninterrupted
+    def use(self) -> LinkUse:
+        """How the time was spent so far: busy while a call moves a piece, its retries included;
+        stalled while none does and a request waits for one. That covers the way to a thread, and
+        what comes `before` a write; not what comes `after` the last byte."""
+        with self._books:
+            return self._meter.use()
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Count a request as asked for, while its caller waits for room."""
+        with self._books:
+            self._meter.note(asked=1)
+        try:
+            yield
+        finally:
+            with self._books:
+                self._meter.note(asked=-1)
+
+    @uninterrupted
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Block until nothing is in flight, callbacks included; then raise the first error that was
+        not waited for. StorageError after `timeout_s`. Never call it from a callback."""
+        with self._idle:
+            if not self._wait_idle(timeout_s):
+                raise StorageError(
+                    f"waited {timeout_s} s for {self._in_flight_text()}, which have not ended; the "
+                    "device may be overloaded or gone (see `dmesg`)"
+                )
+        self._unobserved.raise_first()
+
+    @uninterrupted
+    def close(self) -> None:
+        """Finish what is in flight, end the threads, then raise the first error that was not
+        waited for. Calling it again does nothing. What does not end is given up, see `__init__`."""
+        with self._idle:
+            if self._closed:
+                return
+            self._closed = True
+            if os.getpid() == self._pid:  # a forked child has the counts but not the threads
+                self._wait_idle(None)
+        if os.getpid() == self._pid:
+            self.watch.close()
+            self._stop()
+        self._unobserved.raise_first()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    # ---- for implementers
+
+    @abstractmethod
+    def _start(self, request: IORequest) -> None:
+        """Begin `request`, or queue it; must not block on I/O. What it raises fails the request."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End and join all threads. Nothing is in flight."""
+
+    @abstractmethod
+    def _let_go(self, pieces: Collection[IOPiece]) -> None:
+        """Calls that move these pieces may never return: serve what else comes without the threads
+        that are in them, and keep the pieces until they do."""
+
+    def _begin(self, request: IORequest) -> None:
+        """Begin `request`, whose first piece is about to move: run its `before`."""
+        if self.lane.recorder is not None:
+            request.began_s = time.perf_counter()
+        if request.before is not None:
+            request.before()
+
+    def _cut(self, request: IORequest, nbytes: int | None = None) -> list[IOPiece]:
+        """Cut a request into pieces of at most `nbytes`, or `io_block_nbytes`."""
+        total, step = request.buffer.nbytes, nbytes or self.io_block_nbytes
+        pieces = [IOPiece(request, at, min(step, total - at)) for at in range(0, total, step)]
+        request.pieces_left = len(pieces)
+        pieces[0].begun = True
+        return pieces
+
+    def _note_error(self, request: IORequest, error: BaseException) -> None:
+        """Remember the first error of a request. Ours pass as they are, others are wrapped."""
+        if request.error is not None:
+            return
+        if not isinstance(error, OffloadError):
+            wrapped = request.failed(f"{type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        request.error = error
+
+    def _moves(self, piece: IOPiece) -> bool:
+        """Record that a call is about to move the piece, or its rest. False where it must not: the
+        request has failed meanwhile."""
+        with self._books:
+            if piece.request.finished:
+                return False
+            piece.moving = True
+            self._meter.note(moving=1)
+            self.watch.began(piece)
+            return True
+
+    def _rests(self, piece: IOPiece) -> None:
+        """Record that the call has ended and that another one is needed later."""
+        with self._books:
+            self._returned(piece)
+
+    def _goes_on(self, piece: IOPiece) -> bool:
+        """Record that the call has ended and another moves the rest. False where it must not."""
+        with self._books:
+            self.watch.moved(piece)
+            return not piece.given_up
+
+    def _returned(self, piece: IOPiece) -> None:
+        """Record that a call has ended (lock held)."""
+        if piece.moving:
+            piece.moving = False
+            self._meter.note(moving=-1)
+            self.watch.ended(piece)
+        self._lost.discard(piece)
+
+    def _piece_ended(self, piece: IOPiece) -> None:
+        """Book a piece that is moved, failed or skipped; the last one finishes the request."""
+        if self._count_piece(piece):
+            self._end(piece.request)
+
+    def _count_piece(self, piece: IOPiece) -> bool:
+        """Book a piece like `_piece_ended`; return whether the request has to be ended now."""
+        request = piece.request
+        with self._books:
+            self._returned(piece)
+            piece.ended = True
+            self._statistics.continued_transfers += piece.continued
+            request.pieces_left -= 1
+            last = not (request.pieces_left or request.finished)
+            request.finished = request.finished or last
+            self._meter.note(asked=-last)
+        return last
+
+    def _finish(self, request: IORequest) -> None:
+        """End a request whose pieces have ended, or were never begun."""
+        with self._books:
+            if request.finished:  # of a request that failed when it was queued already
+                return
+            request.finished = True
+            self._meter.note(asked=-1)
+        self._end(request)
+
+    def _end(self, request: IORequest) -> None:
+        """Run `after`, complete the transfer, count the request off."""
+        value: Any = None
+        try:
+            if request.error is None and request.after is not None:
+                value = request.after()
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            if isinstance(error, ChecksumError) and self._read_again(request, error):
+                return
+            self._note_error(request, error)
+        transfer = self._in_flight[request]
+        try:
+            if request.failure is not None:
+                transfer.spread(request.failure)
+            elif request.error is None:
+                transfer.complete(value)
+            else:
+                transfer.fail(request.error)
+            recorder = self.lane.recorder
+            if recorder is not None and request.began_s:
+                recorder.add(
+                    f"nvme {request.operation}", request.owner, request.began_s,
+                    time.perf_counter(), request.buffer.nbytes,
+                )  # fmt: skip
+            if transfer.failure is not None:  # also of a callback
+                self._unobserved.keep(transfer.failure)
+        finally:
+            self._count_off(request)
+
+    # ---- inside
+
+    def _read_again(self, request: IORequest, error: ChecksumError) -> bool:
+        """Repeat a read with a wrong checksum once: the error may have occurred in transit, and not
+        in what is stored. False for the second failure."""
+        with self._books:
+            is_given_up = request.path in self._given_up
+            if request.operation is not Operation.READ or request.read_again or is_given_up:
+                return False
+            request.read_again, request.finished = True, False
+            request.pieces_left = 1
+            self._statistics.continued_transfers += 1
+            self._meter.note(asked=1)
+        _log.warning("reading once more: %s", error)
+        try:
+            self._start(request)
+        except BaseException as refused:  # noqa: BLE001  it is raised where it is waited for
+            self._note_error(request, refused)
+            self._finish(request)
+        return True
+
+    def _give_up(self, path: str) -> None:
+        """Fail all requests, present and future, on a path whose calls do not return."""
+        with self._books:
+            moving = self.watch.take(path)
+            if not moving:  # they have just returned
+                return
+            requests = [request for request in self._in_flight if request.path == path]
+            calling = {piece.request for piece in moving}
+            waiting = len(requests) - len(calling)
+            error = stuck_error(moving, waiting, self.watch.timeout_s, self.name)
+            failure = self._given_up[path] = Failure(error)
+            for piece in moving:
+                piece.given_up, piece.moving = True, False
+            self._lost.update(moving)
+            self._meter.note(moving=-len(moving))
+            ending = [request for request in requests if not request.finished]
+            for request in ending:
+                request.finished, request.error, request.failure = True, error, failure
+            self._meter.note(asked=-len(ending))
+        _log.error("%s", error)
+        try:
+            self._let_go(moving)
+        finally:  # also where no thread can be started to serve what else comes
+            for request in ending:
+                self._end(request)
+
+    @uninterrupted
+    def is_lost(self, fd: int) -> bool:
+        """Whether a call on `fd` was given up and has not returned, so that it must stay open."""
+        with self._books:
+            return any(piece.request.fd == fd for piece in self._lost)
+
+    def _wait_idle(self, timeout_s: float | None) -> bool:
+        """Whether nothing is in flight any more. Without a timeout, says so when it stalls."""
+        while not self._idle.wait_for(
+            lambda: self._statistics.in_flight_requests == 0,
+            STALL_S if timeout_s is None else timeout_s,
+        ):
+            if timeout_s is not None:
+                return False
+            _log.warning("still waiting for %s; see `dmesg`", self._in_flight_text())
+        return True
+
+    def _in_flight_text(self) -> str:
+        now = self._statistics
+        return f"{now.in_flight_requests} requests ({format_bytes(now.in_flight_nbytes)}) in flight"
+
+    @uninterrupted
+    def _submit(
+        self, operation: Operation, fd: int, buffer: memoryview, offset_bytes: int, path: str,
+        priority: Priority, before: Callable[[], None] | None, after: Callable[[], Any] | None,
+        owner: str,
+    ) -> Transfer[Any]:  # fmt: skip
+        if not buffer.c_contiguous or buffer.nbytes == 0:
+            raise ValueError(f"{operation.value} of {path}: the buffer is empty or not contiguous")
+        if buffer.format != "B" or buffer.ndim != 1:
+            buffer = buffer.cast("B")
+        transfer: Transfer[Any] = Transfer("", self.lane)
+        request = IORequest(
+            operation, fd, buffer, offset_bytes, path, priority, before, after,
+            next(self._sequence), owner=owner,
+        )  # fmt: skip
+        transfer.what = request
+        self._count_on(request, transfer)
+        if request.failure is not None:
+            self._finish(request)
+            return transfer
+        try:
+            self._start(request)
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            self._note_error(request, error)
+            self._finish(request)
+        return transfer
+
+    def _count_on(self, request: IORequest, transfer: Transfer[Any]) -> None:
+        with self._books:
+            self._check_open(request)
+            self._in_flight[request] = transfer
+            request.failure = self._given_up.get(request.path)
+            if request.failure is not None:
+                request.error = request.failure.error
+            statistics, nbytes = self._statistics, request.buffer.nbytes
+            self._meter.note(asked=1)
+            statistics.in_flight_requests += 1
+            statistics.in_flight_nbytes += nbytes
+            if statistics.in_flight_nbytes > statistics.peak_in_flight_nbytes:
+                statistics.peak_in_flight_nbytes = statistics.in_flight_nbytes
+
+    def _count_off(self, request: IORequest) -> None:
+        with self._books:
+            statistics, nbytes = self._statistics, request.buffer.nbytes
+            del self._in_flight[request]
+            moved_nbytes = nbytes if request.error is None else 0
+            statistics.failed_requests += request.error is not None
+            if request.operation is Operation.READ:
+                statistics.read_requests += 1
+                statistics.read_nbytes += moved_nbytes
+            else:
+                statistics.write_requests += 1
+                statistics.write_nbytes += moved_nbytes
+            statistics.in_flight_requests -= 1
+            statistics.in_flight_nbytes -= nbytes
+            if statistics.in_flight_requests == 0:
+                self._idle.notify_all()
+
+    def _check_open(self, request: IORequest) -> None:
+        if self._closed:
+            raise StateError(f"{request}: the {self.name} backend is closed")
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"{request}: the {self.name} backend belongs to process {self._pid} and has no "
+                f"threads in this one ({os.getpid()}); open a new one after fork"
+            )

@@ -1,0 +1,445 @@
+"""One private file per path, in which a tier's extents lie. It vanishes with the process.
+
+The file has no name: it is made with O_TMPFILE, or unlinked as soon as it is made. Runs cannot
+collide, and no other user can open it. Only where a file system gives an unlinked file another name
+(NFS, FUSE) is its folder there until it is closed, and left by a process that is killed; the folder
+is `marked`, and `offload doctor` finds it.
+
+Whatever is asked of the folder or the file, a hand asks: a StuckError where it is not answered for
+`timeout_s`. What comes back later is closed then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from offload.swap.io.hands import Call, R, result_of
+from offload.swap.io.io_watch import TIMEOUT_S
+from offload.swap.io.maker_marks import marked
+from offload.swap.io.pinned_folder import PinnedFolder, close
+from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.units import format_bytes, in_one_unit, round_up
+
+_log = logging.getLogger(__name__)
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# O_TMPFILE: EISDIR on kernels that do not know it, the others from file systems
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+
+
+class FileCall(Call[R]):
+    """A call on a swap file or its folder; its messages name `operation`, then the path."""
+
+    stuck_message = (
+        "%s has not ended for %.3g s: the device or its server does not answer, see `dmesg`; go on "
+        "from the last checkpoint with a new engine, once the device answers or with another "
+        "folder in nvme.paths; where it is only slow, raise nvme.timeout_s"
+    )
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.path}"
+
+
+@dataclass(frozen=True)
+class DirectoryReport:
+    """The result of `check_directory`."""
+
+    path: Path  # absolute, links resolved
+    free_nbytes: int  # for this user
+    created: bool
+
+
+def check_directory(
+    path: str | os.PathLike[str], *, needed_nbytes: int = PAGE_NBYTES, timeout_s: float = TIMEOUT_S
+) -> DirectoryReport:
+    """Make sure swap files can live in `path`; create its last component (0700) if missing.
+
+    Raises PathError if the parent is missing, it is no directory, it is not writable, it is another
+    user's or others could replace our files in it, or less than `needed_nbytes` are free.
+    """
+    call = FileCall("looking at", path, _check_directory, path, needed_nbytes)
+    return result_of(call, timeout_s)
+
+
+def _check_directory(path: str | os.PathLike[str], needed_nbytes: int) -> DirectoryReport:
+    with _checked(path) as folder:
+        free_nbytes = folder.free_nbytes
+        if free_nbytes < needed_nbytes:
+            needed, free = in_one_unit(needed_nbytes, free_nbytes)
+            raise PathError(
+                f"nvme.paths: {folder.path} has {free} free, {needed} needed; free space "
+                "there or name another path"
+            )
+        return DirectoryReport(folder.path, free_nbytes, folder.created)
+
+
+def _checked(path: str | os.PathLike[str]) -> PinnedFolder:
+    """The open folder, after all that `check_directory` asks for but room."""
+    folder = PinnedFolder(path)
+    try:
+        folder.check_owner()
+        folder.check_writable()
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def free_space(path: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> int:
+    """Bytes this user can still write where `path` is. OSError."""
+    call = FileCall("asking for the free space of", path, _free_space, path)
+    return result_of(call, timeout_s)
+
+
+def _free_space(path: str | os.PathLike[str] | int) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that holds `path` (absolute), from /proc/self/mountinfo."""
+    best, kind = -1, "unknown"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        # Blanks in mount points are octal escapes.
+        mount_point = left.split()[4].encode().decode("unicode_escape")
+        # Later mounts on the same point hide earlier ones, hence >=.
+        if path.is_relative_to(mount_point) and len(mount_point) >= best:
+            best, kind = len(mount_point), right.split()[0]
+    return kind
+
+
+def direct_refusal(path: str | os.PathLike[str]) -> str | None:
+    """The reason why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
+    return result_of(FileCall("making a swap file in", path, _direct_refusal, path), TIMEOUT_S)
+
+
+def _direct_refusal(path: str | os.PathLike[str]) -> str | None:
+    with _checked(path) as folder:
+        file = _Unnamed(folder)
+    try:
+        _probe_direct(file.fd)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        file.close()
+    return None
+
+
+class SwapFile:
+    """A private file in `directory`, of which `nbytes` are reserved on the device.
+
+    `fd` is for a backend to read and write; `o_direct` says whether that goes past the page
+    cache, which needs memory aligned to `memory_alignment` and offsets and lengths to
+    `offset_alignment`; both are 1 where any will do. Not thread-safe; the fd is.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, direct: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        """Creates the file; blocks for two page-sized probes. Raises PathError."""
+        self.fd = -1
+        self._timeout_s = timeout_s
+        self._file: _Unnamed | None = None
+        self._left: FileCall[None] | None = None  # a call that has not returned when it should
+        self.nbytes = 0
+        self.o_direct = False
+        self.memory_alignment = 1
+        self.offset_alignment = 1
+        self._preallocates = True
+        call = FileCall("making a swap file in", directory, self._make, directory, direct)
+        try:
+            result_of(call, timeout_s)
+        except BaseException:
+            if not call.when_returned(self._close_file):
+                self.close()
+            raise
+
+    def _make(self, directory: str | os.PathLike[str], direct: bool) -> None:
+        with _checked(directory) as folder:
+            self.directory = folder.path
+            self.path = f"{self.directory}/<swap file>"  # for errors; it has no name
+            self._file = _Unnamed(folder)
+        self.fd = self._file.fd
+        try:
+            if direct:
+                self._go_direct()
+        except BaseException:
+            self._close_file()
+            raise
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the file at least `nbytes` long (whole pages), on the device and not sparse. Never
+        shrinks.
+
+        Blocks for some milliseconds per GiB. Raises NoSpaceError if the device cannot hold it;
+        the file is then as long as before.
+        """
+        if self.fd < 0:
+            raise StateError(f"{self.path} is closed")
+        nbytes = round_up(nbytes, PAGE_NBYTES)
+        more = nbytes - self.nbytes
+        if more <= 0:
+            return
+        if self._left is not None and not self._left.has_returned:
+            raise self._left.stuck()
+        call = FileCall(f"reserving {format_bytes(more)} for", self.path, self._reserve, nbytes)
+        try:
+            result_of(call, self._timeout_s)
+        except BaseException:
+            if not call.has_returned:
+                self._left = call
+            raise
+        self.nbytes = nbytes
+
+    def _reserve(self, nbytes: int) -> None:
+        try:
+            self._grow(nbytes)
+        except OSError as error:
+            # Half of the blocks may have been taken: give them back.
+            with suppress(OSError):
+                os.ftruncate(self.fd, self.nbytes)
+            raise self._growth_error(nbytes, error) from error
+
+    def close(self) -> None:
+        """Close the file, whose bytes are gone with that. Calling it again does nothing. A call
+        that does not return is left, and logged: nothing is lost with it."""
+        self.fd = -1
+        if self._file is None or (self._left and self._left.when_returned(self._close_file)):
+            return  # its number must not be another file's while that call is under way
+        try:
+            result_of(FileCall("closing", self.path, self._close_file), self._timeout_s)
+        except StuckError as error:
+            _log.error("%s", error)
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    def _go_direct(self) -> None:
+        """Switch O_DIRECT on if a real write and read succeed with it, else log the reason."""
+        try:
+            found = _probe_direct(self.fd)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise self._growth_error(PAGE_NBYTES, error) from error
+            if error.errno not in UNSUPPORTED:
+                raise StorageError(
+                    f"{self.path}: probing it failed: {error.strerror}; see `dmesg`",
+                    path=self.path, nbytes=PAGE_NBYTES, errno=error.errno,
+                ) from error  # fmt: skip
+            _log.warning(
+                "%s (%s) refuses O_DIRECT (%s): I/O goes through the page cache, which is slower "
+                "and takes RAM outside budget.host",
+                self.path, file_system_of(self.directory), error.strerror,
+            )  # fmt: skip
+            return
+        self.o_direct = True
+        self.memory_alignment, self.offset_alignment = found
+
+    def _grow(self, nbytes: int) -> None:
+        if self._preallocates:
+            try:
+                fallocate(self.fd, self.nbytes, nbytes - self.nbytes)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                self._preallocates = False
+                _log.warning(
+                    "%s (%s) cannot reserve space (%s): a full device will show up only when "
+                    "something is written",
+                    self.path, file_system_of(self.directory), error.strerror,
+                )  # fmt: skip
+            else:
+                return
+        if _free_space(self.fd) < nbytes - self.nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(self.fd, nbytes)
+
+    def _growth_error(self, nbytes: int, error: OSError) -> StorageError:
+        needed_nbytes = nbytes - self.nbytes
+        if error.errno in NO_SPACE or error.errno == errno.EFBIG:
+            needed, free = format_bytes(needed_nbytes), "?"
+            with suppress(OSError):
+                needed, free = in_one_unit(needed_nbytes, _free_space(self.fd))
+            return NoSpaceError(
+                f"{self.path} needs {needed} more, {free} free ({error.strerror}); lower "
+                "budget.nvme, free space there or change nvme.paths",
+                path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
+                errno=error.errno,
+            )  # fmt: skip
+        return StorageError(
+            f"{self.path} could not be made {format_bytes(nbytes)} long: {error.strerror}",
+            path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
+            errno=error.errno,
+        )  # fmt: skip
+
+
+class _Unnamed:
+    """A new file without a name, mode 0600: its descriptor, and the folder to remove with it."""
+
+    def __init__(self, folder: PinnedFolder) -> None:
+        """Raises PathError if the file cannot be made."""
+        self.fd = -1
+        self._private = ""  # our folder in `_outer`, where it could not be removed yet
+        self._outer = -1
+        self._path = folder.path
+        try:
+            self._open(folder)
+            self._check_private()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise PathError(
+                    f"nvme.paths: a file cannot be created in {folder.path}: {error.strerror}; "
+                    "name another path"
+                ) from error
+            raise
+
+    def _open(self, folder: PinnedFolder) -> None:
+        try:
+            # O_EXCL: it cannot be given a name later on (linkat), either.
+            flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+            self.fd = os.open(".", flags, 0o600, dir_fd=folder.fd)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            self._open_and_unlink(folder)
+
+    def _open_and_unlink(self, folder: PinnedFolder) -> None:
+        """Make the file without O_TMPFILE (NFS, FUSE): named for an instant, in a 0700 folder."""
+        self._private = marked("offload-swap")
+        self._outer = os.dup(folder.fd)
+        os.mkdir(self._private, 0o700, dir_fd=self._outer)
+        try:
+            opened = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            inner = os.open(self._private, opened, dir_fd=self._outer)
+            try:
+                flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
+                self.fd = os.open("swap", flags, 0o600, dir_fd=inner)
+                os.unlink("swap", dir_fd=inner)
+                if os.fstat(self.fd).st_uid != os.fstat(inner).st_uid:
+                    raise OSError(errno.EPERM, "another user has put a folder in place of ours")
+            finally:
+                close(inner)
+        finally:
+            self._forget_folder(in_use=self.fd >= 0)
+
+    def _forget_folder(self, *, in_use: bool) -> None:
+        """Remove our folder. `in_use`: the file system may keep the open file there, renamed."""
+        if not self._private:
+            return
+        try:
+            os.rmdir(self._private, dir_fd=self._outer)
+        except FileNotFoundError:
+            pass  # another process has removed it
+        except OSError as error:
+            if in_use:
+                return
+            _log.warning(
+                "%s/%s stays: %s; `offload doctor --clean %s` removes it",
+                self._path, self._private, error.strerror, self._path,
+            )  # fmt: skip
+        self._private = ""
+        outer, self._outer = self._outer, -1
+        close(outer)
+
+    def _check_private(self) -> None:
+        mode = stat.S_IMODE(os.fstat(self.fd).st_mode)
+        if mode & 0o077:
+            _log.warning(
+                "%s (%s) gives files the mode %04o whatever they are made with: other users may be "
+                "able to open swap files there; mount it with umask=077, or name another folder",
+                self._path, file_system_of(self._path), mode,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Close the file, whose bytes are gone with that. Calling it again does nothing."""
+        fd, self.fd = self.fd, -1
+        close(fd)
+        self._forget_folder(in_use=False)
+
+
+def _probe_direct(fd: int) -> tuple[int, int]:
+    """Set O_DIRECT on `fd` and return the memory and offset alignments it needs.
+
+    Leaves `fd` as it was and raises OSError if page-aligned I/O fails. Only a real transfer
+    tells: some file systems accept the flag and refuse the write.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        # Not closed by hand: the traceback of a refusal still refers to it.
+        pages = memoryview(mmap.mmap(-1, 2 * PAGE_NBYTES))
+        _write_and_read(fd, pages[:PAGE_NBYTES], 0)
+        memory_alignment = _smallest_accepted(fd, pages, in_memory=True)
+        offset_alignment = _smallest_accepted(fd, pages, in_memory=False)
+    except OSError:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        raise
+    finally:
+        os.ftruncate(fd, 0)
+    return memory_alignment, offset_alignment
+
+
+def _smallest_accepted(fd: int, pages: memoryview, *, in_memory: bool) -> int:
+    """The smallest power of two, up to a page, that transfers may be misaligned by."""
+    for alignment in (1, 4, 512):
+        shift = alignment if in_memory else 0
+        nbytes = PAGE_NBYTES if in_memory else alignment
+        try:
+            _write_and_read(fd, pages[shift : shift + nbytes], 0 if in_memory else alignment)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        else:
+            return alignment
+    return PAGE_NBYTES
+
+
+def _write_and_read(fd: int, page: memoryview, offset_bytes: int) -> None:
+    """Write and read a page. Raises OSError, EINVAL also if fewer bytes moved."""
+    wrote = os.pwritev(fd, [page], offset_bytes)
+    read = os.preadv(fd, [page], offset_bytes)
+    if (wrote, read) != (page.nbytes, page.nbytes):
+        raise OSError(errno.EINVAL, f"{wrote} bytes written and {read} read of {page.nbytes}")
+
+
+def fallocate(fd: int, offset_bytes: int, nbytes: int) -> None:
+    """fallocate(2) itself: where a file system lacks it, posix_fallocate would write a byte to
+    every block instead, for minutes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    call = getattr(libc, "fallocate64", None) or libc.fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while call(fd, 0, offset_bytes, nbytes) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

@@ -1,0 +1,330 @@
+"""Slots: memory of one tier, leased to copies of pieces whose home is another tier.
+
+A demand (a caller waits) may evict any clean copy, send dirty copies home and wait for copies that
+are on their way. A prefetch may only evict a copy that is needed later than its own, and never
+waits. The copy used last is evicted first (`tiers/eviction.py`). Of many copies (experts, pages of
+keys and values) not all are looked at for each eviction: what one look found to be used last is
+given up by the next ones, too, unless it is used sooner now, and then what was just used up.
+
+Gradients exist nowhere else and are used up soon: they stay while others have room, in at most half
+of the memory. A prefetch that finds none starts taking those home that are needed last.
+
+Where the machine is short of memory (`memory_guard.py`) copies take less than the tier has: up
+to a limit, beyond which only what is needed now gets a lease.
+
+Values that are made in memory, from codes there, need a slot that is a multiple of the codes. The
+largest such slot is left for the next values: prefetches of codes that took its place would have to
+go again, and be read again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from offload.tiers.eviction import furthest_first
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease, MemoryTier
+
+# Copies for which a look at all of them finds one more to give up. Of fewer the one used last is
+# known at any time: a look takes little, and what it found may not be the furthest any more.
+_PER_LOOK = 64
+
+
+class CachedPiece(Protocol):
+    """A piece with a copy in the pool's memory (see `FileState`). Called with the lock held."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def held_nbytes(self) -> int: ...
+
+    def next_use(self) -> float: ...
+
+    def can_drop(self) -> bool: ...
+
+    def drop(self) -> None: ...
+
+    def leave(self) -> None:
+        """Start taking a dirty copy home. Does nothing if it is clean or leaving."""
+        ...
+
+    def transit(self) -> Callable[[], None] | None:
+        """A wait for the moves of this copy to end, or None if it is not moving."""
+        ...
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of the states that borrow from a pool. What was needed and not filled was still in
+    memory from its last use; what was dropped had been used up before it was ever written."""
+
+    needed_nbytes: int = 0
+    filled_nbytes: int = 0
+    dropped_nbytes: int = 0
+
+    @property
+    def saved_reads_nbytes(self) -> int:
+        return max(0, self.needed_nbytes - self.filled_nbytes)
+
+    @property
+    def saved_writes_nbytes(self) -> int:
+        return self.dropped_nbytes
+
+
+class SlotPool:
+    """Leases of `tier` that make room by giving up copies. Thread-safe."""
+
+    def __init__(self, tier: MemoryTier, lock: threading.RLock) -> None:
+        self.tier = tier
+        self.lock = lock
+        self._held: dict[int, CachedPiece] = {}
+        self._furthest: list[CachedPiece] = []  # left of the last look; the one used last is last
+        self._least_use = 0.0  # each of them was used no sooner than this
+        self._used_up: dict[int, CachedPiece] = {}  # until their next turn; the last one is last
+        self._may_leave: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
+        self._held_nbytes = self._staying_nbytes = 0  # of all copies, and of those
+        self._sent: CachedPiece | None = None  # the last one that was sent home for that
+        self._before_look = 0  # so many of those may go before the next look
+        self._values: CachedPiece | None = None  # the largest slot of values that are made here
+        self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
+        self.makes_values = False  # the last ones that were used were made
+        self._is_ahead = False  # room is looked for that is not needed now
+        # Waits until another user releases copies; False if none will. Set by the owner of the work
+        # that holds views of copies (the update queue).
+        self.await_progress: Callable[[], bool] = lambda: False
+        self.uses_left: Callable[[], float] = lambda: math.inf  # until the step's end; set as above
+        self.evictions = 0
+        self.traffic = Traffic()
+
+    @property
+    def limit_nbytes(self) -> int | None:
+        """The limit on bytes used of the tier, which what is needed now may exceed; None: none."""
+        return self._limit
+
+    def keep_within(self, limit_nbytes: int | None) -> None:
+        """Set the limit, and give up copies that are not needed now down to it. Gradients, which
+        may stay in half of it, go home as they come."""
+        with self.lock:
+            self._limit = limit_nbytes
+            self._give_up_for(0)
+
+    def has_more_to_give(self) -> bool:
+        """Whether any copy that is not needed now can be given up, or is on its way home."""
+        with self.lock:
+            return any(
+                piece.next_use() > 0 and (piece.can_drop() or piece.transit() is not None)
+                for piece in self._held.values()
+            )
+
+    def _give_up_for(self, nbytes: int) -> None:
+        """Give up clean copies, the one used last first, until `nbytes` more are within the
+        limit."""
+        while self._limit is not None and self.tier.used_nbytes + nbytes > self._limit:
+            piece = self._next_to_drop()
+            if piece is None:
+                return
+            if piece.next_use() <= 0:  # or two that are needed now would take turns
+                if len(self._held) >= _PER_LOOK:
+                    self._furthest.append(piece)
+                return
+            piece.drop()
+            self.evictions += 1
+
+    def register(self, piece: CachedPiece) -> None:
+        """Record that `piece` holds a copy now (under the lock)."""
+        if id(piece) not in self._held:
+            self._held[id(piece)] = piece
+            self._held_nbytes += piece.held_nbytes
+
+    def unregister(self, piece: CachedPiece) -> None:
+        """Record that `piece` is about to give its copy up (under the lock)."""
+        del self._held[id(piece)]
+        self._held_nbytes -= piece.held_nbytes
+        if self._values is piece:
+            self._values = None
+        self._used_up.pop(id(piece), None)
+        self._stays_no_more(piece, piece.held_nbytes)
+
+    def may_leave(self, piece: CachedPiece) -> None:
+        """Let a dirty `piece` stay until its room is needed, or until half of the memory for copies
+        is dirty: what is fetched ahead must find others to replace (under the lock)."""
+        if id(piece) not in self._may_leave:
+            self._may_leave[id(piece)] = piece
+            self._staying_nbytes += piece.held_nbytes
+        room = self._most_nbytes() - self.tier.used_nbytes + self._held_nbytes
+        if self._staying_nbytes <= room // 2:
+            return
+        for each in sorted(self._may_leave.values(), key=lambda each: -each.next_use()):
+            each.leave()
+            if each.can_drop() or each.transit() is not None:
+                self._stays_no_more(each, each.held_nbytes)
+                if self._staying_nbytes <= room // 2:
+                    return
+
+    def _most_nbytes(self) -> int:
+        budget = self.tier.arena.nbytes
+        return budget if self._limit is None else min(budget, self._limit)
+
+    def _stays_no_more(self, piece: CachedPiece, nbytes: int) -> None:
+        if self._may_leave.pop(id(piece), None) is not None:
+            self._staying_nbytes -= nbytes
+
+    def use_up(self, piece: CachedPiece) -> None:
+        """Record that `piece` is used in turn with others, all of which are used before it is used
+        again (under the lock)."""
+        if id(piece) in self._held:
+            self._used_up.pop(id(piece), None)
+            self._used_up[id(piece)] = piece
+
+    def keep_for_values(self, piece: CachedPiece) -> None:
+        """Record that `piece` holds values that were decoded here (under the lock)."""
+        self.makes_values = True
+        if self._values is None or self._values.held_nbytes <= piece.held_nbytes:
+            self._values = piece
+
+    def keep_no_values(self, nbytes: int) -> None:
+        """Record that values of `nbytes` were not decoded when they were used (under the lock)."""
+        self.makes_values = False
+        if self._values is not None and self._values.held_nbytes <= nbytes:
+            self._values = None
+
+    def is_kept(self, piece: CachedPiece) -> bool:
+        """Whether its slot is left for the next values (under the lock)."""
+        return self._is_ahead and piece is self._values
+
+    def offer_for_values(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
+        """A lease like that of `offer`, for values that are needed now: if there is no room, it
+        takes the place of the largest values before them."""
+        with self.lock:
+            lease = self._lease(nbytes, owner, state_class)
+            if lease is None and self._values is not None and self._values.can_drop():
+                self._values.drop()
+                self.evictions += 1
+            return lease or self._try(nbytes, owner, state_class, before=-1.0)
+
+    def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
+        """A lease, evicting any copy that can go; may wait for copies to reach their home.
+
+        Raises TierFullError, listing what is held, when every copy left is in use.
+        """
+        while True:
+            with self.lock:
+                self._give_up_for(nbytes)
+                lease = self._try(nbytes, owner, state_class, before=None)
+                if lease is not None:
+                    return lease
+                wait = self._send_home()
+                again = any(piece.can_drop() for piece in self._held.values())
+            if wait is not None:
+                wait()
+            elif not again and not self.await_progress():
+                return self._last_try(nbytes, owner, state_class)
+
+    def _last_try(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
+        """Try once more: memory may have been released since the last try. Free ranges that are not
+        contiguous are used now, too."""
+        with self.lock:
+            lease = self._try(nbytes, owner, state_class, before=None)
+            return lease or self.tier.lease(nbytes, owner=owner, state_class=state_class)
+
+    def offer(
+        self, nbytes: int, owner: str, state_class: StateClass, *, next_use: float
+    ) -> Lease | None:
+        """A lease if there is room, or copies used later than `next_use` to take the place of."""
+        with self.lock:
+            self._is_ahead = next_use >= 0
+            try:
+                lease = self._try(nbytes, owner, state_class, before=next_use)
+                while lease is None and self._send_away(state_class, next_use):
+                    lease = self._try(nbytes, owner, state_class, before=next_use)
+                return lease
+            finally:
+                self._is_ahead = False
+
+    def _send_away(self, state_class: StateClass, before: float) -> bool:
+        """Start taking home the piece that is needed last, after `before`, to make room for what
+        the model computes with. Returns whether it has arrived already and given up its room. (For
+        a record this would save a read and cost a write.)"""
+        if not self._may_leave or state_class is StateClass.OPTIMIZER:
+            return False
+        if before >= self.uses_left():  # the step may make its room before
+            return False
+        if self._sent is not None and self._sent.transit() is not None:
+            return False  # its room is waited for
+        for piece in sorted(self._may_leave.values(), key=lambda piece: -piece.next_use()):
+            if piece.next_use() <= before:
+                return False
+            piece.leave()
+            if piece.can_drop():
+                piece.drop()
+                self.evictions += 1
+                return True
+            if piece.transit() is not None:
+                self._sent = piece
+                return False
+        return False
+
+    def _try(
+        self, nbytes: int, owner: str, state_class: StateClass, before: float | None
+    ) -> Lease | None:
+        needed = before is None
+        lease = self._lease(nbytes, owner, state_class, needed=needed)
+        if lease is not None:
+            return lease
+        while (piece := self._next_to_drop()) is not None:
+            if before is not None and piece.next_use() <= before:
+                if len(self._held) >= _PER_LOOK:
+                    self._furthest.append(piece)
+                return None
+            piece.drop()
+            self.evictions += 1
+            lease = self._lease(nbytes, owner, state_class, needed=needed)
+            if lease is not None:
+                return lease
+        return None
+
+    def _next_to_drop(self) -> CachedPiece | None:
+        """The copy that is used last of those that can be dropped, if there is one."""
+        while self._furthest:
+            piece = self._furthest.pop()
+            is_held = self._held.get(id(piece)) is piece
+            if is_held and piece.can_drop() and piece.next_use() >= self._least_use:
+                return piece
+        if self._before_look:
+            self._before_look -= 1
+            for piece in reversed(self._used_up.values()):
+                if piece.can_drop():
+                    return piece
+        ordered = furthest_first(self._held.values(), lambda piece: piece.next_use())
+        found = list(itertools.islice(ordered, 1 + len(self._held) // _PER_LOOK))
+        self._furthest = found[:0:-1]
+        self._before_look = len(self._used_up) // 2
+        if self._furthest:
+            self._least_use = self._furthest[0].next_use()
+        return found[0] if found else None
+
+    def _lease(
+        self, nbytes: int, owner: str, state_class: StateClass, *, needed: bool = False
+    ) -> Lease | None:
+        if not self.tier.fits(nbytes):
+            return None
+        if not needed and self.tier.used_nbytes + nbytes > self._most_nbytes():
+            return None
+        return self.tier.lease(nbytes, owner=owner, state_class=state_class)
+
+    def _send_home(self) -> Callable[[], None] | None:
+        """Start the furthest dirty copy on its way home; a wait for some move to end, or None."""
+        pieces = sorted(self._held.values(), key=lambda piece: -piece.next_use())
+        for piece in pieces:
+            if piece.transit() is None:
+                piece.leave()
+            wait = piece.transit()
+            if wait is not None:
+                return wait
+        return None

@@ -1,0 +1,68 @@
+"""The base of states that borrow memory from a `SlotPool`: the slot they hold."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import State
+from offload.tiers.errors import StateError
+from offload.tiers.memory_tier import Lease
+
+
+class SlotState(State):
+    """A state that may have a copy in a slot of `pool`, whose lock guards its fields."""
+
+    __slots__ = ("_lock", "_next_use", "_pool", "_slot")
+
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, pool: SlotPool,
+        next_use: Callable[[], float], edge_nbytes: int | None = None,
+        stride_nbytes: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
+        self._pool = pool
+        self._lock = pool.lock
+        self._next_use = next_use
+        self._slot: Lease | None = None
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._slot.extent.nbytes if self._slot is not None else 0
+
+    def next_use(self) -> float:
+        return self._next_use()
+
+    def use_up(self) -> None:
+        with self._lock:
+            self._pool.use_up(self)
+
+    def drop(self) -> None:
+        """Give the slot back; StateError if none is held."""
+        slot = self._slot
+        if slot is None:
+            raise StateError(f"{self.name} holds no memory to drop")
+        is_lost = self._may_still_be_filled()
+        self._forget_arrival()
+        self._pool.unregister(self)
+        self._slot = None
+        if not is_lost:
+            slot.free()
+
+    def _may_still_be_filled(self) -> bool:
+        """Whether a read into the slot was given up: it may yet return and write to that memory."""
+        return False
+
+    @abc.abstractmethod
+    def _forget_arrival(self) -> None:
+        """Forget the slot, which is gone, and the transfers into it."""
+
+    @abc.abstractmethod
+    def can_drop(self) -> bool: ...
+
+    @abc.abstractmethod
+    def leave(self) -> None: ...
+
+    @abc.abstractmethod
+    def transit(self) -> Callable[[], None] | None: ...

@@ -1,0 +1,361 @@
+"""A flat piece of state and the two sides that use it.
+
+The *compute side* (forward, backward) wants the whole buffer in the memory the model computes in.
+The *update side* (the optimizer, on the CPU) wants it piece by piece in host memory. Where the
+state's home is, and which bytes move for either side, only the subclass knows: code above this file
+asks `bring`, `tensor`, `host_piece` and never where.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offload.swap.device.streams import CopyMark
+from offload.swap.io.io_backend import Priority
+from offload.swap.states.codec import Codec
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.snapshot import MemorySnapshot, Snapshot
+from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import StateError
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease
+from offload.tiers.old_bytes import OldBytes
+from offload.tiers.residency import Residency
+
+
+@dataclass(slots=True)
+class HostPiece:
+    """A piece in host memory. The view keeps it there; its bytes count after `wait()`. Never
+    changed."""
+
+    view: torch.Tensor  # 1D uint8
+    transfers: tuple[Transfer[None], ...] = ()
+
+    def wait(self) -> torch.Tensor:
+        """The view, once the piece has arrived and nothing reads it any more."""
+        for transfer in self.transfers:
+            transfer.wait()
+        return self.view
+
+
+class Undoable(Protocol):
+    """A state that can return to its versions from before an update on trial."""
+
+    @property
+    def old_nbytes(self) -> OldBytes:
+        """The number of bytes of all pieces' old versions, by where they are kept."""
+        ...
+
+    def has_views(self) -> bool:
+        """Whether a view of a copy in memory is alive, and would show what is written."""
+        ...
+
+    def keep_old(self) -> bool:
+        """Keep the old version of every piece that is written from here on, in the home's tier,
+        until `drop_old` or `go_back`. Returns False if there is no memory for it."""
+        ...
+
+    def drop_old(self) -> None:
+        """Accept what was written, also what is still on its way, and drop the old versions."""
+        ...
+
+    def go_back(self) -> None:
+        """Restore the bytes from the time of `keep_old`. Waits for what is on its way; for callers
+        that have no view of what was written."""
+        ...
+
+
+class State(abc.ABC):
+    """`nbytes` bytes in *pieces* of `piece_nbytes` (the last one may be shorter); a piece moves in
+    one transfer.
+
+    Pieces begin anew at `edge_nbytes`, behind which nothing is updated: what is not changed is not
+    written with what is. With a `stride_nbytes` they also do, up to there, at each multiple of it,
+    so that each of several owners' parts is made of pieces of its own:
+
+        ├─ 0 ──┤├ 1 ┤ ├─ 2 ──┤├ 3 ┤ ├─── 4 ────┤├─── 5 ────┤├ 6 ┤
+        0             stride        edge                        nbytes
+
+    Guaranteed by callers: the update side works on a piece only between `host_piece` or
+    `read_piece` and `wrote_piece` or `write_piece`, and never while the compute side writes.
+    """
+
+    __slots__ = (
+        "__weakref__", "_pieces_to_edge", "edge_nbytes", "name", "nbytes", "piece_nbytes",
+        "pieces", "pieces_per_stride", "stride_nbytes",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, edge_nbytes: int | None = None,
+        stride_nbytes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.nbytes = nbytes
+        self.piece_nbytes = piece_nbytes
+        self.edge_nbytes = nbytes if edge_nbytes is None else edge_nbytes
+        self.stride_nbytes = stride_nbytes or max(1, self.edge_nbytes)
+        self.pieces_per_stride = -(-self.stride_nbytes // piece_nbytes)
+        strides, rest = divmod(self.edge_nbytes, self.stride_nbytes)
+        self._pieces_to_edge = strides * self.pieces_per_stride + -(-rest // piece_nbytes)
+        behind = -(-(nbytes - self.edge_nbytes) // piece_nbytes)
+        self.pieces = max(1, self._pieces_to_edge + behind)
+
+    def span(self, piece: int) -> slice:
+        """The bytes of a piece within the buffer."""
+        behind = piece - self._pieces_to_edge
+        if behind >= 0:
+            start, end = self.edge_nbytes + behind * self.piece_nbytes, self.nbytes
+        else:
+            stride, number = divmod(piece, self.pieces_per_stride)
+            begin = stride * self.stride_nbytes
+            start = begin + number * self.piece_nbytes
+            end = min(begin + self.stride_nbytes, self.edge_nbytes)
+        return slice(start, min(start + self.piece_nbytes, end))
+
+    in_place = False  # True: `tensor()` is the home itself and never moves
+    at_home_on_device = False  # True: device memory is the home; the CPU's update stages it
+
+    # compute side -------------------------------------------------------------------------
+    @abc.abstractmethod
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Start moving the buffer to where it is computed with; True if it is or will be there.
+
+        With a `next_use` (uses from now) it never waits and returns False where there is no room
+        for something needed that late; with None it makes room, waiting where it must, or raises
+        TierFullError.
+        """
+
+    @abc.abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """1D uint8, `nbytes` long, valid; waits for its arrival. Any view of it keeps it there."""
+
+    @abc.abstractmethod
+    def blank(self) -> torch.Tensor:
+        """Like `tensor`, for overwriting all of it: content undefined, nothing is read.
+
+        The caller fills it and then calls `wrote`.
+        """
+
+    @abc.abstractmethod
+    def wrote(self, *, to_edge: bool = False) -> None:
+        """Start taking home the buffer that the compute side changed and still has a view of.
+        Gradients, which are used up soon, go to a file only where their memory is needed for
+        something else. `to_edge`: nothing was changed behind the edge.
+        """
+
+    def codes(self) -> tuple[Codec, torch.Tensor] | None:
+        """The codec and the stored codes of the buffer, 1D uint8 in host memory; waits for their
+        arrival, and any view keeps them there. None where the model cannot compute with codes."""
+        return None
+
+    def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
+        """Count a use of the buffer by the compute side, to tell how much was still in memory."""
+
+    def use_up(self) -> None:  # noqa: B027 - what never moves makes no room
+        """Note that the compute side has no view of the buffer any more, and uses other states
+        before it needs this one again."""
+
+    @abc.abstractmethod
+    def residency(self) -> Residency: ...
+
+    # the whole buffer in host memory (for loading and reading out; the same where the model
+    # computes in host memory)
+    def host_tensor(self) -> torch.Tensor:
+        """1D uint8 in host memory, valid. Changes count after `host_wrote`; until then the view has
+        to be kept, or another thread may drop what it shows."""
+        return self.tensor()
+
+    def host_blank(self) -> torch.Tensor:
+        """Like `host_tensor`, for overwriting all of it."""
+        return self.blank()
+
+    def host_wrote(self) -> None:
+        """Start taking home the buffer of `host_tensor` or `host_blank`, which was changed."""
+        self.wrote()
+
+    def has_views(self) -> bool:
+        """Whether a view of a copy in memory may be alive."""
+        return True
+
+    # update side --------------------------------------------------------------------------
+    def bring_host(self, *, next_use: float) -> bool:
+        """Like `bring`, as far as host memory: where `host_piece` will find the pieces."""
+        return self.bring(next_use=next_use)
+
+    @abc.abstractmethod
+    def host_piece(self, piece: int) -> HostPiece | None:
+        """The piece in host memory, if it is there or arriving. Does not wait.
+
+        None where the caller has to stage it with `read_piece` and `write_piece`.
+        """
+
+    @abc.abstractmethod
+    def wrote_piece(self, piece: int) -> None:
+        """Start taking home `host_piece(piece)`, which was changed."""
+
+    @abc.abstractmethod
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        """Fill `destination` (host memory, whole pages, at least the piece's bytes)."""
+
+    @abc.abstractmethod
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        """Take the piece home from `source`, which must not change until the transfer is done."""
+
+    # an update on trial -------------------------------------------------------------------
+    def undoable(self) -> Undoable | None:
+        """This state as an `Undoable`; None if its old version cannot be kept."""
+        return None
+
+    # a save in the background -------------------------------------------------------------
+    can_snapshot = False  # True: there is a `snapshot`
+
+    def snapshot(self) -> Snapshot:
+        """A snapshot of the state's bytes, once they are home; nothing is copied."""
+        raise StateError(f"{self.name} cannot be kept as it is without a copy")
+
+    # update side, on the device -----------------------------------------------------------
+    def device_piece(self, piece: int) -> torch.Tensor | None:
+        """The piece in device memory, if it is there: as home, or as a valid copy of it.
+
+        Work that the thread's current stream is given from here on sees it, and may change it. The
+        view keeps it there. None where the caller has to copy what `host_piece` or `read_piece`
+        gives.
+        """
+        return None
+
+    def used_device_piece(  # noqa: B027 - nothing to do without one
+        self, piece: int, until: CopyMark
+    ) -> None:
+        """Record that all work on `device_piece(piece)` was queued, and comes before the mark.
+
+        If the home is another memory, the caller takes the changed bytes there, too, and then calls
+        `wrote_piece` or `write_piece`; the copy stays valid.
+        """
+
+    # both ---------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Forget the content and give back all memory that is not a permanent home."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Wait until everything on its way has arrived; raises what went wrong."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Forget the content and give back all memory, the home too."""
+
+
+class MemoryState(State):
+    """State that is used in the memory that is its home: nothing ever moves."""
+
+    __slots__ = ("_lease", "_memory", "_old", "_old_lock", "_replaced", "_spare")
+
+    in_place = True
+    can_snapshot = True
+
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease | None,
+        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+        spare: SlotPool | None = None,
+    ) -> None:  # fmt: skip
+        """`lease` is None where there are no bytes. `spare` has the memory for old versions."""
+        super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
+        self._lease = lease
+        self._spare = spare
+        self._old: Lease | None = None
+        self._replaced: set[int] = set()  # pieces whose old version is there
+        # A step may count an update that has not begun: no piece is kept any more from then on.
+        self._old_lock = threading.Lock()
+        self._memory = torch.empty(0, dtype=torch.uint8) if lease is None else lease.tensor
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return True
+
+    def tensor(self) -> torch.Tensor:
+        return self._memory[: self.nbytes]
+
+    def blank(self) -> torch.Tensor:
+        return self.tensor()
+
+    def wrote(self, *, to_edge: bool = False) -> None:
+        """Do nothing: the buffer is its home."""
+
+    def residency(self) -> Residency:
+        return Residency.CLEAN
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        span = self.span(piece)
+        with self._old_lock:
+            if self._old is not None and piece not in self._replaced:
+                self._old.tensor[span].copy_(self._memory[span])  # about to be written
+                self._replaced.add(piece)
+        return HostPiece(self._memory[span])
+
+    def wrote_piece(self, piece: int) -> None:
+        """Do nothing: the piece is at home."""
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        destination[: span.stop - span.start].copy_(self._memory[span])
+        return Transfer.completed(None)
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        span = self.span(piece)
+        self._memory[span].copy_(source[: span.stop - span.start])
+        return Transfer.completed(None)
+
+    # ---------------------------------------------------------------- an update on trial
+    def undoable(self) -> MemoryState | None:
+        return None if self._spare is None else self
+
+    def has_views(self) -> bool:
+        return self._lease is not None and self._lease.in_use()
+
+    @property
+    def old_nbytes(self) -> OldBytes:
+        return OldBytes(memory=self.nbytes)
+
+    def keep_old(self) -> bool:
+        pool = self._spare
+        assert pool is not None, "asked before"
+        self._old = pool.offer(
+            self.nbytes, f"{self.name} before the step", StateClass.STAGING,
+            next_use=pool.uses_left(),
+        )  # fmt: skip
+        return self._old is not None
+
+    def drop_old(self) -> None:
+        with self._old_lock:
+            self._replaced.clear()
+            old, self._old = self._old, None
+        if old is not None and self._spare is not None:
+            with self._spare.lock:
+                old.free()
+
+    @uninterrupted
+    def go_back(self) -> None:
+        if self._old is not None:
+            for span in map(self.span, self._replaced):
+                self._memory[span].copy_(self._old.tensor[span])
+        self.drop_old()
+
+    def snapshot(self) -> Snapshot:
+        return MemorySnapshot(lambda piece: HostPiece(self._memory[self.span(piece)]))
+
+    def discard(self) -> None:
+        """Keep the memory, which is a permanent home; its content no longer counts."""
+
+    def settle(self) -> None:
+        """Do nothing: no transfer is ever under way."""
+
+    def close(self) -> None:
+        self.drop_old()
+        if self._lease is not None:
+            self._lease.free()

@@ -1,0 +1,1 @@
+"""Threads, what they wait for, and what was recorded of them."""

@@ -1,0 +1,100 @@
+"""Lanes: what moves or works beside the model's thread, and how long that thread has waited for it.
+
+    model's thread   ── forward ──┤ waits ├── forward ──┤ waits ├──
+    a lane           ─────┤ read of block 3 ├───┤ update of block 4 ├──
+
+Each thing that a thread may have to wait for is of a lane. No clock is read for a transfer that is
+done. One thread waits for one thing at a time, so no second is counted twice; a wait for an update
+that itself waits for files is one for the update.
+
+While a `Recorder` is set, a lane also notes what happens when.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from offload.swap.threads.ranges import profiled
+from offload.swap.threads.recorder import MODEL, Recorder
+
+
+class WaitFor(enum.StrEnum):
+    """The kinds of work that the model's thread may wait for."""
+
+    FILES = "nvme"
+    LINK = "link"  # a copy between host and device
+    UPDATE = "update"  # of a group that is used next
+    RANKS = "ranks"
+
+
+class _ThisThread(threading.local):
+    name = MODEL
+    is_worker = False
+
+
+_this_thread = _ThisThread()
+
+
+def be_worker(name: str) -> None:
+    """Mark this thread as a worker: its waits do not delay training, and are not counted. `name` is
+    shown in recordings."""
+    _this_thread.is_worker = True
+    _this_thread.name = name
+
+
+def is_worker() -> bool:
+    """Whether this thread called `be_worker`."""
+    return _this_thread.is_worker
+
+
+class Lane:
+    """One lane. The waits of threads that are no workers are counted: those of the model's thread,
+    one at a time."""
+
+    __slots__ = ("kind", "recorder", "waited_s", "waiters")
+
+    def __init__(self, kind: WaitFor) -> None:
+        self.kind = kind
+        self.waited_s = 0.0
+        self.waiters = 0  # threads that wait now and are no workers: the model's
+        self.recorder: Recorder | None = None  # of events here, while recording is on
+
+    @contextmanager
+    def waiting(self, what: object) -> Iterator[None]:
+        """Count and record a wait for `what`, which is turned into text only for a recording."""
+        began = time.perf_counter()
+        counted = int(not is_worker())
+        self.waiters += counted
+        try:
+            with profiled(f"wait for {self.kind}"):
+                yield
+        finally:
+            ended = time.perf_counter()
+            self.waiters -= counted
+            if counted:
+                self.waited_s += ended - began
+            recorder = self.recorder
+            if recorder is not None:
+                name = f"wait for {self.kind}"
+                recorder.add(_this_thread.name, name, began, ended, detail=str(what))
+
+    @contextmanager
+    def doing(self, name: str) -> Iterator[None]:
+        """Record the work of this thread under `name`."""
+        with profiled(f"{self.kind} of {name}"):
+            recorder, began = self.recorder, time.perf_counter()
+            yield
+            if recorder is not None:
+                recorder.add(_this_thread.name, name, began, time.perf_counter())
+
+
+def waits_s(lanes: Iterable[Lane]) -> dict[str, float]:
+    """Seconds waited so far, for each `WaitFor`."""
+    found = dict.fromkeys(map(str, WaitFor), 0.0)
+    for lane in lanes:
+        found[lane.kind] += lane.waited_s
+    return found

@@ -1,0 +1,1 @@
+"""Experts in packed parameters."""

@@ -1,0 +1,120 @@
+"""Packed parameters as whole tensors, to be read and written outside of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.tiers.errors import UnsupportedError
+from offload.zero.experts.packed import PackedParam
+from offload.zero.groups.group import digest
+from offload.zero.groups.store import WeightStore
+
+Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
+
+
+class PackedValues:
+    """Shows the values of a store's packed parameters, beside the budget: as much memory as their
+    values take. For the thread of the model."""
+
+    def __init__(
+        self, store: WeightStore, full: Callable[[nn.Parameter], torch.Tensor], gathered: Gathered,
+        wrote: Callable[[nn.Parameter], None],
+    ) -> None:  # fmt: skip
+        """`full` returns a copy of one row, `gathered` opens rows for writing. `wrote` marks a
+        row's values as written."""
+        self._store = store
+        self._full = full
+        self._gathered = gathered
+        self._wrote = wrote
+        self._shown: dict[PackedParam, list[int]] = {}  # and the digests of their rows
+
+    def whole(self, packed: PackedParam) -> torch.Tensor:
+        """Return a copy of the values."""
+        for group, _ in packed.places:
+            group.begin_missed()
+        made = torch.empty(
+            packed.param.shape, dtype=self._store.dtype, device=self._store.device
+        )  # fmt: skip
+        for row, param in zip(made, packed.rows, strict=True):
+            row.copy_(self._full(param))
+        return made
+
+    @contextmanager
+    def shown(self, params: Sequence[PackedParam], *, keep: bool) -> Iterator[None]:
+        """Show the values as the parameters' data inside. With `keep`, writes to them are kept."""
+        fresh = [packed for packed in params if packed not in self._shown]
+        try:
+            for packed in fresh:
+                self._show(packed)
+        except BaseException:
+            self._hide(fresh)
+            raise
+        kept = params if keep else []
+        try:
+            yield
+        finally:
+            try:
+                self._end(kept, fresh)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._end(kept, fresh)
+                raise
+
+    @interrupted_in_waits  # between a switch of torch's modes and its end, one would stay switched
+    @torch.no_grad()
+    def _show(self, packed: PackedParam) -> None:
+        with torch.inference_mode(False):
+            values = self.whole(packed)
+            self._reveal(packed, values, [digest(row) for row in values])
+
+    @uninterrupted
+    def _reveal(self, packed: PackedParam, values: torch.Tensor, digests: list[int]) -> None:
+        self._shown[packed] = digests
+        with torch._C.DisableTorchFunctionSubclass():
+            packed.param.data = values
+            packed.param.__class__ = packed.own_class
+        packed.is_shown = True
+
+    @uninterrupted
+    def _end(self, kept: Sequence[PackedParam], fresh: Sequence[PackedParam]) -> None:
+        try:
+            if self._store.unusable is None:  # else there is nothing to write to any more
+                self.adopt([packed for packed in kept if packed in self._shown])
+        finally:
+            self._hide(fresh)
+
+    @uninterrupted
+    def _hide(self, params: Sequence[PackedParam]) -> None:
+        for packed in params:
+            if self._shown.pop(packed, None) is not None:
+                packed.is_shown = False
+                self._store.hide(packed)
+
+    def adopt(self, params: Sequence[PackedParam] | None = None) -> None:
+        """Let rows have the values that were written to the shown parameters. All ranks take over
+        any rank's writes."""
+        for packed in list(self._shown) if params is None else params:
+            values = packed.param.detach()
+            wanted = packed.spec.shape, self._store.dtype
+            if (tuple(values.shape), values.dtype) != wanted:
+                raise UnsupportedError(
+                    f"{packed.name}.data was set to {tuple(values.shape)}, {values.dtype}, and is "
+                    f"{wanted[0]}, {wanted[1]} in its tiers; change the model before "
+                    "offload.initialize or offload.dispatch"
+                )
+            now = [digest(row) for row in values]
+            pairs = zip(now, self._shown[packed], strict=True)
+            changed = [int(digested != known) for digested, known in pairs]
+            said = self._store.ranks.exchange(changed, "which experts were written")
+            written = said.max(axis=0).tolist()
+            for row, value, is_written in zip(packed.rows, values, written, strict=True):
+                if is_written:
+                    with torch.no_grad(), self._gathered([row]):
+                        row.copy_(value)
+                elif any(written):
+                    self._wrote(row)  # the master of a parameter that was written is its values
+            self._shown[packed] = now

@@ -1,0 +1,1 @@
+"""Gradients from backward to the step: accumulators, handles, norms."""

@@ -1,0 +1,246 @@
+"""A group's gradients on their way from backward to the update.
+
+Each gradient is taken from autograd as soon as it is computed and copied into one flat accumulator,
+with its squared norm fused into the copy. The first backward pass stores 16-bit gradients
+unchanged; a second one before the step makes the accumulator fp32, and the sum is the fp32 sum of
+the 16-bit gradients. That rule depends on the number of passes alone, so the bits do not depend on
+the accumulator's tier. `gradient_paths` does the copying.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from offload.kernels.floats import Float, Runner
+from offload.swap.device.outbox import Outbox
+from offload.swap.states.state import State
+from offload.swap.threads.ranges import profiled
+from offload.swap.threads.transfer import Transfer
+from offload.zero.gradients.gradient_paths import (
+    DevicePartials,
+    DevicePath,
+    GradientPath,
+    HostPath,
+    LeavingPath,
+)
+from offload.zero.groups.bits import DTYPE_OF, FLOAT_OF
+from offload.zero.groups.layout import ParamSpec
+
+# makes the accumulator of a given format: bytes per element -> State
+Accumulators = Callable[[int], State]
+
+
+class GradientAccumulator:
+    """Gradients of one group's trainable parameters, or of this rank's part of them. For the
+    thread that runs backward."""
+
+    __slots__ = (
+        "__weakref__", "_factors", "_having", "_make", "_open", "_own", "_path", "_share",
+        "_specs", "_spent", "format", "landed", "name", "passes", "state",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, specs: Sequence[ParamSpec], own: Float, accumulate: Float,
+        make: Accumulators, run: Runner, partials: DevicePartials | None = None,
+        outbox: Outbox | None = None, share: float = 1.0,
+    ) -> None:  # fmt: skip
+        """`specs` are the parameters, or parts of them, at their offsets in the accumulator.
+        `partials` and `outbox` are given if gradients come on a device with kernels of this
+        library. `share` multiplies gradients."""
+        self.name = name
+        self._share = share
+        self._specs = list(specs)
+        self._own = own
+        self._make = make
+        self._spent = False
+        self.format = accumulate
+        self.state: State = make(accumulate.nbytes)
+        self._path = self._choose_path(run, partials, outbox)
+        self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
+        self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
+        self._having: defaultdict[int, int] = defaultdict(int)  # parameters by number of passes
+        self._factors = np.ones(len(self._specs))  # the factor by which users have scaled each sum
+        # Everything taken in is in the accumulator, which is on its way home.
+        self.landed: Transfer[None] = Transfer.completed(None)
+
+    def _choose_path(
+        self, run: Runner, partials: DevicePartials | None, outbox: Outbox | None
+    ) -> GradientPath:
+        if partials is not None and self.state.at_home_on_device:
+            return DevicePath(self._specs, partials)
+        if partials is not None and outbox is not None:
+            return LeavingPath(self._specs, partials, outbox, run)
+        return HostPath(self._specs, run)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.passes.any())
+
+    @property
+    def holds_any(self) -> bool:
+        return self.has_any
+
+    @property
+    def is_reduced_locally(self) -> bool:
+        return True
+
+    @property
+    def spent(self) -> bool:
+        return self._spent
+
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take in the gradient of parameter `index`; the pass ends with that of the last one. True
+        if it is in the accumulator on return."""
+        source = flat_gradient(gradient)
+        before = self.passes.item(index)
+        if before and self.format is not Float.FP32:
+            self._promote()
+        if self._factors.item(index) != 1.0:
+            self._apply_factor(index)
+        with profiled(f"reduce {self.name}"):
+            if before:
+                self._path.add(index, self._opened(), source)
+            else:
+                self._path.copy(index, self._opened(), source)
+        self._having[before] -= 1
+        self._having[before + 1] += 1
+        self.passes[index] = before + 1
+        if self._having[before + 1] == len(self._specs):
+            self.close()
+        return True
+
+    def _passed(self, index: int, passes: int) -> None:
+        """Note how many passes a parameter has now."""
+        self._having[int(self.passes[index])] -= 1
+        self._having[passes] += 1
+        self.passes[index] = passes
+
+    def _opened(self) -> torch.Tensor:
+        """Return the accumulator, opened if it is not."""
+        if self._open is None:
+            self.landed.wait()
+            buffer = self.state.tensor() if self.has_any else self.state.blank()
+            if self.has_any:  # the last pass may be on its way home; with a view of it, it stays
+                self.state.settle()
+            self._open = buffer.view(DTYPE_OF[self.format])
+        return self._open
+
+    def _apply_factor(self, index: int) -> None:
+        """Multiply the fp32 sum by its factor: the next gradient is added to the product."""
+        self._arrive()
+        spec = self._specs[index]
+        self._opened()[spec.offset : spec.stop].mul_(self._factors[index])
+        self._factors[index] = 1.0
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Replace what was accumulated by `value`, of the parameter's size."""
+        self._arrive()
+        self._path.copy(index, self._opened(), flat_gradient(value))
+        self._passed(index, max(1, int(self.passes[index])))
+        self._factors[index] = 1.0 / self._share
+        self.close()
+
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply what was accumulated: the factor is kept until the values are used."""
+        self._factors[index] *= factor
+
+    def factor(self, index: int) -> float:
+        """Return the factor that the accumulator's values have to be multiplied by."""
+        return self._factors.item(index) * self._share
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """Forget what was accumulated for some parameters."""
+        for index in indices:
+            self._passed(index, 0)
+        self._factors[indices] = 1.0
+
+    def _promote(self) -> None:
+        """Make the accumulator fp32, keeping its values."""
+        self.landed.wait()
+        old_state = self.state
+        old = self._open if self._open is not None else old_state.tensor()
+        old = old.view(DTYPE_OF[self.format])
+        self._open = None
+        self.state, self.format = self._make(Float.FP32.nbytes), Float.FP32
+        new = self.state.blank().view(torch.float32)
+        for index in np.flatnonzero(self.passes):
+            self._path.widen(int(index), new, old)
+        self._open = new
+        del old
+        old_state.close()
+
+    def close(self) -> bool:
+        """Let the accumulator go home until the next gradient comes; False if it is not open."""
+        if self._open is None:
+            return False
+        state, buffer = self.state, self._open
+        self._open = None
+
+        def go_home(_: torch.Tensor = buffer) -> None:  # until then the view keeps it in memory
+            state.wrote()
+
+        del buffer
+        self.landed = self._path.when_there(go_home, f"the gradients of {self.name}")
+        return True
+
+    def square(self, index: int) -> float:
+        """Return the sum of squares of the gradient accumulated for a parameter."""
+        if not self.passes[index]:
+            return 0.0
+        return total_square(self._path.squares(index).tolist()) * self.factor(index) ** 2
+
+    def read(self, index: int) -> torch.Tensor | None:
+        """Return a copy of the accumulated gradient (fp32, or 16-bit if it is neither a sum nor
+        scaled), or None if there is none (any more: an update during backward uses them up)."""
+        if not self.passes[index] or self._spent:
+            return None
+        self._arrive()
+        spec = self._specs[index]
+        flat = self.state.tensor().view(DTYPE_OF[self.format])
+        found = flat[spec.offset : spec.stop].view(spec.shape).clone()
+        factor = self.factor(index)
+        return found if factor == 1.0 else found.float().mul_(factor)
+
+    def _arrive(self) -> None:
+        """Wait for transfers into the accumulator."""
+        self.landed.wait()
+        if self._open is not None:
+            self._path.when_there(lambda: None, f"the gradients of {self.name}").wait()
+
+    def spend(self) -> None:
+        """Free the memory: an update has used the gradients up. Their norm is still known."""
+        self._spent = True
+        self._arrive()
+        self.state.discard()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._arrive()
+        self._open = None
+        self.passes[:] = 0
+        self._having.clear()
+        self._factors[:] = 1.0
+        if not self._spent:
+            self.state.discard()
+        self._spent = False
+
+
+def total_square(parts: Sequence[float]) -> float:
+    """Return the sum of sums of squares; infinite or NaN if any of them is."""
+    return math.fsum(parts)  # of what is not negative: no infinities of both signs
+
+
+def flat_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a contiguous 1D tensor, in a format that accumulators know."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if gradient.dtype not in FLOAT_OF:  # e.g. a float64 gradient hook
+        gradient = gradient.float()
+    return gradient.contiguous().view(-1)

@@ -1,0 +1,1 @@
+"""Parameter groups: which there are, where each parameter lies, and what fetches them."""

@@ -1,0 +1,84 @@
+"""The layout of a group's parameters among stored codes.
+
+    in a slot   ├─── q_proj ───┤├─ norm ─┤├────── up_proj ──────┤   `zero.layout`
+    stored      ├ codes ┤├─ norm ─┤├─── codes ───┤                  `kernels.weight_formats`, or raw
+
+Parts follow each other in the same order, each on a cache line, so that a part can be decoded
+once the stored bytes up to its end are there. Padding of the slot is not stored; it reads as zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from offload.kernels.weight_formats import LINE_NBYTES, Code, WeightFormat
+from offload.tiers.units import round_up
+from offload.zero.groups.layout import Layout, ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPart:
+    """One parameter. Ranges are bytes of the two buffers."""
+
+    spec: ParamSpec
+    values: slice
+    stored: slice
+    weights: WeightFormat | None  # None: stored as it is
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLayout:
+    """The stored buffer of a group, 1D."""
+
+    parts: tuple[CodedPart, ...]
+    nbytes: int  # of the group's buffer in a slot
+    stored_nbytes: int
+
+
+def refusal(shape: Sequence[int], weights: WeightFormat) -> str | None:
+    """Return why a parameter of this shape cannot be stored so, as a clause; None if it can.
+
+    A group of INT8 and INT4 lies in one row (of `in_features` elements), one of NF4 anywhere.
+    """
+    if len(shape) < 2:
+        return f"it has {len(shape)} dimensions, and only matrices are stored in fewer bits"
+    row, size = shape[-1], weights.group_size
+    if weights.code is not Code.NF4:
+        if row % size:
+            return f"its rows of {row} elements are no whole groups of {size}"
+        return None
+    numel = math.prod(shape)
+    if numel % size:
+        return f"its {numel} elements are no whole groups of {size}"
+    return None
+
+
+def lay_out_codes(
+    layout: Layout, itemsize: int,
+    weights_of: Callable[[ParamSpec], WeightFormat | None] = attrgetter("stored"),
+) -> CodedLayout:  # fmt: skip
+    """Return the stored buffer of one rank's group, whose elements have `itemsize` bytes in a slot.
+
+    Raises ValueError if a parameter cannot be stored as `weights_of` says (see `refusal`).
+    """
+    parts = []
+    end = 0
+    for spec in layout.params:
+        weights = weights_of(spec)
+        nbytes = spec.numel * itemsize
+        stored = nbytes
+        if weights is not None:
+            why = refusal(spec.shape, weights)
+            if why is not None:
+                name = weights.code.name.lower()
+                raise ValueError(f"{spec.name} cannot be stored as {name}: {why}")
+            stored = weights.stored_nbytes(spec.numel)
+        begin = spec.offset * itemsize
+        values, there = slice(begin, begin + nbytes), slice(end, end + stored)
+        parts.append(CodedPart(spec, values, there, weights))
+        end = round_up(there.stop, LINE_NBYTES)
+    # no state is empty
+    return CodedLayout(tuple(parts), layout.numel * itemsize, max(end, LINE_NBYTES))

@@ -1,0 +1,477 @@
+"""A group of parameters: one flat buffer, gathered before use and released after it.
+
+Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
+
+    RELEASED   a placeholder of the parameter's full shape (placeholders.py); the state owns
+               the bytes, in any tier. The parameter's class fetches them when it is read
+               (released.py)
+    GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
+
+A group whose home is the memory it is used in stays GATHERED, except while its update runs in the
+background, so that half an update is never read. Where all its states are in memory the step waits
+for the update, and the group always stays GATHERED. A group with masters is released there as well:
+writes to its parameters have to reach the masters.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from offload.swap.states.state import State
+from offload.swap.threads.ranges import profiled
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.layout import Layout, ParamSpec
+from offload.zero.tensors.local_tensors import hold, is_dtensor, local_of
+from offload.zero.tensors.placeholders import exchanging, placeholder
+
+if TYPE_CHECKING:
+    from offload.zero.experts.packed import ExpertTable
+
+NO_PICKLES = (
+    "the model cannot be pickled: its parameters are in tiers, not in its modules. Pickle an "
+    "ordinary copy of it (copy.deepcopy(model)), or use model.state_dict() or "
+    "engine.save_checkpoint()"
+)
+
+
+def digest(param: torch.Tensor) -> int:
+    """Return a digest of the bytes of a parameter's values (of this rank's part)."""
+    flat = local_of(param).detach().cpu().reshape(-1).view(torch.uint8)
+    return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors share this one's memory (and storages of Python's)."""
+    memory = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(memory._cdata))
+
+
+def _hold_plain(param: torch.Tensor, values: torch.Tensor) -> None:
+    """Hold `values`, as `hold` does, in a parameter that is known to be no DTensor."""
+    param.data = values
+
+
+def _outside_inference(function: Callable[[ParamGroup], None]) -> Callable[[ParamGroup], None]:
+    """Run `function` outside of inference mode: parameters must not become inference tensors."""
+
+    @functools.wraps(function)
+    def call(group: ParamGroup) -> None:
+        if not torch.is_inference_mode_enabled():  # the context costs more than most of the rest
+            return function(group)
+        with torch.inference_mode(False):
+            return function(group)
+
+    return call
+
+
+class RankCopies:
+    """This rank's copies of the parts of a group's buffer that other ranks update. This base class
+    has none, and its methods do nothing."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether other ranks' parts have to be fetched before the buffer is used."""
+        return False
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a thread reads this rank's part for a collective that has not ended."""
+        return False
+
+    def invalidate_gathered(self) -> None:
+        """Note that an update was submitted: copies made before it hold old values."""
+
+    def refresh(self) -> None:
+        """Begin to fetch parts that other ranks have changed. All ranks refresh the same groups in
+        the same order, also those that only some of them use."""
+
+    def overwritten(self) -> None:
+        """Note that all ranks overwrote the whole buffer: each part counts as its owner's."""
+
+    def on_last_release(self) -> None:
+        """Note that no module or caller uses the whole buffer any more, for now."""
+
+
+class GroupState(enum.Enum):
+    RELEASED = "released"
+    GATHERED = "gathered"
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The classes that one parameter has (see released.py)."""
+
+    own: type
+    released: type
+    gathered: type
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A parameter in the flat buffer: its sizes, strides and offset in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, spec: ParamSpec) -> _Place:
+        # not torch._prims_common's function, which imports sympy: a third of a second, 490 modules
+        return cls(spec.shape, torch.empty(spec.shape, device="meta").stride(), spec.offset)
+
+
+class ParamGroup:
+    """Parameters that move together. `gather` and `release` are for the thread of the model."""
+
+    __slots__ = (
+        "__weakref__", "_addresses", "_any_dtensor", "_catch_up", "_classes", "_flat",
+        "_held_for", "_home", "_placeholders", "_places", "_users", "_uses", "_views", "_watched",
+        "_written", "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy",
+        "layout", "name", "on_hold", "on_trial", "params", "pending", "permanent", "residing",
+        "state", "table", "updated_at", "version", "written_at",
+    )  # fmt: skip
+
+    def __init__(
+        self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
+        dtype: torch.dtype, state: State, device: torch.device,
+        classes_of: Callable[[type], Classes], copies: RankCopies | None = None, ep_size: int = 1,
+    ) -> None:  # fmt: skip
+        """`classes_of` returns the classes for a parameter of a given class; `copies` are those of
+        other ranks' parts in `state`. `ep_size` > 1: an expert of a table that is spread over so
+        many ranks, where other ranks have other experts."""
+        self.index = index
+        self.ep_size = ep_size
+        self.table: ExpertTable | None = None  # the experts that it is one of
+        self.name = name
+        self.layout = layout
+        self.params = list(params)  # in the layout's order
+        self.dtype = dtype
+        self.state = state
+        self.copies = RankCopies() if copies is None else copies
+        self.device = device
+        self.permanent = False  # True: every state is at home in the memory where it is used
+        self.has_masters = False  # True: a write to a parameter has to reach its master, too
+        # True: a module that is called gathers its values only when an operation needs them; until
+        # then they are used as they are stored (coded_uses.py)
+        self.is_lazy = False
+        self._addresses: list[int] = []  # of the parameters' values, as they were gathered last
+        self._uses = 0  # tensors over the buffer's memory then
+        self.version = 0  # counts updates and users' writes
+        self.updated_at = 0  # the version that the last update made
+        self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
+        self.residing = GroupState.RELEASED
+        self.pending: Transfer[None] | None = None  # an update that readers have to wait for
+        # undoes a pending update that no step has made yet (trials.py)
+        self.on_trial: Callable[[], None] | None = None
+        # makes `pending` an update by the steps that were missed, if there are any
+        self._catch_up: Callable[[ParamGroup], None] | None = None
+        self._classes = [classes_of(type(param)) for param in self.params]
+        self._any_dtensor = any(is_dtensor(param) for param in self.params)
+        self._places = [_Place.of(spec) for spec in layout.params]
+        self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
+        self._users: set[object] = set()
+        self._held_for: set[int] = set()  # users of a pass that is repeated without data
+        self.on_hold: Callable[[ParamGroup, object, bool], None] | None = None  # True: entered
+        self._written = [param._version for param in self.params]  # counters of known writes
+        self._placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
+        # of a home on the device, which never moves: its bytes, and views of them
+        self._home: torch.Tensor | None = None
+        self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+
+    def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
+        """Return the parameters with their original classes."""
+        return [(p, kinds.own) for p, kinds in zip(self.params, self._classes, strict=True)]
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether a module's forward or `gathered` has entered and not left."""
+        return bool(self._users or self._held_for)
+
+    def fall_behind(self, catch_up: Callable[[ParamGroup], None]) -> None:
+        """Note that a step was missed: before anything is read, `catch_up` begins its update."""
+        self._catch_up = catch_up
+        self.invalidate()
+        if self.residing is GroupState.GATHERED:
+            self.withhold()
+
+    def caught_up(self) -> None:
+        """Note that an update by all steps that were missed is about to be submitted."""
+        self._catch_up = None
+
+    def begin_missed(self) -> None:
+        """Begin the update by the steps that were missed, if there are any."""
+        if self._catch_up is not None:
+            if self.pending is not None:  # where an interrupt can end the wait
+                self.pending.wait()
+            self._catch_up(self)
+
+    def has_kept_views(self) -> bool:
+        """Return whether there are views, other than the group's own, of the values where an update
+        would write to them. The group's own end."""
+        if self.residing is GroupState.GATHERED:
+            self.withhold()
+        written = self.state.undoable()
+        return written is not None and written.has_views()
+
+    def decided_update(self) -> Transfer[None] | None:
+        """Return the update that readers wait for, after undoing one that no step has made."""
+        if self.on_trial is not None:
+            self.on_trial()
+        return self.pending
+
+    def wait_for_update(self) -> None:
+        """Block until a pending update of this group is visible, and that by the steps that it
+        missed. Every reader of weights or optimizer states comes here."""
+        self.decided_update()
+        self.begin_missed()
+        pending = self.pending
+        if pending is not None:
+            pending.wait()
+            if self.pending is pending:  # else another thread has made a step meanwhile
+                self.pending = None
+
+    def flat(self) -> torch.Tensor:
+        """Return the whole buffer, 1D, valid: waits for a pending update and for its arrival."""
+        self.wait_for_update()
+        found = self.state.tensor()
+        if self._flat is not None and found is self._home:
+            return self._flat
+        flat = found.view(self.dtype)
+        if self.state.at_home_on_device and not self._any_dtensor:
+            self._home, self._flat, self._views = found, flat, []
+        return flat
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return one view for each parameter."""
+        if flat is self._flat and self._views:
+            return self._views
+        start = flat.storage_offset()
+        views = [
+            flat.as_strided(place.shape, place.stride, start + place.offset)
+            for place in self._places
+        ]
+        if flat is self._flat:
+            self._views = views
+        return views
+
+    def gather(self) -> None:
+        """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
+        if self.residing is GroupState.GATHERED and not self.copies.is_outdated:
+            if self.state.in_place:
+                self.wait_for_update()
+            return
+        self._gather()
+
+    @_outside_inference
+    def _gather(self) -> None:
+        with profiled(f"gather {self.name}"):
+            flat = self.flat()
+        with torch._C.DisableTorchFunctionSubclass(), exchanging():
+            self._show(flat)
+            self._addresses = self._find_addresses()
+            self._uses = _uses(flat)  # those of `_show` have ended, and do not count
+        self.residing = GroupState.GATHERED
+
+    def _show(self, flat: torch.Tensor) -> None:
+        stays, held = self._stays, self._hold
+        for param, view, classes in zip(
+            self.params, self._views_of(flat), self._classes, strict=True
+        ):
+            held(param, view)
+            param.__class__ = classes.own if stays else classes.gathered
+
+    def release(self) -> None:
+        """Stop using the buffer (unless the home is used in place): it may be evicted now."""
+        if self.residing is GroupState.RELEASED or self._stays:
+            return
+        self._put_placeholders()
+
+    @property
+    def _stays(self) -> bool:
+        return self.state.in_place and not self.has_masters
+
+    @property
+    def _hold(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        return hold if self._any_dtensor else _hold_plain
+
+    @_outside_inference
+    def _put_placeholders(self) -> None:
+        self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
+        held = self._hold
+        with torch._C.DisableTorchFunctionSubclass(), exchanging():
+            for param, placeholder, classes in zip(
+                self.params, self._placeholders, self._classes, strict=True
+            ):
+                param.__class__ = classes.released  # first: the placeholder must not be read
+                held(param, placeholder)
+
+    def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
+        """Give a parameter the class of released parameters again, unless it was gathered
+        meanwhile."""
+        if self.residing is GroupState.RELEASED:
+            param.__class__ = kind
+
+    def enter(self, user: object, *, calls: bool = False) -> None:
+        """Note that `user` (a module's call, a `gathered`) needs the parameters; it must call
+        `leave`, also if this raises. `calls`: it is a module's call."""
+        self._users.add(user)
+        if self.on_hold is not None:
+            self.on_hold(self, user, True)
+        if not (calls and self.is_lazy) or torch.is_grad_enabled():
+            self.gather()
+
+    def leave(self, user: object) -> None:
+        """Note that `user` is done; the last one to leave releases. Idempotent."""
+        self._users.discard(user)
+        if self.on_hold is not None:
+            self.on_hold(self, user, False)
+        if not self._users:
+            self.release()
+            self.copies.on_last_release()
+
+    def hold(self, user: int) -> None:
+        """Enter for a pass repeated without data: nothing computes with the parameters."""
+        self._held_for.add(user)
+
+    def let_go(self, user: int) -> None:
+        self._held_for.discard(user)
+
+    def let_go_all(self) -> None:
+        self._held_for.clear()
+
+    def await_or_withhold(self) -> None:
+        """Wait for a submitted update, or withhold parameters: one whose home is used in place must
+        not show half of it."""
+        if self.permanent:
+            self.gather()
+        elif self.state.in_place:
+            self.withhold()
+
+    def withhold(self) -> None:
+        """Let no parameter refer to the buffer until gathered again."""
+        self._put_placeholders()
+
+    def close(self) -> None:
+        """Drop all references of this group to the buffer."""
+        self._put_placeholders()
+        self._home = self._flat = None
+        self._views = []
+
+    def invalidate(self) -> None:
+        """Note that an update was submitted: values read before it are old."""
+        self.version += 1
+        self.updated_at = self.version
+        self.copies.invalidate_gathered()
+
+    def changed(self) -> list[int]:
+        """Return the parameters (by index) that were written to since the last call or
+        `note_versions`, also through `.data`, or whose `.data` was set to another tensor, which is
+        copied into the buffer."""
+        rebound = self.take_over()
+        with torch._C.DisableTorchFunctionSubclass():  # released ones would be asked one by one
+            versions = [param._version for param in self.params]
+        if not rebound and not self._watched and versions == self._written:
+            return rebound
+        through_data = [
+            index for index, before in self._watched.items() if digest(self.params[index]) != before
+        ]
+        self._watched.clear()
+        pairs = zip(versions, self._written, strict=True)
+        self._written = versions
+        written = [index for index, (now, known) in enumerate(pairs) if now != known]
+        return sorted({*rebound, *through_data, *written})
+
+    def is_written(self, index: int) -> bool:
+        """Whether a parameter was written to, or its `.data` set, since the last call of `changed`
+        or `note_versions`."""
+        if self.residing is not GroupState.GATHERED:
+            return False
+        param = self.params[index]
+        return (
+            param._version != self._written[index]
+            or local_of(param).data_ptr() != self._addresses[index]
+            or (index in self._watched and digest(param) != self._watched[index])
+        )
+
+    def watch(self, index: int) -> None:
+        """Note that the `.data` of a gathered parameter is taken: autograd does not count what is
+        written through it."""
+        if self.residing is GroupState.GATHERED and index not in self._watched:
+            self._watched[index] = digest(self.params[index])
+
+    def take_over(self) -> list[int]:
+        """Copy what `param.data` was set to while gathered into the buffer; return those parameters
+        (by index).
+
+        Raises UnsupportedError for values of another shape, dtype or device, and if the user still
+        refers to the previous `.data`: that is a view of the buffer, whose values would change.
+        """
+        if self.residing is not GroupState.GATHERED:
+            return []
+        addresses = self._find_addresses()
+        if addresses == self._addresses:
+            return []
+        pairs = zip(addresses, self._addresses, strict=True)
+        rebound = [index for index, (now, then) in enumerate(pairs) if now != then]
+        with torch.inference_mode(False):
+            self._copy_rebound(rebound)
+        return rebound
+
+    def _copy_rebound(self, rebound: Sequence[int]) -> None:
+        flat = self.flat()
+        self._refuse_kept(flat, rebound)
+        for index in rebound:
+            param, spec = self.params[index], self.layout.params[index]
+            given = local_of(param).detach()
+            if (given.shape, given.dtype, given.device) != (spec.shape, self.dtype, flat.device):
+                raise UnsupportedError(
+                    f"{spec.name}.data was set to {tuple(given.shape)}, {given.dtype} on "
+                    f"{given.device}, and is {tuple(spec.shape)}, {self.dtype} on {flat.device} in "
+                    "its tiers; change the model before offload.initialize or offload.dispatch, or "
+                    "precision: and device: in the configuration"
+                )
+            view = flat[spec.offset : spec.stop].view(spec.shape)
+            view.copy_(given)
+            hold(param, view)
+
+    def _refuse_kept(self, flat: torch.Tensor, rebound: Sequence[int]) -> None:
+        memory = flat.untyped_storage()._cdata
+        now = [local_of(self.params[index]).untyped_storage()._cdata for index in rebound]
+        left = sum(each != memory for each in now)
+        if _uses(flat) > self._uses - left:
+            names = ", ".join(self.layout.params[index].name for index in rebound)
+            raise UnsupportedError(
+                f"{names}: .data was set to another tensor while something else refers to the "
+                "values from before, which are overwritten in the engine's tiers: a tensor of the "
+                "program (backup = p.data), or the graph of a forward whose output is still there; "
+                "keep copies (backup = p.data.clone()), compute that forward within "
+                "torch.no_grad(), or write with p.data.copy_(...)"
+            )
+
+    def _find_addresses(self) -> list[int]:
+        if not self._any_dtensor:
+            return [param.data_ptr() for param in self.params]
+        return [local_of(param).data_ptr() for param in self.params]
+
+    def note_versions(self) -> None:
+        """Account for all writes up to now."""
+        self._watched.clear()
+        self._written = [param._version for param in self.params]
+
+    def adopt(self) -> None:
+        """Take the parameters over: their values are in the state, `param.data` follows it."""
+        self.residing = GroupState.GATHERED
+        if self._stays:
+            self.residing = GroupState.RELEASED
+            self.gather()
+        else:
+            self.release()

@@ -1,0 +1,216 @@
+"""A model without its values: its parameters, and the groups that move together.
+
+All that planning needs to know. Made from modules by `Discovery.shape()`, or from a file's header;
+works without torch and without the model's code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from offload.zero.groups.layout import Layout, ParamShape, lay_out
+from offload.zero.groups.storage import Storage, cut
+from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.ranks.sharding import ALONE, Sharding
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Parameters that are gathered and released together, in module order."""
+
+    name: str
+    params: tuple[ParamShape, ...]
+    ranks: int = 1  # that own a shard each
+    replicas: int = 1  # of all shards
+    table: str = ""  # the module of experts that it is one of: used where a router chooses it
+    packed: bool = False  # its parameters are rows of the table's
+    ep_size: int = 1  # over how many ranks the experts of its table are spread
+
+    @cached_property
+    def layout(self) -> Layout:
+        return lay_out(self.params, self.ranks, self.replicas)
+
+    def sharding(self, of_all: Sharding) -> Sharding:
+        """Return the ranks among which the group's states are shared: for spread experts, those
+        that have the same ones; a group that is stored in codes is whole on each."""
+        if any(param.stored is not None for param in self.params):
+            return ALONE
+        return of_all.of_experts(self.ep_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return sum(param.numel for param in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """A module with a forward, and the groups (by index) that it needs while it runs."""
+
+    name: str
+    groups: tuple[int, ...]
+    repeated: bool = False  # one of the model's blocks
+    table: str = ""  # the module of experts that it is one of
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Groups, and the units that use them in module order."""
+
+    groups: tuple[GroupShape, ...]
+    units: tuple[UnitShape, ...]
+    experts_per_token: int | None = None  # that a router chooses, where that is known
+    cached: tuple[CachedLayer, ...] = ()  # layers with keys and values, where that is known
+
+    @cached_property
+    def tensors(self) -> int:
+        """How many parameters there are."""
+        return sum(len(group.params) for group in self.groups)
+
+    @cached_property
+    def tables(self) -> Mapping[str, tuple[int, ...]]:
+        """The groups (by index) of each module of experts, by its name."""
+        found: dict[str, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            if group.table:
+                found.setdefault(group.table, []).append(index)
+        return {name: tuple(indices) for name, indices in found.items()}
+
+    @cached_property
+    def joined(self) -> ModelShape:
+        """Return the same model with the experts of a block in the block's group, where they are
+        not to move one by one: as `shape_of(..., experts=False)`, but for the order in a group."""
+        home: dict[int, int] = {}  # an expert's group -> its block's
+        block: UnitShape | None = None
+        for unit in self.units:
+            block = unit if unit.repeated else block
+            if unit.table and block is not None and unit.table.startswith(f"{block.name}."):
+                home.update((index, block.groups[0]) for index in unit.groups if block.groups)
+        extra: dict[int, list[ParamShape]] = defaultdict(list)
+        for index, into in home.items():
+            extra[into] += self.groups[index].params
+        kept = [index for index in range(len(self.groups)) if index not in home]
+        numbers = {index: number for number, index in enumerate(kept)}
+        groups = (
+            replace(g, params=(*g.params, *_unpacked(extra[index])), table="", packed=False)
+            for index in kept
+            for g in (self.groups[index],)
+        )
+        units = (
+            replace(unit, groups=tuple(numbers[index] for index in unit.groups), table="")
+            for unit in self.units
+            if home.keys().isdisjoint(unit.groups)
+        )
+        return replace(self, groups=tuple(groups), units=tuple(units))
+
+    @property
+    def frozen(self) -> ModelShape:
+        """Return the same model when none of it is trained."""
+        groups = (
+            replace(group, params=tuple(replace(p, trainable=False) for p in group.params))
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(groups))
+
+    def with_adapters(self, rank: int) -> ModelShape:
+        """Return the model frozen, with two trained LoRA matrices beside each one of a block."""
+        repeated = {index for unit in self.units if unit.repeated for index in unit.groups}
+        groups = (
+            replace(group, params=(*group.params, *_adapters(group, rank)))
+            if index in repeated
+            else group
+            for index, group in enumerate(self.frozen.groups)
+        )
+        return replace(self, groups=tuple(groups))
+
+    def spread(self, ep_size: int) -> ModelShape:
+        """Return the first rank's part of the model when the experts of every table are spread over
+        `ep_size` ranks, which divides their number: others have as many, under other numbers."""
+        here = {index for t in self.tables.values() for index in t[: len(t) // ep_size]}
+        kept = [i for i, group in enumerate(self.groups) if not group.table or i in here]
+        numbers = {index: number for number, index in enumerate(kept)}
+        groups = (
+            replace(group, ep_size=ep_size) if group.table else group
+            for group in (self.groups[index] for index in kept)
+        )
+        units = (
+            replace(unit, groups=tuple(numbers[index] for index in unit.groups))
+            for unit in self.units
+            if not unit.table or here.issuperset(unit.groups)
+        )
+        return replace(self, groups=tuple(groups), units=tuple(units))
+
+    def stored(self, storage: Storage | None) -> ModelShape:
+        """Return the same model with frozen weights as `storage` has them, apart from those that
+        are trained (see `zero.storage.cut`), with None as it is. It must be the last of these
+        changes."""
+        if storage is None:
+            return self
+        cuts, renumbered = cut(storage, [(g.name, g.table, g.params) for g in self.groups])
+        groups = (
+            replace(
+                self.groups[each.group], name=each.name,
+                params=tuple(
+                    replace(self.groups[each.group].params[number], stored=stored)
+                    for number, stored in zip(each.numbers, each.stored, strict=True)
+                ),
+            )
+            for each in cuts
+        )  # fmt: skip
+        units = (replace(unit, groups=tuple(renumbered(unit.groups))) for unit in self.units)
+        return replace(self, groups=tuple(groups), units=tuple(units))
+
+    def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
+        """Return the same model, every group in equal shards for `ranks`, `replicas` times, but for
+        those that `GroupShape.sharding` has otherwise."""
+        sharding = Sharding(ranks, replicas=replicas)
+        groups = (
+            replace(group, ranks=its.ranks, replicas=its.replicas)
+            for group in self.groups
+            for its in (group.sharding(sharding),)
+        )
+        return replace(self, groups=tuple(groups))
+
+    @property
+    def numel(self) -> int:
+        """The number of parameters; tied ones count once."""
+        return sum(group.numel for group in self.groups)
+
+    @property
+    def numel_of_all_ranks(self) -> int:
+        """The number of parameters, including the experts that only other ranks have."""
+        return sum(group.numel * group.ep_size for group in self.groups)
+
+    @cached_property
+    def numel_trainable(self) -> int:
+        return sum(p.numel for group in self.groups for p in group.params if p.trainable)
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """The groups that several units use: with micro-batches they get a gradient from each."""
+        uses = Counter(index for unit in self.units for index in unit.groups)
+        return frozenset(index for index, count in uses.items() if count > 1)
+
+
+def _adapters(group: GroupShape, rank: int) -> Iterator[ParamShape]:
+    for param in group.params:
+        if len(param.shape) == 2:
+            rows, columns = param.shape
+            yield ParamShape((f"{param.names[0]}.lora_A",), (rank, columns))
+            yield ParamShape((f"{param.names[0]}.lora_B",), (rows, rank))
+
+
+def _unpacked(rows: Sequence[ParamShape]) -> Iterator[ParamShape]:
+    """Yield the packed parameters in place of their rows; others as they are."""
+    packed: dict[tuple[str, ...], list[ParamShape]] = defaultdict(list)
+    for row in rows:
+        packed[tuple(name.rpartition("[")[0] or name for name in row.names)].append(row)
+    for names, some in packed.items():
+        first = some[0]
+        is_row = names != first.names
+        yield ParamShape(
+            names, (len(some), *first.shape) if is_row else first.shape, first.trainable
+        )

@@ -1,0 +1,176 @@
+"""The frozen weights that are stored in fewer bits, and the groups that are cut for them.
+
+A group whose weights are stored in codes is one of frozen parameters alone: nothing of it is ever
+updated, and its bytes at home are not those that the model computes with. So a unit that trains
+some of its parameters (adapters) and has others in codes has two groups:
+
+    before    layers.0          ├ lora_A, lora_B ┤├ q_proj, k_proj, ..., norms ┤
+    after     layers.0          ├ lora_A, lora_B ┤
+              layers.0, int4    ├ q_proj, k_proj, ..., norms ┤
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import chain
+
+from offload.kernels.weight_formats import WeightFormat
+from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.zero.groups.coded_layout import refusal
+from offload.zero.groups.layout import ParamShape
+
+HEAD = "lm_head"  # stays as it is where nothing is said: its rounding is seen in every logit
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The configured storage of frozen weights. `raw`: names of parameters that stay as they are in
+    any case."""
+
+    format: WeightFormat
+    skip: tuple[str, ...] | None = None  # None: HEAD, where there is one
+    raw: Collection[str] = field(default=frozenset(), compare=False)
+
+    def stores(self, param: ParamShape) -> bool:
+        """Return whether a parameter is stored in codes: a matrix that is frozen, of which no name
+        is skipped. Norms and biases have one dimension, filters of convolutions more than two."""
+        return (
+            not param.trainable
+            and _is_matrix(param)
+            and not any(name in self.raw for name in param.names)
+            and not any(is_named(name, each) for name in param.names for each in self._skip)
+        )
+
+    @property
+    def _skip(self) -> tuple[str, ...]:
+        return (HEAD,) if self.skip is None else self.skip
+
+    def check(self, params: Sequence[ParamShape]) -> None:
+        """Raise ConfigError if a pattern names nothing, or nothing is left to be stored."""
+        for pattern in self.skip or ():
+            if not any(is_named(name, pattern) for param in params for name in param.names):
+                raise ConfigError(
+                    f"storage.skip: {pattern!r} names no module and no parameter of the model "
+                    f"(it has {_listing(_last_names(params))}); correct it, or remove it"
+                )
+        stored = [param for param in params if self.stores(param)]
+        if not stored:
+            raise ConfigError(f"storage.weights: {self.format.name}: {self._why_none(params)}")
+        refused = [p.names[0] for p in stored if refusal(p.shape, self.format) is not None]
+        for param in stored:
+            why = refusal(param.shape, self.format)
+            if why is not None:
+                raise ConfigError(
+                    f"storage.group_size: {self.format.group_size}: {param.names[0]} cannot be "
+                    f"stored in {self.format.name}: {why}; set another storage.group_size, or add "
+                    f"to storage.skip what has such a shape ({_listing(refused)})"
+                )
+
+    def _why_none(self, params: Sequence[ParamShape]) -> str:
+        frozen = [param for param in params if not param.trainable]
+        if not frozen:
+            return (
+                "all parameters are trained, and a trained weight is not stored in codes; freeze "
+                "some before offload.initialize (peft.get_peft_model does), or remove storage"
+            )
+        left = [param for param in frozen if _is_matrix(param)]
+        if not left:
+            return "no frozen parameter is a matrix; remove storage"
+        names = _listing([param.names[0] for param in left])
+        return f"every frozen matrix is skipped ({names}); shorten storage.skip, or remove storage"
+
+
+def _is_matrix(param: ParamShape) -> bool:
+    """Return whether it is a weight of a linear layer or embedding, or of all packed experts."""
+    if 0 in param.shape:
+        return False
+    if len(param.shape) == 3:
+        return any(_names_experts(name) for name in param.names)
+    return len(param.shape) == 2
+
+
+def _names_experts(name: str) -> bool:
+    return any(part == "experts" or part.endswith("_experts") for part in name.split("."))
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Return whether a parameter's name, or that of a module that it is in, is `pattern` or ends
+    with it (`lm_head`, `mlp.down_proj`, `layers.0`); `pattern` may have fnmatch's wildcards."""
+    return any(fnmatchcase(part, pattern) for part in _parts(name))
+
+
+@cache
+def _parts(name: str) -> tuple[str, ...]:
+    """Return the parts of `a.b.weight`: a, a.b, a.b.weight, b, b.weight, weight. PEFT's names also
+    have those of the base model, an expert's row those of its packed parameter."""
+    plain = [part.partition("[")[0] for part in name.split(".")]
+    base = [part for part in plain if part != "base_layer"]
+    return tuple(dict.fromkeys(chain(_runs(plain), _runs(base))))
+
+
+def _runs(parts: Sequence[str]) -> Iterator[str]:
+    for start in range(len(parts)):
+        for stop in range(start + 1, len(parts) + 1):
+            yield ".".join(parts[start:stop])
+
+
+def _last_names(params: Sequence[ParamShape]) -> list[str]:
+    """Return names of the innermost modules."""
+    found = (name.rpartition(".")[0].rpartition(".")[2] for p in params for name in p.names)
+    return [name for name in dict.fromkeys(found) if name and not name.isdigit()]
+
+
+def _listing(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A group of its own: some parameters (by their numbers) of a group, each as it is stored."""
+
+    group: int
+    name: str
+    numbers: tuple[int, ...]
+    stored: tuple[WeightFormat | None, ...]
+
+
+def cut(
+    storage: Storage, groups: Sequence[tuple[str, str, Sequence[ParamShape]]]
+) -> tuple[list[Cut], Callable[[Sequence[int]], list[int]]]:
+    """Cut groups, given by their name, their table of experts and their parameters, so that what is
+    stored in codes is apart from what is trained. Returns them, and a function for the new numbers
+    of those that a unit needs.
+
+    Raises ConfigError as `Storage.check`; UnsupportedError for experts that move one by one, of
+    which some parameters are trained and others stored.
+    """
+    storage.check([param for _, _, params in groups for param in params])
+    cuts: list[Cut] = []
+    numbers: list[list[int]] = []
+    for index, (name, table, params) in enumerate(groups):
+        here = list(_cut(storage, index, name, params))
+        if table and len(here) > 1:
+            raise UnsupportedError(
+                f"storage.weights: {name} has trained parameters beside frozen ones that would be "
+                f"stored in {storage.format.name}, and moves by itself; add {table} to "
+                "storage.skip, or adapt other modules than the experts"
+            )
+        numbers.append([len(cuts) + offset for offset in range(len(here))])
+        cuts += here
+    return cuts, lambda used: [new for index in used for new in numbers[index]]
+
+
+def _cut(storage: Storage, index: int, name: str, params: Sequence[ParamShape]) -> Iterator[Cut]:
+    stored = [storage.format if storage.stores(param) else None for param in params]
+    trained = [number for number, param in enumerate(params) if param.trainable]
+    if not any(stored) or not trained:
+        yield Cut(index, name, tuple(range(len(params))), tuple(stored))
+        return
+    frozen = [number for number, param in enumerate(params) if not param.trainable]
+    yield Cut(index, name, tuple(trained), (None,) * len(trained))
+    label = ", ".join(part for part in (name, storage.format.name) if part)
+    yield Cut(index, label, tuple(frozen), tuple(stored[number] for number in frozen))

@@ -1,0 +1,388 @@
+"""A model's weights in tiers: groups, the hooks that gather them, and what fetches them ahead.
+
+    module called ─▶ UnitHooks ─use─▶ WeightStore ─▶ Fetcher ─bring─▶ State
+                         └──enter──▶ ParamGroup ──tensor──────────────▶ │
+
+The store has no gradient, optimizer state or update. With values loaded (`load_weights`) and its
+hooks in place (`start`) the model computes; `runtime.py` is built on it and trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offload.swap.states.state import State
+from offload.swap.threads.recorder import Recorder, shown
+from offload.swap.threads.shield import check_whole
+from offload.tiers.errors import StateError
+from offload.zero.experts.packed import ExpertTable, PackedParam
+from offload.zero.groups.bits import FLOAT_OF
+from offload.zero.groups.discovery import Discovery, GroupPlan, Unit
+from offload.zero.groups.fetching import Fetchable, Fetcher
+from offload.zero.groups.group import GroupState, ParamGroup, RankCopies
+from offload.zero.groups.layout import Layout, ParamSpec, lay_out
+from offload.zero.groups.loading import ValuesOf, load_weights
+from offload.zero.hooks.closed_engine import ENGINE, Refusal
+from offload.zero.hooks.graph_capture import refuse_capture
+from offload.zero.hooks.handles import HandleTable, Keeper
+from offload.zero.hooks.hooks import ASK_FOR_CLASSES, UnitHooks
+from offload.zero.hooks.one_thread import OneThread
+from offload.zero.hooks.session import in_backward
+from offload.zero.ranks.rank_weights import AnyRankWeights, OneRankWeights
+from offload.zero.ranks.sharding import ALONE, Part, Sharding
+from offload.zero.tensors.released import ReleasedParameters, Values
+
+_REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
+NextUse = Callable[[], float]
+_log = logging.getLogger("offload")
+
+
+class WeightHomes(Protocol):
+    """Makes the states of groups' parameters, each with the home that the placement gives it."""
+
+    def parameters(
+        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        stride: int | None = None,
+    ) -> State:  # fmt: skip
+        """Return the state of a group's parameters. Elements behind `edge` are not updated;
+        `stride` counts those of each of the parts that are pieces of their own."""
+        ...
+
+
+class WeightStore:
+    """Owns the groups of `discovery`. For the thread of the model."""
+
+    def __init__(
+        self, discovery: Discovery, homes: WeightHomes, dtype: torch.dtype, device: torch.device,
+        *, prefetch: int = 4, ranks: AnyRankWeights | None = None, keeper: Keeper | None = None,
+        straight_from_codes: bool = False,
+    ) -> None:  # fmt: skip
+        """The model computes in `dtype` on `device`; `prefetch` groups are fetched ahead.
+        `ranks` are those that share the weights, `keeper` takes saved activations.
+        `straight_from_codes`: without gradients few tokens are multiplied so."""
+        self.dtype = dtype
+        self.device = device
+        self.own = FLOAT_OF[dtype]
+        self._straight_from_codes = straight_from_codes
+        self.units = [unit for unit in discovery.units if not unit.is_packed]
+        self.packed = discovery.packed
+        self.tables: list[ExpertTable] = []
+        self.ranks: AnyRankWeights = OneRankWeights() if ranks is None else ranks
+        self.fetcher = Fetcher(prefetch)
+        self.trace = self.fetcher.trace
+        self.one_thread = OneThread()
+        self.unusable: str | None = None  # why nothing may be read or computed (a torn load)
+        self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
+        self.on_close: list[Callable[[], None]] = []
+        self.closed = ENGINE  # what is said of it once it is closed
+        self.groups: list[ParamGroup] = []
+        self._homes = homes
+        self._packed = {id(packed.param): packed for packed in self.packed}
+        # by the id of a row, the id of its packed parameter
+        self.whole = {id(row): id(each.param) for each in self.packed for row in each.rows}
+        self._released = ReleasedParameters(self.group_of, self.packed_of)
+        self._where: dict[int, tuple[ParamGroup, int]] = {}
+        for plan in discovery.groups:
+            self._add_group(plan)
+        _say_made_contiguous(self.groups)
+        self._add_tables(discovery)
+        self.ranks.watch(self.groups, self.trace)
+        self._handles = HandleTable(self.use, keeper)
+        self._values: Values | None = None
+        self._repeats = 0  # uses of the group used last, beside the first one
+        self.hooks: UnitHooks | None = None  # once started
+        self.recorder: Recorder | None = None  # of what this thread does, while somebody asks
+
+    # ---------------------------------------------------------------- building
+    def _add_group(self, plan: GroupPlan) -> None:
+        index, shapes = self.fetcher.next_number, plan.shapes()
+        stored = any(shape.stored is not None for shape in shapes)
+        sharding = ALONE if stored else self.ranks.sharding.of_experts(plan.ep_size)
+        layout = lay_out(shapes, sharding.ranks, sharding.replicas)
+        by_names = dict(plan.params)
+        ordered = [by_names[spec.names] for spec in layout.params]
+        state, copies = self._make_state(index, plan, layout)
+        group = ParamGroup(
+            index, plan.name, layout, ordered, self.dtype, state, self.device,
+            self._released.classes_of, copies, plan.ep_size,
+        )  # fmt: skip
+        group.is_lazy = self._straight_from_codes and stored and self.device.type == "cpu"
+        self.groups.append(group)
+        self.fetcher.add(group, plan.table)
+        self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
+
+    def _add_tables(self, discovery: Discovery) -> None:
+        for packed in self.packed:
+            packed.places = [self._where[id(row)] for row in packed.rows]
+        tables: dict[str, ExpertTable] = {}
+        for unit in discovery.units:
+            if unit.table and unit.table not in tables:
+                tables[unit.table] = table = ExpertTable(unit.table)
+                if unit.is_packed:
+                    self.units.append(Unit(unit.table, unit.module))  # a call of it is a session
+                    table.module = unit.module
+                    own = {id(param): name for name, param in unit.module._parameters.items()}
+                    table.packed = {
+                        own[key]: packed for key, packed in self._packed.items() if key in own
+                    }
+        for plan, group in zip(discovery.groups, self.groups, strict=True):
+            if plan.table:
+                group.table = tables[plan.table]
+                group.table.groups.append(group)
+        self.tables = list(tables.values())
+
+    def _sharding_of(self, group: ParamGroup) -> Sharding:
+        if group.layout.is_stored:  # whole on every rank: codes are few bytes, and never change
+            return ALONE
+        return self.ranks.sharding.of_experts(group.ep_size)
+
+    def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> tuple[State, RankCopies]:
+        # homes live as long as files, and keep no model
+        this, fetcher = weakref.proxy(self), weakref.proxy(self.fetcher)
+
+        def make(numel: int, edge: int, stride: int | None) -> State:
+            return self._homes.parameters(
+                index, plan.name, numel, lambda: fetcher.next_use(index), edge, stride
+            )
+
+        ranks = self.ranks if plan.ep_size == 1 else self.ranks.experts
+        if ranks is None or layout.is_stored:  # experts that no other rank has, or see above
+            return make(layout.numel, layout.edge, None), RankCopies()
+        return ranks.parameters(
+            make,
+            layout,
+            lambda: this.groups[index].is_entered,
+            lambda: this.groups[index].decided_update(),
+        )
+
+    def part_of(self, group: ParamGroup) -> Part:
+        """Return this rank's part of a group."""
+        sharding = self._sharding_of(group)
+        return Part.of(group.layout, sharding.rank, is_shard=sharding.parameters)
+
+    def load(self, group: ParamGroup, values: ValuesOf) -> None:
+        """Set a group's weights, of which this rank stores its part; from here on they are
+        fetched where they are used."""
+        load_weights(group.state, self.part_of(group), self.own, values)
+        self.adopt(group)
+
+    def adopt(self, group: ParamGroup) -> None:
+        """Adopt a group, whose state has its first values."""
+        group.adopt()
+        if group.residing is GroupState.GATHERED:
+            self._handles.note(group)  # no module that brings it may ever be called
+        self.ranks.refresh([group])
+        if group.table is not None and group is group.table.groups[-1]:
+            for packed in group.table.packed.values():
+                self.hide(packed)
+
+    def hide(self, packed: PackedParam) -> None:
+        """Let a packed parameter be a placeholder: its rows have the values."""
+        self._released.hide(packed, self.dtype, self.device)
+
+    def start(
+        self, model: nn.Module, values: Values, owner: object,
+        begin_forward: Callable[[], None] | None = None,
+    ) -> UnitHooks:  # fmt: skip
+        """Install the hooks: from here on `model` computes with this store's weights, and keeps
+        their `owner`. `begin_forward` is called in place of the store's own."""
+        self._values = values
+        for module in model.modules():
+            if isinstance(module, ASK_FOR_CLASSES):
+                for param in module.parameters():
+                    found = self.group_of(param)
+                    if found is not None:
+                        found[0].is_lazy = False
+        self.hooks = UnitHooks(
+            model, self.units, self.groups, self._handles, self.use, values.adopt_written,
+            begin_forward or self.begin_forward, owner, self.one_thread,
+        )  # fmt: skip
+        self._released.connect(self._handles, self.hooks.join_call, values)
+        return self.hooks
+
+    def expect_model_order(self) -> None:
+        """Let the first pass fetch ahead, too: as if it came to the modules in the order in which
+        they stand in the model."""
+        uses = [index for unit in self.units for index in unit.groups]
+        self.trace.assume([index for index in uses if self.groups[index].table is None])
+
+    # ---------------------------------------------------------------- fetching
+    def begin_forward(self) -> None:
+        """Note that the whole model is called."""
+        self.check_usable()
+        self.adopt_changes()
+        self.ranks.begin_pass()
+        self.fetcher.begin_forward()
+
+    def adopt_changes(self) -> None:
+        """Keep what was written to parameters since the last call."""
+        assert self._values is not None, "set by `start`"
+        self._values.adopt_changes()
+
+    def use(self, group: ParamGroup) -> None:
+        """Note that `group` is needed now: begin to bring it, gather it where it is shared, and
+        fetch what comes next."""
+        backward = in_backward()
+        if self._is_repeated(group, backward=backward):
+            self.one_thread.check()
+            return
+        recorder = self.recorder
+        if recorder is not None:
+            way = "backward" if backward else "forward"
+            recorder.turn_to(f"{way} {shown(group.name)}")
+        with self.one_thread:
+            self.check_usable()
+            group.begin_missed()
+            self.fetcher.need(group, backward=backward)
+            self.ranks.use(group, backward=backward)
+            self.fetcher.fetch_ahead()
+
+    def _is_repeated(self, group: ParamGroup, *, backward: bool) -> bool:
+        """Return whether the group was used last and nothing is to be done for it anew: backward
+        asks once per saved view. Its state brings it again, should it have had to leave. What comes
+        next is looked for now and then: it may have found no room, or be half-way here."""
+        if self.unusable is not None or not self.trace.repeats(group.index, backward=backward):
+            self._repeats = 0
+            return False
+        self._repeats += 1
+        alone = isinstance(self.ranks, OneRankWeights)  # else ranks count their uses
+        return alone and self._repeats % _REPEATS != 0
+
+    def announce(self, chosen: Sequence[Fetchable]) -> None:
+        """Begin to bring what a module that is being called has chosen to need next, in this order
+        (a router its experts). To compute with a group, hold it (`held`); what is not a group and
+        was added to the `fetcher` is used through that and its state."""
+        with self.one_thread:
+            self.check_usable()
+            for item in chosen:
+                if isinstance(item, ParamGroup):
+                    item.begin_missed()
+            self.fetcher.announce(chosen)
+
+    def held(self, groups: Sequence[ParamGroup]) -> AbstractContextManager[None]:
+        """Keep `groups` gathered inside."""
+        assert self.hooks is not None, "installed by `start`"
+        return self.hooks.held(groups)
+
+    def expert(self, group: ParamGroup) -> AbstractContextManager[None]:
+        """Keep one packed expert gathered inside, around its computation."""
+        assert self.hooks is not None, "installed by `start`"
+        return self.hooks.expert(group)
+
+    def computing(self, unit: Unit) -> AbstractContextManager[None]:
+        """Wrap a unit's own forward, for a caller that computes it without calling the module."""
+        assert self.hooks is not None, "installed by `start`"
+        return self.hooks.computing(unit)
+
+    def versions(self, unit: Unit) -> tuple[int, ...]:
+        """Return numbers that change with every update of a unit's parameters."""
+        return tuple(self.groups[index].version for index in unit.groups)
+
+    # ---------------------------------------------------------------- the whole
+    def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int] | None:
+        """Return a parameter's group and index; None if it is in none (see `packed_of`)."""
+        return self._where.get(id(param))
+
+    def packed_of(self, param: torch.Tensor) -> PackedParam | None:
+        """Return a parameter whose rows are in groups of their own; None for any other."""
+        return self._packed.get(id(param))
+
+    def rows_of(self, param: nn.Parameter) -> list[nn.Parameter]:
+        """Return a packed parameter's rows, in their order; any other is its only one. They can be
+        written without having all of it in memory."""
+        packed = self.packed_of(param)
+        return [param] if packed is None else packed.rows
+
+    def whole_of(self, param: nn.Parameter) -> tuple[ParamSpec, int]:
+        """Return a parameter of a group as the model has it, and which of its elements is the
+        first: for a row, its packed parameter's."""
+        group, index = self._where[id(param)]
+        packed = self._packed.get(self.whole.get(id(param), 0))
+        if packed is None:
+            return group.layout.params[index], 0
+        assert group.table is not None, "rows are of experts"
+        return packed.spec, group.table.groups.index(group) * param.numel()
+
+    def places_of(self, param: torch.Tensor) -> list[tuple[ParamGroup, int]]:
+        """Return a parameter's group and its index there; for a packed one, its rows'. Empty if it
+        is not managed."""
+        packed = self.packed_of(param)
+        if packed is not None:
+            return packed.places
+        found = self.group_of(param)
+        return [] if found is None else [found]
+
+    def spec_of(self, param: torch.Tensor) -> ParamSpec | None:
+        """Return name, shape and whether it is trained; None if it is not managed."""
+        packed = self.packed_of(param)
+        if packed is not None:
+            return packed.spec
+        found = self.group_of(param)
+        return None if found is None else found[0].layout.params[found[1]]
+
+    def in_use(self) -> list[str]:
+        """Return the names of groups and packed parameters that a forward or `gathered` still
+        uses."""
+        used = [group.name or "the model" for group in self.groups if group.is_entered]
+        return used + [packed.name for packed in self.packed if packed.is_shown]
+
+    def check_usable(self) -> None:
+        """Raise StateError if the states are a mixture (a load that failed half-way), or another
+        process's; UnsupportedError if the device records a graph."""
+        self.one_thread.check_process()
+        refuse_capture(self.device)
+        check_whole()
+        if self.unusable is not None:
+            raise StateError(self.unusable)
+
+    def refuse_use(self) -> None:
+        """Nothing can be read or computed any more: the engine is being closed."""
+        self.unusable = self.closed.text
+
+    def close(self, why: str | None = None) -> None:
+        """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.
+        `why` is raised by hooks of their own, as the model has no values then; None if it gets
+        them."""
+        self.refuse_use()
+        try:
+            self.ranks.finish()
+        finally:
+            self.ranks.close()
+        if self.hooks is not None:
+            self.hooks.remove()
+        own = [pair for group in self.groups for pair in group.own_classes()]
+        own += [(packed.param, packed.own_class) for packed in self.packed]
+        if why is not None:
+            text = self.closed.without_values(why)
+            Refusal(self.units, own, self.on_reuse, text)
+            self._released.close(text)
+        else:
+            for each in self.on_reuse:
+                each()
+        for each in self.on_close:
+            each()
+        for group in self.groups:
+            group.close()
+
+
+def _say_made_contiguous(groups: Sequence[ParamGroup]) -> None:
+    names = [
+        spec.name for group in groups
+        for spec, param in zip(group.layout.params, group.params, strict=True)
+        # a stride of 0: one element stands for values that come later (weights/materialise.py)
+        if not param.is_contiguous() and 0 not in param.stride()
+    ]  # fmt: skip
+    if names:
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        _log.warning(
+            "%s%s does not lie contiguous in memory (channels_last, a transposed view), and does "
+            "so in tiers: operations that go by its strides may add up in another order; give "
+            "inputs as channels_last where that is meant", names[0], more,
+        )  # fmt: skip

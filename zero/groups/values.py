@@ -1,0 +1,304 @@
+"""Reading and writing whole values of parameters and their optimizer states, from outside a step.
+
+Everything here waits for the pending updates it needs, and works through the same states that the
+step works through: at most one group's weights and one record are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload.kernels.cpu.convert import decode, encode, join_master, split_master
+from offload.kernels.floats import Array, Float
+from offload.kernels.variants import Master
+from offload.swap.states.state import State
+from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.groups.bits import array_of, flat_array
+from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.layout import ParamSpec
+from offload.zero.groups.weight_values import WeightValues
+from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.records import RecordFormat
+from offload.zero.step.runtime import Runtime
+from offload.zero.tensors.local_tensors import like, spread_as
+
+
+@dataclass(frozen=True, slots=True)
+class _ParamInChunk:
+    """A chunk that a parameter lies in: where in the chunk, and where in the parameter."""
+
+    arrays: dict[str, Array]  # of its record
+    record_format: RecordFormat
+    weights: Array
+    here: slice
+    there: slice
+
+
+class ParameterValues(WeightValues):
+    """Access to the values behind a runtime's parameters, fp32 where there is a master."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime.store)
+        self._runtime = runtime
+        self._own: Float = runtime.own
+
+    # ---------------------------------------------------------------- one parameter's arrays
+    @interrupted_in_waits
+    def read(self, param: nn.Parameter, field: str) -> torch.Tensor:
+        """Return a copy of one of the optimizer's states or of `master` (fp32, the shape of the
+        parameter; a DTensor where that is one)."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            return torch.stack([self.read(row, field) for row in packed.rows])
+        group, index = self._find(param)
+        spec = group.layout.params[index]
+        out = np.zeros(spec.numel, dtype=np.float32)
+        host = self._host_weights(group)
+        for chunk in self._chunks(group, index, host, write=False):
+            out[chunk.there] = (
+                self._master(chunk) if field == "master"
+                else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
+            )  # fmt: skip
+        whole = torch.from_numpy(out)
+        work = self._runtime.rank_work
+        ranks = work if group.ep_size == 1 else work.experts
+        if ranks is not None:  # else no other rank has a part
+            whole = ranks.combine(whole, f"{field} of {spec.name}")
+        return like(param, whole.view(spec.shape))
+
+    def part_of(self, param: nn.Parameter) -> slice:
+        """Return the elements of a parameter, flat, whose states this rank keeps. Raises
+        UnsupportedError for a packed one of several ranks: they keep parts of each row."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            if self._runtime.ranks is not None:
+                raise UnsupportedError(
+                    f"{packed.name}: each rank keeps parts of every expert, which are no one range "
+                    "of the parameter; use engine.save_checkpoint"
+                )
+            return slice(0, param.numel())
+        group, index = self._find(param)
+        part = self._state_of(group).parts.get(index)
+        return slice(0, 0) if part is None else slice(part.start, part.start + part.spec.numel)
+
+    @uninterrupted
+    def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
+        """Overwrite one of the arrays that `read` names; `master` sets the weight as well."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            self._check_shape(packed.spec, field, value)
+            for row, each in zip(packed.rows, value, strict=True):
+                self.write(row, field, each)
+            return
+        group, index = self._find(param)
+        spec, value = group.layout.params[index], spread_as(param, value)
+        self._check_shape(spec, field, value)
+        flat = flat_array(value.detach().to("cpu", torch.float32).contiguous())
+        host = self._host_weights(group)
+        for chunk in self._chunks(group, index, host, write=True):
+            if field == "master":
+                self._set_master(flat[chunk.there], chunk)
+            else:
+                values = flat[chunk.there]
+                chunk.record_format.write_state(chunk.arrays, field, chunk.here, values)
+        if field == "master":
+            if not spec.trainable:
+                self._runtime.updates.gate.await_admission(group.index)
+                self._set_frozen(group, host, spec, flat)
+            group.state.host_wrote()
+        del host  # not before: a copy without views may be dropped
+
+    def _check_shape(self, spec: ParamSpec, field: str, value: torch.Tensor) -> None:
+        if tuple(value.shape) != tuple(spec.shape):
+            raise StateError(
+                f"{field} of {spec.name} has shape {tuple(value.shape)}, expected "
+                f"{tuple(spec.shape)}"
+            )
+
+    def _host_weights(self, group: ParamGroup) -> torch.Tensor:
+        group.wait_for_update()
+        return group.state.host_tensor()
+
+    def _set_frozen(
+        self, group: ParamGroup, host: torch.Tensor, spec: ParamSpec, values: Array
+    ) -> None:
+        part = self._state_of(group).part
+        frozen, weights = part.frozen, part.frozen_in(array_of(host, self._own))
+        lo, hi = max(spec.offset, frozen.start), min(spec.stop, frozen.stop)
+        if lo < hi:
+            mine = values[lo - spec.offset : hi - spec.offset]
+            encode(mine, weights[lo - frozen.start : hi - frozen.start], self._own)
+
+    def _master(self, chunk: _ParamInChunk) -> Array:
+        arrays, here = chunk.arrays, chunk.here
+        weights = chunk.weights[here]
+        if "master" in arrays:
+            return arrays["master"][here].copy()
+        full = np.empty(len(weights), dtype=np.float32)
+        if "low" in arrays:
+            join_master(weights, np.ascontiguousarray(arrays["low"][here]), full)
+        else:
+            decode(weights, full, self._own)
+        return full
+
+    def _set_master(self, full: Array, chunk: _ParamInChunk) -> None:
+        full = np.ascontiguousarray(full)
+        weights = chunk.weights[chunk.here]
+        if "low" in chunk.arrays:
+            split_master(full, weights, chunk.arrays["low"][chunk.here])
+            return
+        encode(full, weights, self._own)
+        if "master" in chunk.arrays:
+            chunk.arrays["master"][chunk.here] = full
+
+    def _chunks(
+        self, group: ParamGroup, index: int, host: torch.Tensor, *, write: bool
+    ) -> Iterator[_ParamInChunk]:
+        """Yield the chunks of this rank's part of a group that a parameter lies in; `host` has the
+        group's weights."""
+        state = self._state_of(group)
+        if index not in state.parts:
+            return
+        if write:
+            self._runtime.updates.gate.await_admission(group.index)
+        part = state.parts[index]
+        spec = part.spec
+        weights = state.part.trained_in(array_of(host, self._own))
+        for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
+            lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
+            if lo >= hi:
+                continue
+            here = slice(lo - elements.start, hi - elements.start)
+            there = slice(lo - spec.offset + part.start, hi - spec.offset + part.start)
+            with _record(record, write=write) as buffer:
+                arrays = kept.arrays(buffer, len(elements))
+                yield _ParamInChunk(
+                    arrays, kept, weights[elements.start : elements.stop], here, there
+                )
+            # not before it was marked as written: a copy without views may be dropped; but now, or
+            # the caller's name for the arrays would keep the record in memory
+            arrays.clear()
+            del buffer
+
+    # ---------------------------------------------------------------- optimizer state of torch
+    def is_trained(self, param: nn.Parameter) -> bool:
+        """Return whether the optimizer may update it."""
+        group, index = self._first(param)
+        return group.layout.params[index].trainable
+
+    def _first(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
+        """Return a parameter's place; for a packed one, its first row's, which all are like."""
+        packed = self._store.packed_of(param)
+        return self._find(param if packed is None else packed.rows[0])
+
+    def fields(self, param: nn.Parameter) -> tuple[str, ...]:
+        """Return the arrays of a trained parameter that `read` names."""
+        kept = self._state_of(self._first(param)[0]).formats[0]  # tiers differ in the states' alone
+        return tuple(kept.states) if kept.master is Master.NONE else (*kept.states, "master")
+
+    def read_steps(self, param: nn.Parameter) -> int:
+        """Return how often the optimizer has updated a trained parameter."""
+        group, index = self._first(param)
+        return int(self._state_of(group).steps[index])
+
+    def write_steps(self, param: nn.Parameter, steps: int) -> None:
+        """Set how often the optimizer has updated a trained parameter."""
+        packed = self._store.packed_of(param)
+        for row in () if packed is None else packed.rows:
+            self.write_steps(row, steps)
+        if packed is not None:
+            return
+        group, index = self._find(param)
+        group.wait_for_update()  # by steps that were missed, which the number so far counts
+        self._state_of(group).steps[index] = steps
+
+    def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return `step`, the moments and, where there is one, `master`.
+
+        It is empty before the first update, as in torch, but not where there is a master: it may
+        have been made from values of more bits than the weight has.
+        """
+        names = self.state_names(param)
+        return {
+            name: torch.tensor(float(self.read_steps(param))) if name == "step"
+            else self.read(param, name) for name in names
+        }  # fmt: skip
+
+    def state_names(self, param: nn.Parameter) -> tuple[str, ...]:
+        """Return the names of the states that `read_state` finds."""
+        if not self.is_trained(param):
+            return ()
+        fields = self.fields(param)
+        return ("step", *fields) if self.read_steps(param) or "master" in fields else ()
+
+    @uninterrupted
+    def write_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
+        """The reverse of `read_state`: an empty state is that before the first update, with the
+        weight as it is."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            for number, row in enumerate(packed.rows):
+                self.write_state(row, _row_of(state, number))
+            return
+        group, index = self._find(param)
+        spec = group.layout.params[index]
+        if not spec.trainable:
+            return
+        self.write_steps(param, int(state.get("step", 0)))
+        for name in self._state_of(group).formats[0].states:
+            value = state.get(name)
+            self.write(param, name, torch.zeros(spec.shape) if value is None else value)
+        if "master" in state:
+            self.write(param, "master", state["master"])
+
+    def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        self._runtime.updates.gate.await_admission(group.index)
+        super().accept(group, indices)
+
+    def _follow(self, group: ParamGroup, index: int) -> None:
+        """Update the master of a parameter that was written to its value."""
+        host = self._host_weights(group)
+        for chunk in self._chunks(group, index, host, write=True):
+            if "low" in chunk.arrays:
+                chunk.arrays["low"][chunk.here] = 0
+            elif "master" in chunk.arrays:
+                full = np.empty(chunk.here.stop - chunk.here.start, dtype=np.float32)
+                decode(chunk.weights[chunk.here], full, self._own)
+                chunk.arrays["master"][chunk.here] = full
+
+    @interrupted_in_waits
+    def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return a copy of the gradient, in the format in which it was accumulated, or None."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            return self._runtime.packed_gradients.value(packed)
+        group, index = self._find(param)
+        return self._runtime.gradients.value(param, self._state_of(group), index)
+
+    def _state_of(self, group: ParamGroup) -> OptimizerState:
+        return self._runtime.optimizer_states[group.index]
+
+
+def _row_of(state: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return one row's part of the state of a packed parameter."""
+    return {
+        name: value[number] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in state.items()
+    }
+
+
+@contextmanager
+def _record(record: State, *, write: bool) -> Iterator[torch.Tensor]:
+    if write:
+        record.settle()
+    yield record.tensor()
+    if write:
+        record.wrote()

@@ -1,0 +1,115 @@
+"""Frozen weights in 8 or 4 bits: the codec of a whole group (a `swap.Codec`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.floats import Float, Runner, serial
+from offload.kernels.gpu import triton_weight_codes as device_kernels
+from offload.kernels.weight_formats import WeightFormat
+from offload.tiers.accelerator import is_accelerator
+from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.bits import DTYPE_OF, array_of
+from offload.zero.groups.coded_layout import CodedLayout, CodedPart
+
+_SHARED_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class WeightCodes:
+    """Codes of one group's buffer, as `layout` places them. `run` shares ranges of groups of
+    elements (tens to hundreds) among threads; their distribution changes no bit."""
+
+    layout: CodedLayout
+    kind: Float  # of the values in a slot
+    run: Runner = serial
+
+    def runner(self, part: CodedPart) -> Runner:
+        """Return the runner for a parameter: small ones are not worth waking a thread for."""
+        return self.run if part.spec.numel >= _SHARED_NUMEL else serial
+
+    def stored_nbytes(self, nbytes: int) -> int:
+        if nbytes != self.layout.nbytes:
+            raise ValueError(f"a group of {self.layout.nbytes} bytes, got {nbytes} of them")
+        return self.layout.stored_nbytes
+
+    def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        end = 0
+        for part in self.layout.parts:
+            stored[end : part.stored.start].zero_()
+            end = part.stored.stop
+            self._check(part, values[part.values])
+            self.encode_part(part, values[part.values], stored[part.stored])
+        stored[end:].zero_()
+
+    def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        for part in self.layout.parts:
+            self._check(part, values[part.values])
+        for part in self.layout.parts:
+            now, codes = values[part.values], stored[part.stored]
+            was = torch.empty_like(now)
+            self.decode_part(part, codes, was)
+            if not torch.equal(now, was):
+                self.encode_part(part, now, codes)
+
+    def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
+        end = 0
+        for part in self.layout.parts:
+            values[end : part.values.start].zero_()
+            end = part.values.stop
+            self.decode_part(part, stored[part.stored], values[part.values])
+        values[end:].zero_()
+
+    def _check(self, part: CodedPart, values: torch.Tensor) -> None:
+        """Raise UnsupportedError for values that are not finite: elements that share a scale with
+        one would be lost, too."""
+        if part.weights is None or not part.spec.numel:
+            return
+        if not all(end.isfinite() for end in values.view(DTYPE_OF[self.kind]).aminmax()):
+            wider = ", or set precision: bf16, which holds larger numbers"
+            raise UnsupportedError(
+                f"{part.spec.name} has values that are infinite or NaN in "
+                f"{self.kind.name.lower()}, which cannot be stored in {part.weights.name}; add it "
+                f"to storage.skip{wider if self.kind is Float.FP16 else ''}"
+            )
+
+    def encode_part(self, part: CodedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
+        """Encode one parameter; both arguments are its own bytes, in one memory."""
+        if part.weights is None:
+            stored.copy_(values)
+            return
+        words, codes, rest = split_codes(stored, part.weights, part.spec.numel)
+        for padding in rest:
+            padding.zero_()
+        if is_accelerator(values.device):
+            typed = values.view(DTYPE_OF[self.kind])
+            device_kernels.encode_weights(typed, words, codes, part.weights)
+            return
+        arrays = array_of(values, self.kind), words.numpy().view(np.uint32), codes.numpy()
+        encode_weights(*arrays, part.weights, self.kind, self.runner(part))
+
+    def decode_part(self, part: CodedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
+        """The reverse of `encode_part`."""
+        if part.weights is None:
+            values.copy_(stored)
+            return
+        words, codes, _ = split_codes(stored, part.weights, part.spec.numel)
+        if is_accelerator(values.device):
+            typed = values.view(DTYPE_OF[self.kind])
+            device_kernels.decode_weights(words, codes, typed, part.weights)
+            return
+        arrays = words.numpy().view(np.uint32), codes.numpy(), array_of(values, self.kind)
+        decode_weights(*arrays, part.weights, self.kind, self.runner(part))
+
+
+def split_codes(
+    stored: torch.Tensor, weights: WeightFormat, numel: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Return words (int32) and codes of a stored parameter, and the padding behind each."""
+    first, end = weights.scales_nbytes(numel), 4 * (numel // weights.group_size)
+    codes = stored[first : first + weights.codes_nbytes(numel)]
+    return stored[:end].view(torch.int32), codes, (stored[end:first], stored[first + len(codes) :])

@@ -1,0 +1,233 @@
+"""Reading and writing whole parameters from outside of the model.
+
+At most one group's weights are in memory at a time beside those that the caller asks for together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
+from offload.zero.experts.packed import PackedParam
+from offload.zero.experts.packed_values import PackedValues
+from offload.zero.groups.group import GroupState, ParamGroup, digest
+from offload.zero.groups.store import WeightStore
+from offload.zero.tensors.given_copies import GivenCopies
+from offload.zero.tensors.local_tensors import like
+
+_log = logging.getLogger("offload")
+
+
+class WeightValues:
+    """Access to the weights of a store (see `released.Values`)."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._given = GivenCopies()
+        self._told_of_rounding = False
+        self._packed = PackedValues(store, self.full, self.gathered, self._wrote)
+
+    # ---------------------------------------------------------------- gathered
+    @contextmanager
+    def reading(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Provide full parameters for reading alone."""
+        plain, packed = self._apart(params)
+        with self._packed.shown(packed, keep=False), self._entered(self._groups_of(plain)):
+            yield
+
+    @contextmanager
+    def gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Provide full parameters for reading and writing. A parameter that was written keeps
+        exactly what was written: its master becomes that value."""
+        plain, packed = self._apart(params)
+        with self._packed.shown(packed, keep=True), self._gathered(plain):
+            yield
+
+    def _apart(
+        self, params: Sequence[nn.Parameter]
+    ) -> tuple[list[nn.Parameter], list[PackedParam]]:
+        """Return the parameters of groups, and the packed ones."""
+        found = [(param, self._store.packed_of(param)) for param in params]
+        packed = [each for _, each in found if each is not None]
+        return [param for param, each in found if each is None], list(dict.fromkeys(packed))
+
+    @contextmanager
+    def _gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        groups = self._groups_of(params)
+        with self._entered(groups):
+            before = [_digests(group) for group in groups]
+            try:
+                yield
+            finally:
+                if self._store.unusable is None:  # else there is nothing to write to any more
+                    try:
+                        self._accept_changes(groups, before)
+                    except KeyboardInterrupt:  # it may have come just before that had begun
+                        self._accept_changes(groups, before)
+                        raise
+
+    def _groups_of(self, params: Sequence[nn.Parameter]) -> list[ParamGroup]:
+        return list(dict.fromkeys(self._find(param)[0] for param in params))
+
+    @contextmanager
+    def _entered(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
+        user = object()
+        try:
+            self._enter(groups, user)
+            yield
+        finally:
+            try:
+                _leave(groups, user)
+            except KeyboardInterrupt:
+                _leave(groups, user)
+                raise
+
+    @interrupted_in_waits
+    def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
+        """Enter groups. Raises BudgetError if they do not fit together."""
+        for group in groups:
+            group.begin_missed()
+        for count, group in enumerate(groups):
+            try:
+                with self._store.ranks.exactly():
+                    group.enter(user)
+                group.state.settle()  # what goes home must not be half of what the caller writes
+            except TierFullError as error:
+                raise BudgetError(
+                    f"gathered: {len(groups)} groups at once do not fit, {count} do ({error}); "
+                    "gather fewer at a time, or raise the budget"
+                ) from error
+
+    @uninterrupted
+    def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
+        """Take over any rank's writes on all ranks, from each element's owner."""
+        changed: list[int] = []
+        for group, before in zip(groups, known, strict=True):
+            group.take_over()
+            group.note_versions()
+            pairs = zip(_digests(group), before, strict=True)
+            changed += [int(now != digest) for now, digest in pairs]
+        rows = self._store.ranks.exchange(changed, "which parameters were written")
+        start = 0
+        for group in groups:
+            stop = start + len(group.params)
+            # of experts that are spread over ranks, those at this place in between have others
+            same = rows[self._store.ranks.rank % group.ep_size :: group.ep_size, start:stop]
+            indices = np.flatnonzero(same.any(axis=0)).tolist()
+            if indices:
+                self.accept(group, indices)
+                group.copies.overwritten()
+            start = stop
+
+    def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        """Send written parameters of a gathered group home, and update what is made from them.
+        Weights in codes have the values that the codes give afterwards.
+
+        Raises UnsupportedError for weights in codes on several ranks, which each have all of them.
+        """
+        specs = (group.layout.params[index] for index in indices)
+        stored = [f"{s.name}, stored in {s.stored.name}," for s in specs if s.stored is not None]
+        if stored and self._store.ranks.sharding.world_size > 1:
+            raise UnsupportedError(
+                f"{stored[0]} was written on one of several ranks, each of which has all of it; "
+                "add it to storage.skip, or write on one rank"
+            )
+        group.state.wrote()
+        if stored and not self._told_of_rounding:
+            self._told_of_rounding = True  # a merge writes every block's
+            _log.warning(
+                "%s was written: the new values are rounded, and so are those of others like it "
+                "that are written from here on", stored[0],
+            )  # fmt: skip
+        for index in indices:
+            self._follow(group, index)
+        group.version += 1
+        group.written_at.update(dict.fromkeys(indices, group.version))
+
+    def _wrote(self, param: nn.Parameter) -> None:
+        """Treat a parameter of a group as written, with the values that it has."""
+        group, index = self._find(param)
+        if group.has_masters:
+            with self._entered([group]):
+                self.accept(group, [index])
+
+    def _follow(self, group: ParamGroup, index: int) -> None:
+        """Do nothing after a write: nothing is made from weights alone."""
+
+    def give_out(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a copy as `full`, for a state dict: see `GivenCopies`."""
+        copied = self.full(param)
+        spec, packed = self._store.spec_of(param), self._store.packed_of(param)
+        assert spec is not None, "managed, for it has values"
+        home = self._find(param)[0] if packed is None else packed
+        self._given.note(param, home, spec.name, copied)
+        return copied
+
+    def adopt_changes(self, *, loading: bool = False) -> None:
+        """Take in writes between passes to parameters that are always gathered, and to copies of
+        any in state dicts. Raises StateError for a copy that cannot be taken over; while `loading`,
+        which sets all parameters anyway, those are forgotten."""
+        for group in self._store.groups:
+            self._adopt(group)
+        self._packed.adopt()
+        if loading:
+            self._given.forget_stale()
+        for param, copied in self._given.written():
+            with torch.no_grad(), self.gathered([param]):
+                param.copy_(copied)
+
+    def _adopt(self, group: ParamGroup) -> None:
+        if group.residing is GroupState.GATHERED and not group.is_entered:
+            changed = group.changed()
+            if changed:
+                self.accept(group, changed)
+
+    def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
+        """Keep what a forward wrote to parameters of its group: as `accept`, in the middle of a
+        graph.
+
+        What that forward has saved is not outdated by it.
+        """
+        names = ", ".join(group.layout.params[index].name for index in indices)
+        self._store.ranks.refuse_forward_write(names)
+        version, written = group.version, dict(group.written_at)
+        self.accept(group, indices)
+        group.version, group.written_at = version, written
+
+    @interrupted_in_waits
+    def full(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a copy of a parameter in its own precision."""
+        packed = self._store.packed_of(param)
+        if packed is not None:
+            return self._packed.whole(packed)
+        group, index = self._find(param)
+        spec = group.layout.params[index]
+        with self._store.ranks.exactly():
+            return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
+
+    def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
+        self._store.check_usable()
+        found = self._store.group_of(param)
+        if found is None:
+            raise StateError(
+                f"a parameter of shape {tuple(param.shape)} is not managed by this engine"
+            )
+        self._adopt(found[0])
+        return found
+
+
+@uninterrupted
+def _leave(groups: Sequence[ParamGroup], user: object) -> None:
+    for group in groups:
+        group.leave(user)
+
+
+def _digests(group: ParamGroup) -> list[int]:
+    return [digest(param) for param in group.params]

@@ -1,0 +1,119 @@
+"""Hooks that a closed engine leaves on its model: calling a unit raises, as the parameters are
+gone.
+
+The modules can be given to another engine, which has to bring values: the parameters then are what
+they were before, on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.tiers.errors import StateError
+from offload.zero.groups.discovery import Unit
+from offload.zero.tensors.local_tensors import is_dtensor
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The error texts of a model whose tiers are closed."""
+
+    what: str
+    again: str  # how to go on
+    keep: str  # what would have kept the parameters
+
+    @property
+    def text(self) -> str:
+        """The error of a use after closing."""
+        return f"{self.what}; {self.again}"
+
+    def without_values(self, why: str) -> str:
+        """The error of a use of parameters that were dropped."""
+        return (
+            f"{self.what}, and the model's parameters are gone ({why}); build the model anew, or "
+            f"give it to offload.initialize or offload.dispatch with weights= ({self.keep} would "
+            "have kept them)"
+        )
+
+
+ENGINE = Closed(
+    "the engine is closed", "make a new one with offload.initialize",
+    "engine.save_checkpoint, or engine.close(keep='host'),",
+)  # fmt: skip
+DISPATCHED = Closed(
+    "this dispatched model's tiers are closed",
+    "build it anew, or give it to offload.dispatch with weights=",
+    "offload.dispatched(model).close(keep='host')",
+)  # fmt: skip
+
+
+class Refusal:
+    """A hook on the units of a closed engine."""
+
+    def __init__(
+        self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]],
+        also: Sequence[Callable[[], None]], text: str,
+    ) -> None:  # fmt: skip
+        """`params` with their own classes; `also` is called when the model is given away. `text`
+        is what a call raises."""
+        self._text = text
+        self._params = params
+        self._also = also
+        self._handles = {
+            id(unit.module): unit.module.register_forward_pre_hook(self, prepend=True)
+            for unit in units
+        }
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise StateError(self._text)
+
+    @staticmethod
+    def of(model: nn.Module) -> list[Refusal]:
+        """Return the refusals that closed engines left on a model or parts of it."""
+        hooks = [h for module in model.modules() for h in module._forward_pre_hooks.values()]
+        return list(dict.fromkeys(hook for hook in hooks if isinstance(hook, Refusal)))
+
+    def has(self, param: nn.Parameter) -> bool:
+        return any(param is each for each, _ in self._params)
+
+    def lift(self, model: nn.Module) -> None:
+        """Let another engine take over the closed engine's modules and parameters in `model`.
+
+        Raises StateError if a graph of the closed engine still holds a parameter.
+        """
+        here = {id(param) for param in model.parameters()}
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, own in self._params:
+                if id(param) in here:
+                    param.__class__ = own
+                    _empty(param)
+        for each in self._also:
+            each()
+        for module in model.modules():
+            handle = self._handles.pop(id(module), None)
+            if handle is not None:
+                handle.remove()
+
+
+def _empty(param: nn.Parameter) -> None:
+    """Move a parameter to the meta device, as the same object. Raises StateError if it is held."""
+    if is_dtensor(param):
+        raise StateError(
+            "a closed engine's model of DTensors cannot be given to another one; build it anew"
+        )
+    empty = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(param, hooks):
+            setattr(empty, hooks, getattr(param, hooks))
+    try:
+        torch._C._swap_tensor_impl(param, empty)
+    except RuntimeError as error:
+        raise StateError(
+            "a loss or an output of the closed engine's model still holds its parameters "
+            f"({error}); delete it before offload.initialize"
+        ) from error

@@ -1,0 +1,537 @@
+"""Module hooks: gather before a unit's forward, release after it.
+
+The outermost unit being called opens a *session*: saved tensors become handles, and parameters that
+are used outside their own module's forward (a tied head written as `F.linear(x, embed.weight)`,
+attention that reads its projection's weight) stay gathered until the session ends. In a backward
+pass (recomputation by a checkpoint) the handles stay off: the recomputed tensors are the
+checkpoint's to hold, and they are needed at once.
+
+A call leaves the groups it entered however it ends: hooks with `always_call` run after an Exception
+only, so a guard around the call handles KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _of_all
+
+from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.discovery import Unit
+from offload.zero.groups.group import NO_PICKLES, GroupState, ParamGroup
+from offload.zero.hooks import compilers
+from offload.zero.hooks.compilers import break_graph, uncompiled
+from offload.zero.hooks.dtype_errors import explain_dtypes
+from offload.zero.hooks.forwards import ReplacedForward
+from offload.zero.hooks.handles import HandleTable
+from offload.zero.hooks.one_thread import OneThread
+from offload.zero.hooks.session import Session, in_backward, leave_checkpoints
+from offload.zero.hooks.transforms import refuse_transforms
+
+_GLOBAL_HOOKS = (
+    _of_all._global_forward_pre_hooks, _of_all._global_forward_hooks,
+    _of_all._global_backward_pre_hooks, _of_all._global_backward_hooks,
+)  # fmt: skip
+
+
+# Modules that compute in another way where one of their parameters is no plain tensor.
+ASK_FOR_CLASSES = nn.TransformerEncoder | nn.TransformerEncoderLayer | nn.MultiheadAttention
+
+
+class UnitHooks:
+    """The hooks of all units of one model. Not for use by several threads at once."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup],
+        handles: HandleTable, use: Callable[[ParamGroup], None],
+        written: Callable[[ParamGroup, list[int]], None], begin_forward: Callable[[], None],
+        owner: object, one_thread: OneThread,
+    ) -> None:  # fmt: skip
+        """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`),
+        `begin_forward` that the whole model is called, outside of any backward pass. The
+        hooks, and so the model, keep their `owner`."""
+        self._model = model
+        self._groups = groups
+        self._written = written
+        self._handles = handles
+        self._use = use
+        self._begin_forward = begin_forward
+        self._owner = owner
+        self._one_thread = one_thread
+        self._calls: list[_Call] = []  # under way, the outermost first
+        self._guards: list[_Guard] = []
+        self._after = _Hook(lambda module, args, output: self._return(module), owner)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._units = units
+        # An encoder's layer asks whether there are hooks, and computes in another way where there
+        # are: its modules have theirs in guards alone.
+        self._asked = {
+            id(each) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)
+            for each in layer.modules()
+        }  # fmt: skip
+        self._where = {id(param): group for group in groups for param in group.params}
+        hooked = {id(unit.module) for unit in units}
+        if id(model) not in hooked:
+            self._install(Unit("", model))  # the whole model's forward is one session
+        for unit in units:
+            self._install(unit)
+        for unit, inner in _inner_modules(units):
+            hooked.add(id(inner))
+            self._install_inner(unit, inner)
+        for name, module in model.named_modules():
+            if name and id(module) not in hooked and self._read_ahead_by(module):
+                self._install(Unit(name, module))
+
+    @staticmethod
+    def has_an_engine(module: nn.Module) -> bool:
+        """Return whether an engine that is open calls for a module's parameters."""
+        return any(_hooks_of(module))
+
+    @staticmethod
+    def owner_of(module: nn.Module) -> object | None:
+        """The owner of the hooks on a module, if there are any."""
+        return next((hook.owner for hook in _hooks_of(module)), None)
+
+    def _install(self, unit: Unit) -> None:
+        groups = [self._groups[index] for index in unit.groups]
+        ahead = self._read_ahead_by(unit.module)
+        is_expert = bool(unit.table)
+
+        def before(module: nn.Module, args: Any) -> None:
+            more = ahead if ahead and _may_take_the_fast_path(module) else []
+            self._begin(module, [*dict.fromkeys([*groups, *more])], is_expert=is_expert)
+
+        self._register(unit.module, before)
+
+    def _read_ahead_by(self, module: nn.Module) -> list[ParamGroup]:
+        """Return the groups of an encoder's first layer, or of a layer or an attention: before
+        these call a module they ask of what class its parameters are, and where they are released
+        compute in another way (padding is not zero, or not NaN then)."""
+        if not isinstance(module, ASK_FOR_CLASSES):
+            return []
+        asked = module.layers[:1] if isinstance(module, nn.TransformerEncoder) else module
+        return self._groups_in(asked)
+
+    def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
+        """Return the groups with a parameter of a module."""
+        found = [self._where.get(id(param)) for param in module.parameters()]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
+        """Install hooks on a module within a unit, which have nothing to do while the unit is
+        called. It may be called by a method of the unit, by the user, or in a backward pass, to be
+        computed again."""
+        units = {id(self._groups[index]) for index in unit.groups}
+        groups = [group for group in self._groups_in(inner) if id(group) in units]
+        ahead = self._read_ahead_by(inner)
+        if not groups and not ahead:
+            return  # the units in it have hooks of their own
+        hook = _InnerHook(self._begin, inner, groups, ahead, bool(unit.table))
+        self._register(inner, hook.before, hook.needs_nothing)
+
+    def _register(
+        self, module: nn.Module, before: Callable[[nn.Module, Any], None],
+        needs_no_hooks: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
+        """`needs_no_hooks` returns whether the hooks have nothing to do in the call that begins."""
+
+        hooks = _Hook(before, self._owner), self._after
+        if id(module) not in self._asked:
+            module.register_forward_pre_hook(hooks[0], prepend=True)
+            module.register_forward_hook(hooks[1], always_call=True)
+        name = self._names[id(module)]
+        self._guards.append(_Guard(module, name, self._calls, self._end, hooks, needs_no_hooks))
+
+    @interrupted_in_waits
+    def _begin(
+        self, module: nn.Module, groups: Sequence[ParamGroup], *, is_expert: bool = False
+    ) -> None:
+        refuse_transforms()
+        self._one_thread.__enter__()
+        call = _Call(module=module)
+        outermost = not self._calls
+        self._calls.append(call)
+        if outermost:
+            if module is self._model and not in_backward():
+                self._begin_forward()
+            call.session = Session(self._handles)
+            call.session.open()
+        if is_expert:
+            call.expert = self._handles.of_expert()
+            call.expert.__enter__()
+        self._enter(groups, call, calls=True)
+
+    def _return(self, module: nn.Module) -> None:
+        # a user's hook in front of `before` may have raised, or another thread be inside: then this
+        # call has not begun
+        call = self._calls[-1] if self._calls else None
+        if call is not None and call.module is module and call.thread == get_ident():
+            self._close(call)
+
+    @uninterrupted
+    def _close(self, call: _Call) -> None:
+        call.leave_expert()
+        if call.session is not None:
+            call.session.close()
+            call.session = None
+        self._end(len(self._calls) - 1)
+
+    @uninterrupted
+    def _end(self, outer: int) -> None:
+        """End all calls but the first `outer` ones, at any stage. May be interrupted and called
+        again."""
+        while len(self._calls) > outer:
+            call = self._calls[-1]
+            if call.thread != get_ident():  # this call was refused
+                return
+            while call.experts:
+                self._end_expert(call.experts[-1], [call])
+            call.leave_expert()
+            if call.session is not None:
+                call.session.abandon()
+            self._leave(call)
+            self._calls.pop()
+            self._one_thread.__exit__()
+
+    @interrupted_in_waits
+    def _enter(self, groups: Sequence[ParamGroup], user: _User, *, calls: bool = False) -> None:
+        """Enter groups. `_leave` must follow, also if this raises."""
+        for group in groups:
+            self._use(group)
+            user.groups.append(group)
+            group.enter(user, calls=calls)
+            if group.residing is GroupState.GATHERED:
+                self._handles.note(group)
+
+    @uninterrupted
+    def _leave(self, user: _User) -> None:
+        while user.groups:
+            group = user.groups[-1]
+            try:
+                changed = group.changed()
+                if changed:
+                    self._written(group, changed)
+            finally:
+                group.leave(user)
+            user.groups.pop()
+
+    @contextmanager
+    def expert(self, group: ParamGroup) -> Iterator[None]:
+        """Hold a group around the computation of one expert that is no module. The remains of an
+        interrupt end with the call that it is in."""
+        user = _User()
+        calls = self._calls[-1:]
+        for call in calls:
+            call.experts.append(user)
+        try:
+            self._begin_expert(group, user)
+            yield
+        finally:
+            try:
+                self._end_expert(user, calls)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._end_expert(user, calls)
+                raise
+
+    @interrupted_in_waits
+    def _begin_expert(self, group: ParamGroup, user: _User) -> None:
+        user.expert = self._handles.of_expert()
+        user.expert.__enter__()
+        self._enter([group], user)
+
+    @uninterrupted
+    def _end_expert(self, user: _User, calls: Sequence[_Call]) -> None:
+        user.leave_expert()
+        self._leave(user)
+        for call in calls:
+            if user in call.experts:
+                call.experts.remove(user)
+
+    @contextmanager
+    def held(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
+        """Keep `groups` gathered inside."""
+        user = _User()
+        try:
+            self._enter(groups, user)
+            yield
+        finally:
+            try:
+                self._leave(user)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._leave(user)
+                raise
+
+    def join_call(self, groups: Sequence[ParamGroup]) -> bool:
+        """Let the outermost call under way use `groups`, too. False if there is none."""
+        if not self._calls:
+            return False
+        refuse_transforms()
+        self._enter(groups, self._calls[0])
+        return True
+
+    @contextmanager
+    def computing(self, unit: Unit) -> Iterator[None]:
+        """Wrap a unit's own forward, for a caller that runs it without calling the module."""
+        outer = len(self._calls)
+        try:
+            self._begin(unit.module, [self._groups[index] for index in unit.groups])
+            yield
+        finally:
+            try:
+                self._end(outer)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._end(outer)
+                raise
+
+    def remove(self) -> None:
+        """Restore the modules and torch's stacks, also during a call, whose groups are not needed
+        any more."""
+        for call in self._calls:
+            if call.session is not None:
+                call.session.abandon()
+        self._calls.clear()
+        for guard in self._guards:
+            guard.remove()
+
+
+def _may_take_the_fast_path(encoder: nn.Module) -> bool:
+    """Return whether `nn.TransformerEncoder` would take its fast path, apart from its input."""
+    if encoder.training:
+        return False
+    return not (torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters()))
+
+
+def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
+    """Yield modules with parameters inside of units, each once, with their innermost unit."""
+    seen = {id(unit.module) for unit in units}
+    for unit in sorted(units, key=lambda unit: -unit.name.count(".") if unit.name else 1):
+        for inner in unit.module.modules():
+            if id(inner) not in seen and next(inner.parameters(), None) is not None:
+                seen.add(id(inner))
+                yield unit, inner
+
+
+def _hooks_of(module: nn.Module) -> Iterator[_Hook]:
+    """Yield the hooks of this library that are called before a module."""
+    guard: Any = module._compiled_call_impl
+    if isinstance(guard, _Guard):
+        yield guard.before
+    yield from (each for each in module._forward_pre_hooks.values() if isinstance(each, _Hook))
+
+
+class _Hook:
+    """A hook of this library on a module: copying or pickling it with the module raises."""
+
+    __slots__ = ("_function", "owner")
+
+    def __init__(self, function: Callable[..., None], owner: object) -> None:
+        self._function = function
+        self.owner = owner
+
+    @uncompiled
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(NO_PICKLES)
+
+
+@dataclass(slots=True, eq=False)
+class _InnerHook:
+    """Before a module within a unit is called."""
+
+    begin: Callable[..., None]  # of the hooks
+    module: nn.Module
+    groups: list[ParamGroup]
+    ahead: list[ParamGroup]  # that it may need besides
+    is_expert: bool
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if not self.needs_nothing():
+            self.begin(module, self._needed(), is_expert=self.is_expert)
+
+    def needs_nothing(self) -> bool:
+        return all(group.is_entered for group in self._needed())
+
+    def _needed(self) -> list[ParamGroup]:
+        more = self.ahead if self.ahead and _may_take_the_fast_path(self.module) else []
+        return [*dict.fromkeys([*self.groups, *more])] if more else self.groups
+
+
+class _Guard:
+    """Around a module's call: ends the calls that began inside, also after an interrupt. Calls the
+    hooks of a module on which they are not registered.
+
+    Installed in the attribute that `Module.compile` uses for the compiled call, which copies and
+    pickles leave out. A module that is compiled later has only its hooks (or none, and fetches each
+    parameter where it is used).
+    """
+
+    __slots__ = (
+        "_after", "_call", "_calls", "_end", "_forward", "_installed", "_module", "_name",
+        "_needs_no_hooks", "_registered", "before",
+    )  # fmt: skip
+
+    def __init__(
+        self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None],
+        hooks: tuple[_Hook, _Hook], needs_no_hooks: Callable[[], bool] | None,
+    ) -> None:  # fmt: skip
+        """`end` gets the number of `calls` that were under way before this one. `hooks` are those
+        before and after the module's forward, with nothing to do where `needs_no_hooks` is true.
+        """
+        self._module = module
+        self._name = name
+        self._calls = calls
+        self._end = end
+        self.before, self._after = hooks
+        self._registered = sum(each is self.before for each in module._forward_pre_hooks.values())
+        self._needs_no_hooks = needs_no_hooks
+        self._installed = module._compiled_call_impl
+        self._call: Callable[..., Any] = self._installed or module._call_impl
+        module._compiled_call_impl = self
+        self._forward = (
+            _Forward(module, self, calls) if isinstance(module, ASK_FOR_CLASSES) else None
+        )
+
+    @break_graph
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_bare():
+            return self.run_forward(self._module.forward, args, kwargs)
+        if self._registered:
+            return self._ending_calls(self._call, args, kwargs)
+        return self._ending_calls(self._between_hooks, (self._call, args, kwargs), {})
+
+    @break_graph
+    def run_forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `forward`, which is the module's, called without the hooks of others."""
+        if self._needs_no_hooks is not None and self._needs_no_hooks():
+            return self._ending_calls(forward, args, kwargs)
+        return self._ending_calls(self._between_hooks, (forward, args, kwargs), {})
+
+    @break_graph
+    def _ending_calls(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        outer = len(self._calls)
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            leave_checkpoints(error)
+            if isinstance(error, (RuntimeError, ValueError)):
+                explain_dtypes(error, self._name, self._module, (args, kwargs))
+            raise
+        finally:
+            try:
+                if len(self._calls) > outer:
+                    self._end(outer)
+            except KeyboardInterrupt:  # it may have come just before that had begun
+                self._end(outer)
+                raise
+
+    @break_graph
+    def _between_hooks(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module between its hooks as torch does, which takes longer than a small layer."""
+        result = None
+        try:
+            self.before(self._module, args)
+            result = call(*args, **kwargs)
+        except Exception:
+            self._after(self._module, args, result)
+            raise
+        self._after(self._module, args, result)
+        return result
+
+    @break_graph
+    def _is_bare(self) -> bool:
+        """Return whether a call is its forward between these two hooks, without hooks of others, a
+        compiler or a tracer."""
+        module = self._module
+        return self._installed is None and not (
+            len(module._forward_pre_hooks) > self._registered
+            or len(module._forward_hooks) > self._registered
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or any(_GLOBAL_HOOKS)
+            or torch._C._get_tracing_state()
+            or compilers.is_active()
+        )
+
+    def remove(self) -> None:
+        """Also the hooks that torch has."""
+        module = self._module
+        _drop(self.before, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        _drop(
+            self._after, module._forward_hooks, module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        )  # fmt: skip
+        if self._module._compiled_call_impl is self:
+            # an entry of the module's own: the class has one, too
+            del self._module._compiled_call_impl
+            if self._installed is not None:
+                self._module._compiled_call_impl = self._installed
+        if self._forward is not None:
+            self._forward.remove()
+
+
+def installed_call(call: Any) -> Any:
+    """Return the compiled call that a module had before the guard was installed."""
+    return call._installed if isinstance(call, _Guard) else call
+
+
+def _drop(hook: _Hook, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
+    """Remove a hook as its handle would; the handles of thousands of modules take as many KiB."""
+    for number in [number for number, each in hooks.items() if each is hook]:
+        for each in (hooks, *marks):
+            each.pop(number, None)
+
+
+class _Forward(ReplacedForward):
+    """The forward of a module that asks of what class its parameters are: called by itself
+    (`layer.forward(x)`), it is called between the hooks all the same."""
+
+    def __init__(self, module: nn.Module, guard: _Guard, calls: Sequence[_Call]) -> None:
+        super().__init__(module)
+        self._guard: _Guard | None = guard
+        self._calls = calls
+        functools.update_wrapper(self, self.own, updated=())
+
+    @break_graph
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_called = any(call.module is self.module for call in self._calls)
+        if is_called or self._guard is None:
+            return self.own(*args, **kwargs)
+        return self._guard.run_forward(self.own, args, kwargs)
+
+    def remove(self) -> None:
+        self._guard = None  # another wrapper may have this one
+        if vars(self.module).get("forward") is self:
+            super().remove()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _User:
+    """A user of groups: it enters them and has to leave them."""
+
+    groups: list[ParamGroup] = field(default_factory=list)
+    expert: AbstractContextManager[None] | None = None  # around the computation of one
+
+    def leave_expert(self) -> None:
+        if self.expert is not None:
+            expert, self.expert = self.expert, None
+            expert.__exit__(None, None, None)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Call(_User):
+    """A module's call under way. The outermost one has the session and the strays."""
+
+    module: nn.Module
+    thread: int = field(default_factory=get_ident)
+    session: Session | None = None
+    experts: list[_User] = field(default_factory=list)  # within it

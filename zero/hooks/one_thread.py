@@ -1,0 +1,80 @@
+"""Only one thread at a time may call a model: the engine follows the calls of one thread.
+
+A second thread gets an error that names both, because waiting could last for ever. Autograd's own
+threads, which work for the thread that waits in `backward()`, are allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from threading import get_ident
+
+from offload.tiers.errors import StateError
+from offload.zero.hooks.session import in_backward
+
+_process = os.getpid()
+
+
+def _note_process() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_process)
+
+
+class OneThread:
+    """A context that one thread enters, as often as it likes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0  # the thread's number; 0: none
+        self._depth = 0
+        self._process = _process
+
+    def __enter__(self) -> None:
+        this = get_ident()
+        with self._lock:
+            if self._process != _process or (self._depth and self._inside != this):
+                self.check()
+            if not self._depth:
+                self._inside = this
+            self._depth += 1
+
+    def check(self) -> None:
+        """Raise StateError if entering would."""
+        self.check_process()
+        this, other = get_ident(), self._inside
+        if self._depth and other != this and not (_is_autograds(this) or _is_autograds(other)):
+            raise StateError(
+                f"thread {_name(this)} uses a model or its optimizer while thread "
+                f"{_name(other)} is in a call of the same one: its tiers follow the calls of one "
+                "thread; let threads take turns (a threading.Lock around forward, backward and "
+                "step, or generate), or give each a model of its own"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+
+    def check_process(self) -> None:
+        """Raise StateError in a forked child: the engine's threads have stayed with its parent."""
+        if self._process != _process:
+            raise StateError(
+                f"this engine belongs to process {self._process}; its threads are not in this one, "
+                f"{_process}, which was forked from it: use the model and the engine in the "
+                "parent alone (what a DataLoader's workers run must not touch them), or make an "
+                "engine after the fork"
+            )
+
+
+def _is_autograds(thread: int) -> bool:
+    known = threading._active.get(thread)  # type: ignore[attr-defined]
+    python = known is not None and not isinstance(known, threading._DummyThread)
+    return not python and (thread != get_ident() or in_backward())
+
+
+def _name(thread: int) -> str:
+    known = threading._active.get(thread)  # type: ignore[attr-defined]
+    return f"{thread:#x}" if known is None else repr(known.name)

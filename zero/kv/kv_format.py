@@ -1,0 +1,259 @@
+"""The format of a page of keys and values in memory and in files.
+
+A page is a fixed number of tokens of one layer: of every row of the batch and every head. As it is
+computed (`PlainFormat`):
+
+    keys    [batch, heads, tokens, dim]
+    values  [batch, heads, tokens, dim]     from the next multiple of 64 bytes on
+
+In 8 bits (`Int8Format`) each head's vector of a token is cut into groups of 128, 64 or 32 elements,
+the largest size that divides it; where none does, zeros follow up to a multiple of 32. A group has
+a 32-bit word and a code per element, those of INT8 in `kernels.weight_codes`: x' = q * s, with
+s = max(|x|) / 127 and q = round(x / s).
+
+    words     [batch, heads, tokens, groups] uint32     of keys, then the same of values
+    codes     [batch, heads, tokens, groups, size]      behind them
+
+The error is at most s / 2, and what rounding x' to the model's format adds; zeros stay zeros. A
+group with an infinity or a NaN reads as NaN. Rounding depends on the group's own values alone, so
+neither page size nor batch, neither tier nor device changes a bit.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.floats import Array
+from offload.kernels.weight_formats import Code, WeightFormat
+from offload.tiers.units import round_up
+from offload.zero.groups.bits import FLOAT_OF
+from offload.zero.kv.kv_sizes import coded_dim, group_of, vector_nbytes
+
+_ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
+_TOKENS_AT_ONCE = 256  # are encoded in one go: bounds what that takes beside the page
+_SCALE_MASK = -128  # of fp32 bits: the low 7 are cleared
+_LEAST_SCALE = 2.0**-100
+_NAN_BITS = 0x7FC00000
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The shape of keys or of values: one row of the batch, one token."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype  # as they are computed with
+
+    @classmethod
+    def of(cls, states: torch.Tensor, dtype: torch.dtype) -> KVShape:
+        """Return the shape of `states` [batch, heads, tokens, dim]."""
+        return cls(states.shape[1], states.shape[3], dtype)
+
+
+@dataclass(frozen=True)
+class PageFormat(abc.ABC):
+    """A page of `tokens` tokens of `batch` rows, in `nbytes` bytes."""
+
+    keys: KVShape
+    values: KVShape
+    batch: int
+    tokens: int
+
+    exact = True  # what is read is what was written
+
+    @property
+    def nbytes(self) -> int:
+        return self._end(self.batch * self.tokens)
+
+    def _end(self, vectors: int) -> int:
+        """Return the bytes of so many vectors per head."""
+        return sum(self._part_nbytes(shape, vectors) for shape in (self.keys, self.values))
+
+    @classmethod
+    def token_nbytes(cls, keys: KVShape, values: KVShape, batch: int) -> int:
+        """Return the bytes that one token of all rows takes; in a page, alignment comes on top."""
+        return sum(cls._vector_nbytes(shape) * shape.heads for shape in (keys, values)) * batch
+
+    def _part_nbytes(self, shape: KVShape, vectors: int) -> int:
+        return round_up(vectors * shape.heads * self._vector_nbytes(shape), _ALIGNMENT)
+
+    @classmethod
+    def _vector_nbytes(cls, shape: KVShape) -> int:
+        """Return the bytes of one token and head."""
+        return vector_nbytes(shape.dim, shape.dtype.itemsize, int8=not cls.exact)
+
+    def _parts(self, page: torch.Tensor) -> list[tuple[KVShape, torch.Tensor]]:
+        """Return the bytes of keys and of values in `page` (1D uint8)."""
+        vectors = self.batch * self.tokens
+        middle = self._part_nbytes(self.keys, vectors)
+        return [(self.keys, page[:middle]), (self.values, page[middle : self.nbytes])]
+
+    def write(
+        self, page: torch.Tensor, at: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Put tokens, [batch, heads, count, dim] of each, into `page` (1D uint8) from token `at`
+        on."""
+        for (shape, part), states in zip(self._parts(page), (keys, values), strict=True):
+            self._write(shape, part, at, states)
+
+    def read(
+        self, page: torch.Tensor, span: slice, rows: torch.Tensor | None,
+        keys: torch.Tensor | None, values: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Fill [batch, heads, count, dim] of each with the tokens `span` of `page`, of those `rows`
+        of it; None: all of them in order. Keys or values that are None are not read."""
+        for (shape, part), states in zip(self._parts(page), (keys, values), strict=True):
+            if states is not None:
+                self._read(shape, part, span, rows, states)
+
+    def copy(
+        self, page: torch.Tensor, span: slice, rows: torch.Tensor | None, other: PageFormat,
+        into: torch.Tensor, first_row: int = 0,
+    ) -> None:  # fmt: skip
+        """Put the tokens `span` of `page` to the same place of another page of the same kind, which
+        may be this one, as they are stored; of `rows` as in `read`, from `first_row` on."""
+        for (shape, part), (_, to) in zip(self._parts(page), other._parts(into), strict=True):
+            pairs = zip(self._stored(shape, part), other._stored(shape, to), strict=True)
+            for source, target in pairs:
+                some = source[:, :, span]
+                some = some if rows is None else some.index_select(0, rows)
+                target[first_row : first_row + len(some), :, span] = some
+
+    @abc.abstractmethod
+    def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views [batch, heads, tokens, ...] that `part` consists of."""
+
+    @abc.abstractmethod
+    def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None: ...
+
+    @abc.abstractmethod
+    def _read(
+        self, shape: KVShape, part: torch.Tensor, span: slice, rows: torch.Tensor | None,
+        states: torch.Tensor,
+    ) -> None: ...  # fmt: skip
+
+    @abc.abstractmethod
+    def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
+        """Fill `into` with the values that reading `states` would give, once written."""
+
+    def _view(
+        self, part: torch.Tensor, shape: KVShape, *last: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return [batch, heads, tokens, *last] of `dtype`, at the beginning of `part`."""
+        sizes = (self.batch, shape.heads, self.tokens, *last)
+        return part[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+
+
+class PlainFormat(PageFormat):
+    """Keys and values as they are computed."""
+
+    def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
+        return [self._view(part, shape, shape.dim, dtype=shape.dtype)]
+
+    def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None:
+        (whole,) = self._stored(shape, part)
+        whole[:, :, at : at + states.shape[2]] = states
+
+    def _read(
+        self, shape: KVShape, part: torch.Tensor, span: slice, rows: torch.Tensor | None,
+        states: torch.Tensor,
+    ) -> None:  # fmt: skip
+        (whole,) = self._stored(shape, part)
+        some = whole[:, :, span]
+        states.copy_(some if rows is None else some.index_select(0, rows))
+
+    def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(states)
+
+
+class Int8Format(PageFormat):
+    """A byte per element, with a scale per group of a head's vector."""
+
+    exact = False
+
+    def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return words [batch, heads, tokens, groups], codes [batch, heads, tokens, coded dim]."""
+        coded = coded_dim(shape.dim)
+        words = self._view(part, shape, coded // group_of(shape.dim), dtype=torch.int32)
+        behind = part[words.numel() * words.itemsize :]
+        return [words, self._view(behind, shape, coded, dtype=torch.uint8)]
+
+    def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None:
+        words, codes = self._stored(shape, part)
+        for start in range(0, states.shape[2], _TOKENS_AT_ONCE):
+            some = states[:, :, start : start + _TOKENS_AT_ONCE]
+            span = slice(at + start, at + start + some.shape[2])
+            words[:, :, span], codes[:, :, span] = _encode(shape, some)
+
+    def _read(
+        self, shape: KVShape, part: torch.Tensor, span: slice, rows: torch.Tensor | None,
+        states: torch.Tensor,
+    ) -> None:  # fmt: skip
+        words, codes = (whole[:, :, span] for whole in self._stored(shape, part))
+        if rows is not None:
+            words, codes = words.index_select(0, rows), codes.index_select(0, rows)
+        states.copy_(_decode(shape, words, codes))
+
+    def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
+        shape = KVShape.of(states, into.dtype)
+        for start in range(0, states.shape[2], _TOKENS_AT_ONCE):
+            some = slice(start, start + _TOKENS_AT_ONCE)
+            into[:, :, some] = _decode(shape, *_encode(shape, states[:, :, some]))
+
+
+def _encode(shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return words and codes of vectors [..., dim], rounded to the model's format first."""
+    coded, size = coded_dim(shape.dim), group_of(shape.dim)
+    values = functional.pad(states.to(shape.dtype), (0, coded - shape.dim)).contiguous()
+    words = values.new_empty((*values.shape[:-1], coded // size), dtype=torch.int32)
+    codes = torch.empty_like(values, dtype=torch.uint8)
+    if values.device.type == "cpu":
+        kind, weights = FLOAT_OF[shape.dtype], WeightFormat(Code.INT8, size)
+        flat = _flat(values.view(torch.uint8)).view(kind.storage)
+        encode_weights(flat, _flat(words).view(np.uint32), _flat(codes), weights, kind)
+    else:
+        encode_int8(values, words, codes)
+    return words, codes
+
+
+def _decode(shape: KVShape, words: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the vectors [..., dim]."""
+    words, codes = words.contiguous(), codes.contiguous()
+    values = torch.empty_like(codes, dtype=shape.dtype)
+    if values.device.type == "cpu":
+        kind, weights = FLOAT_OF[shape.dtype], WeightFormat(Code.INT8, group_of(shape.dim))
+        flat = _flat(values.view(torch.uint8)).view(kind.storage)
+        decode_weights(_flat(words).view(np.uint32), _flat(codes), flat, weights, kind)
+    else:
+        decode_int8(words, codes, values)
+    return values[..., : shape.dim]
+
+
+def _flat(tensor: torch.Tensor) -> Array:
+    array: Array = tensor.view(-1).numpy()
+    return array
+
+
+def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) -> None:
+    """Encode as `encode_weights` does, by operations of torch on any device."""
+    groups = values.float().view(*words.shape, -1)
+    largest = groups.abs().amax(dim=-1)
+    scales = (largest / 127).view(torch.int32) & _SCALE_MASK
+    scales = scales.view(torch.float32).clamp(min=_LEAST_SCALE)
+    whole = torch.isfinite(largest)
+    words.copy_(scales.view(torch.int32).where(whole, _NAN_BITS))
+    found = (groups / scales[..., None]).round().where(whole[..., None], 0)
+    codes.copy_(found.to(torch.int8).view(torch.uint8).view(codes.shape))
+
+
+def decode_int8(words: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
+    """Decode as `decode_weights` does, by operations of torch on any device."""
+    groups = codes.view(torch.int8).float().view(*words.shape, -1)
+    values.copy_(groups.mul_(words.view(torch.float32)[..., None]).view(values.shape))

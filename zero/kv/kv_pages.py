@@ -1,0 +1,508 @@
+"""Keys and values of one layer, in pages that live in tiers (as in vLLM's paged attention).
+
+    tokens      ├── page 0 ──┤├── page 1 ──┤├── page 2 ──┤├ open ┤
+                    nvme          host          nvme        where the model computes
+    attention   ├────────────── [batch, heads, tokens, dim] ─────┤   assembled for each use
+
+A full page never changes: caches that have it in common (a copied one) share it, and another order
+of the batch (beams) is a choice of its rows. Only the open page is written to. A page whose home is
+a file is fetched ahead of its use, with the weights and by the same trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.swap.io.io_backend import Priority
+from offload.swap.states.state import State
+from offload.swap.threads.shield import interrupted_in_waits
+from offload.tiers.errors import OffloadError, StateError, StorageError, UnsupportedError
+from offload.tiers.units import round_up
+from offload.zero.kv.kv_format import KVShape, PageFormat
+
+if TYPE_CHECKING:
+    from offload.zero.kv.kv_store import KVStore, OpenPage, Seat
+
+_NOW = -1.0  # before all that the trace expects
+_PER_LOOK = 4  # pages that are read before what comes next is looked for again
+Rows = torch.Tensor | None  # of a page, in the order of the batch; None: as they are
+
+
+@dataclass(eq=False)
+class _Page:
+    """A full page. It is given back when no reference to it is left."""
+
+    format: PageFormat
+    owners: list[KVPages]
+    state: State = field(init=False)
+
+    def next_use(self) -> float:
+        if len(self.owners) == 1:  # asked often
+            return self.owners[0].next_use_of(self)
+        return min((owner.next_use_of(self) for owner in self.owners), default=math.inf)
+
+    def leave(self, owner: KVPages) -> None:
+        self.owners.remove(owner)
+        if not self.owners:
+            owner.give_back(self.state)
+
+
+class KVPages:
+    """Keys and values [batch, heads, length, dim] of one layer. For the thread of the model."""
+
+    def __init__(
+        self, store: KVStore, name: str, seat: Seat, window: int | None = None,
+        tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        """`window` is the number of tokens that are kept in the end. Made by `KVStore.pages`."""
+        self.name = name
+        self.length = 0  # tokens
+        self.batch = 0
+        self.seat = seat
+        self._store = store
+        self._window = window
+        self._tokens = tokens
+        self._format: PageFormat | None = None  # once anything is known
+        self._pages: list[tuple[_Page, Rows]] = []
+        self._open: OpenPage | None = None
+        self._filled = 0  # tokens of the open page
+        self._dropped = 0  # tokens of the first page that are no longer kept
+        self._reading: int | None = None  # the first of the pages that a read has not come to yet
+        self._places: dict[_Page, int] = {}  # which of the pages each is
+        self._closed = False
+
+    # ---------------------------------------------------------------- fetching
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Begin to bring the pages, in order, as far as there is room; return whether all had room.
+        Errors are raised where the page is read."""
+        try:
+            return all(
+                page.state.bring(next_use=next_use, priority=priority) for page, _ in self._pages
+            )
+        except StorageError:
+            return False
+
+    def note_use(self) -> None:
+        for page, _ in self._pages:
+            page.state.note_use()
+
+    def next_use_of(self, page: _Page) -> float:
+        """Return the uses until the page is needed. For any thread."""
+        reading, place = self._reading, self._places.get(page)
+        if reading is not None and place is not None and place >= reading:
+            return _NOW
+        return self._store.fetcher.trace.next_use(self.seat.index)
+
+    def give_back(self, page: State) -> None:
+        """Give back one of these pages, to which no reference is left."""
+        self._store.free_page(page)
+
+    # ---------------------------------------------------------------- the verbs
+    @interrupted_in_waits
+    def extend(
+        self, keys: torch.Tensor, values: torch.Tensor, *, keep: int | None = None,
+        length: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Add tokens, [batch, heads, count, dim]; return keys and values of all of them, old and
+        new.
+
+        They are contiguous, with the bits of `torch.cat`, and valid until they are let go of. With
+        `keep` only the last so many stay here. With `length` zeros follow up to it. Raises
+        TierFullError, and has then added nothing.
+        """
+        self._check(keys, values)
+        self._learn(keys, values)
+        assert self._format is not None, "just learnt"
+        past, count = self.length, keys.shape[2]
+        with self._in_use():
+            whole: Sequence[torch.Tensor]
+            if not past and self._format.exact and length in (None, count):
+                whole = self._contiguous(keys, values)
+            else:
+                whole = self._room_for(max(past + count, length or 0))
+                self._read(*(each[:, :, :past] for each in whole))
+                for each, new in zip(whole, (keys, values), strict=True):
+                    self._format.rounded(new, into=each[:, :, past : past + count])
+                    each[:, :, past + count :] = 0
+        unneeded = 0 if keep is None else max(0, count - keep)
+        if unneeded and past:
+            self.drop_last(past)
+        self._append(keys[:, :, unneeded:], values[:, :, unneeded:])
+        if keep is not None:
+            self.keep_last(keep)
+        return whole[0], whole[1]
+
+    @interrupted_in_waits
+    def read(
+        self, *, keys: bool = False, values: bool = False, length: int | None = None
+    ) -> list[torch.Tensor]:
+        """Return the keys or values that are asked for, as `extend` does."""
+        self._check_open()
+        with self._in_use():
+            found = list(self._room_for(max(self.length, length or 0), keys=keys, values=values))
+            parts = iter([each[:, :, : self.length] for each in found])
+            self._read(next(parts) if keys else None, next(parts) if values else None)
+        for each in found:
+            each[:, :, self.length :] = 0
+        return found
+
+    @interrupted_in_waits
+    def keep_last(self, count: int) -> None:
+        """Forget all tokens but the last `count`."""
+        if count >= self.length:
+            return
+        if not count:
+            self.drop_last(self.length)
+            return
+        assert self._format is not None, "there are tokens"
+        self._dropped += self.length - count
+        self.length = count
+        gone, self._dropped = divmod(self._dropped, self._format.tokens)
+        gone = min(gone, len(self._pages))
+        self._forget(self._pages[:gone])
+        del self._pages[:gone]
+        self._number()
+
+    @interrupted_in_waits
+    def drop_last(self, count: int) -> None:
+        """Forget the last `count` tokens, or all."""
+        left = max(0, self.length - count)
+        if left == self.length:
+            return
+        if not left:
+            self._dropped = 0
+        assert self._format is not None, "there are tokens"
+        full, rest = divmod(self._dropped + left, self._format.tokens)
+        if full < len(self._pages):
+            reopened = self._pages[full] if rest else None
+            if reopened is not None:
+                self._reopen(*reopened, rest)
+            self._forget(self._pages[full:])
+            del self._pages[full:]
+            self._number()
+        self.length, self._filled = left, rest
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.drop_last(self.length)
+
+    @interrupted_in_waits
+    def select(self, rows: torch.Tensor) -> None:
+        """Let the batch be its `rows`, which may repeat: their numbers (1D)."""
+        if self._format is None:
+            return
+        rows = rows.to(self._store.device, torch.long)
+        self._select_open(rows)  # where there is no room for it, nothing has changed
+        memo: dict[int, Rows] = {}
+        for place, (page, before) in enumerate(self._pages):
+            if id(before) not in memo:
+                chosen = rows if before is None else before[rows]
+                same = torch.equal(chosen, torch.arange(page.format.batch, device=rows.device))
+                memo[id(before)] = None if same else chosen
+            self._pages[place] = page, memo[id(before)]
+        self.batch = len(rows)
+
+    @property
+    def page_tokens(self) -> int | None:
+        """Tokens of a page, if that is known."""
+        return self._tokens if self._format is None else self._format.tokens
+
+    @interrupted_in_waits
+    def join(self, others: Sequence[KVPages]) -> None:
+        """Let these pages, which are empty, have the rows of all others, one after the other. Those
+        are parts of a batch: of the same layer and length, with as many tokens in a page."""
+        self._check_open()
+        first = others[0]
+        assert first._format is not None, "they have tokens"
+        self._format = replace(first._format, batch=sum(other.batch for other in others))
+        self.batch = self._format.batch
+        for place in range(len(first._pages)):
+            self._add_page(partial(self._fill_joined, [other._pages[place] for other in others]))
+        if first._filled:
+            into, row = self._open_page(), 0
+            for other in others:
+                assert other._open is not None, "as long as the first"
+                kind, tokens = other._format, slice(first._filled)
+                assert kind is not None, "as long as the first"
+                kind.copy(other._open.tensor, tokens, None, self._format, into, row)
+                row += other.batch
+        self.length, self._filled, self._dropped = first.length, first._filled, first._dropped
+
+    def _fill_joined(self, pages: Sequence[tuple[_Page, Rows]], into: torch.Tensor) -> None:
+        assert self._format is not None, "it is joined"
+        row = 0
+        for page, rows in pages:
+            kind, source = page.format, page.state.tensor()
+            kind.copy(source, slice(kind.tokens), rows, self._format, into, row)
+            row += kind.batch if rows is None else len(rows)
+
+    def copied(self, name: str | None = None) -> KVPages:
+        """Return the same tokens once more, independent from now on. Full pages are shared."""
+        self._check_open()
+        other = self._store.pages(name or self.name, self._window, self.page_tokens)
+        other.batch, other._format = self.batch, self._format
+        if self._open is not None and self._filled:
+            try:
+                other._open_page().copy_(self._open.tensor[: other._open_page().numel()])
+            except BaseException:
+                other.close()
+                raise
+        other.length, other._filled, other._dropped = self.length, self._filled, self._dropped
+        other._pages = list(self._pages)
+        other._number()
+        for page, _ in other._pages:
+            page.owners.append(other)
+        return other
+
+    def close(self) -> None:
+        """Give everything back. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        pages, self._pages, self._places = self._pages, [], {}
+        self.length = self._filled = 0
+        try:
+            self._forget(pages)
+        finally:
+            self._close_open()
+            self._store.left(self)
+
+    def _give_up(self) -> None:
+        """Close after bytes were lost, also states that raise that error: they would keep it, and
+        all that its traceback refers to."""
+        with suppress(OffloadError):
+            self.close()
+
+    # ---------------------------------------------------------------- checks
+    def _check_open(self) -> None:
+        self._store.check_usable()
+        if self._closed:
+            raise StateError(f"{self.name} is closed; make a new cache")
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._check_open()
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise UnsupportedError(
+                f"{self.name} lives in tiers, which pass no gradient on; call the model inside "
+                "torch.no_grad(), or with use_cache=False"
+            )
+        if self._format is None:
+            return
+        ours, theirs = self._format, (KVShape.of(keys, keys.dtype), KVShape.of(values, keys.dtype))
+        for own, other in zip((ours.keys, ours.values), theirs, strict=True):
+            if (self.batch, own.heads, own.dim) != (keys.shape[0], other.heads, other.dim):
+                raise StateError(
+                    f"{self.name} has a batch of {self.batch} with {own.heads} heads of {own.dim}, "
+                    f"and is given one of {keys.shape[0]} with {other.heads} heads of {other.dim}; "
+                    "use a new cache for another batch"
+                )
+        for own, given in ((ours.keys, keys.dtype), (ours.values, values.dtype)):
+            if torch.promote_types(own.dtype, given) != own.dtype:
+                raise UnsupportedError(
+                    f"{self.name} holds {own.dtype}, and is given {given}; compute all tokens of a "
+                    "cache in one format"
+                )
+
+    def _learn(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Note the shapes when they are first seen."""
+        if self._format is not None:
+            return
+        self.batch = keys.shape[0]
+        value_type = torch.promote_types(keys.dtype, values.dtype)  # as torch.cat has it
+        self._format = self._store.format(
+            KVShape.of(keys, keys.dtype),
+            KVShape.of(values, value_type),
+            self.batch,
+            self._window,
+            self._tokens,
+        )
+
+    def _contiguous(self, *states: torch.Tensor) -> list[torch.Tensor]:
+        assert self._format is not None, "learnt"
+        shapes = (self._format.keys, self._format.values)
+        pairs = zip(states, shapes, strict=True)
+        return [each.to(shape.dtype).contiguous() for each, shape in pairs]
+
+    # ---------------------------------------------------------------- reading
+    def _room_for(
+        self, length: int, *, keys: bool = True, values: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        if self._format is None:
+            raise StateError(f"{self.name} is read before anything was added")
+        room = round_up(length, self._format.tokens)  # as it grows, the next ones fit, too
+        wanted = (("keys", keys, self._format.keys), ("values", values, self._format.values))
+        return tuple(
+            self._store.buffer(what, self.batch, shape, length, room)
+            for what, is_wanted, shape in wanted
+            if is_wanted
+        )
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Protect a read: no page of it makes room for another one before it was read."""
+        self._reading = 0
+        try:
+            self._store.use(self)
+            yield
+        except StorageError:
+            self._give_up()
+            raise
+        finally:
+            self._reading = None
+            self._store.fetch_ahead()
+
+    def _read(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
+        """Fill [batch, heads, length, dim] of each."""
+        begun = skipped = self._dropped
+        ahead = 0
+        for place, (page, rows) in enumerate(self._pages):
+            # of a layer that has more pages than there is room for, the next ones take the place of
+            # those that were read, and then those of the next layer
+            ahead = self._bring_from(max(ahead, place))
+            if ahead == len(self._pages) and place % _PER_LOOK == _PER_LOOK - 1:
+                self._store.fetch_ahead()
+            span = slice(skipped, page.format.tokens)
+            start = place * page.format.tokens + span.start - begun
+            stop = start + page.format.tokens - span.start
+            into = [None if each is None else each[:, :, start:stop] for each in (keys, values)]
+            page.format.read(page.state.tensor(), span, rows, *into)
+            self._reading = place + 1
+            page.state.use_up()
+            skipped = 0
+        if self._open is not None and self._filled > skipped:
+            assert self._format is not None, "a page is open"
+            start = self.length - (self._filled - skipped)
+            into = [None if each is None else each[:, :, start:] for each in (keys, values)]
+            span = slice(skipped, self._filled)
+            self._format.read(self._open.tensor, span, None, *into)
+
+    def _bring_from(self, place: int) -> int:
+        """Begin to bring pages from `place` on; return the first that found no room."""
+        for page, _ in self._pages[place:]:
+            if not page.state.bring(next_use=_NOW, priority=Priority.URGENT):
+                break
+            place += 1
+        return place
+
+    # ---------------------------------------------------------------- writing
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append all of it or, if that fails, nothing."""
+        before, at, count = self.length, 0, keys.shape[2]
+        try:
+            while at < count:
+                at += self._append_some(keys[:, :, at:], values[:, :, at:])
+        except StorageError:
+            self._give_up()
+            raise
+        except BaseException:
+            self.drop_last(self.length - before)
+            raise
+
+    def _append_some(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Fill the open page as far as there are tokens; return how many went in."""
+        assert self._format is not None, "learnt"
+        kind = self._format
+        count = min(keys.shape[2], kind.tokens - self._filled)
+        keys, values = keys[:, :, :count], values[:, :, :count]
+        if count == kind.tokens:
+            self._add_page(lambda page: kind.write(page, 0, keys, values))
+            self.length += count
+            return count
+        page = self._open_page()
+        kind.write(page, self._filled, keys, values)
+        if self._filled + count == kind.tokens:
+            self._add_page(lambda home: home.copy_(page))
+            self._filled = 0
+        else:
+            self._filled += count
+        self.length += count
+        return count
+
+    def _add_page(self, fill: Callable[[torch.Tensor], object]) -> None:
+        """Add another full page, in the tier that is its home."""
+        assert self._format is not None, "learnt"
+        page = _Page(self._format, [self])
+        page.state = self._store.new_page(self.name, self._format.nbytes, page.next_use)
+        try:
+            if page.state.at_home_on_device:
+                fill(page.state.blank())
+                page.state.wrote()
+            else:
+                fill(page.state.host_blank())
+                page.state.host_wrote()
+        except BaseException:
+            with suppress(OffloadError):
+                page.leave(self)
+            raise
+        self._places[page] = len(self._pages)
+        self._pages.append((page, None))
+
+    def _open_page(self) -> torch.Tensor:
+        """Return the open page's bytes."""
+        assert self._format is not None, "learnt"
+        if self._open is None:
+            self._open = self._store.open_page(f"{self.name}, the open page", self._format.nbytes)
+        return self._open.tensor[: self._format.nbytes]
+
+    def _reopen(self, page: _Page, rows: Rows, count: int) -> None:
+        """Let the open page begin with the first tokens of a full one."""
+        assert self._format is not None, "learnt"
+        into = self._open_page()
+        page.format.copy(page.state.tensor(), slice(count), rows, self._format, into)
+
+    def _select_open(self, rows: torch.Tensor) -> None:
+        assert self._format is not None, "learnt"
+        kind, before, tokens = self._format, self._open, slice(self._filled)
+        chosen = self._format_of(len(rows))
+        if chosen == kind and before is not None:
+            kind.copy(before.tensor, tokens, rows, kind, before.tensor)
+            return
+        self._format, self._open = chosen, None
+        if before is None:
+            return
+        try:
+            if self._filled:
+                kind.copy(before.tensor, tokens, rows, chosen, self._open_page())
+        except BaseException:
+            self._close_open()
+            self._format, self._open = kind, before
+            raise
+        self._store.close_page(before)
+
+    def _format_of(self, batch: int) -> PageFormat:
+        """Return the format for another batch. A larger one has fewer tokens in a page, while no
+        page is full: as many would not find room."""
+        assert self._format is not None, "learnt"
+        kind = self._format
+        tokens = kind.tokens
+        if batch > kind.batch and not self._pages:
+            fresh = self._store.format(kind.keys, kind.values, batch, self._window)
+            tokens = min(tokens, max(fresh.tokens, self._filled + 1))
+        return replace(kind, batch=batch, tokens=tokens)
+
+    def _close_open(self) -> None:
+        if self._open is not None:
+            opened, self._open = self._open, None
+            self._store.close_page(opened)
+
+    # ---------------------------------------------------------------- books
+    def _number(self) -> None:
+        self._places = {page: place for place, (page, _) in enumerate(self._pages)}
+
+    def _forget(self, pages: Sequence[tuple[_Page, Rows]]) -> None:
+        """Leave all pages, also if one fails; then raise the first error."""
+        errors = []
+        for page, _ in pages:
+            try:
+                page.leave(self)
+            except OffloadError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

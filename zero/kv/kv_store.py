@@ -1,0 +1,323 @@
+"""The KV caches of a model: their pages in tiers, and the memory that attention reads them from.
+
+    layer ─▶ KVPages ─new_page─▶ State      a full page, in the tier that the placement gives it
+                │──open_page───▶ OpenPage   the one that is written to, where the model computes
+                │─────buffer───▶ Lease      keys and values for attention, the same for each layer
+                └──────use─────▶ Fetcher    pages are fetched ahead with the weights
+
+Caches come and go: one per call of `generate`. A cache without references is given back by the
+next call, or at once where that is safe: its last reference may go anywhere, in any thread, also
+amid the store's own bookkeeping.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from offload.swap.io.io_backend import Priority
+from offload.swap.states.state import State
+from offload.tiers.errors import OffloadError, StateError, TierFullError
+from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.memory_tier import Lease
+from offload.tiers.units import round_up
+from offload.zero.groups.fetching import Fetcher
+from offload.zero.kv.kv_format import Int8Format, KVShape, PageFormat, PlainFormat
+from offload.zero.kv.kv_pages import KVPages
+
+_log = logging.getLogger("offload")
+KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
+_MIN_WINDOW_PAGES = 8  # a page is at most this part of a window: what is kept beside it
+_SLAB_NBYTES = 32 << 20  # about, of several open pages together
+_TRIM_NBYTES = 8 << 20  # of pages, between two times that freed memory is given back
+_OPEN_SHARE = 4  # ... and all open pages together at most this part of the memory there is
+
+
+class KVHomes(Protocol):
+    """The memory for pages of keys and values. Raises TierFullError if a budget has no room."""
+
+    lock: threading.RLock
+
+    def kv_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
+        """Return the home of another page."""
+        ...
+
+    def free_kv_page(self, state: State) -> None: ...
+
+    def kv_memory(self, name: str, nbytes: int) -> Lease:
+        """Return memory that the model computes with."""
+        ...
+
+    def free_kv_memory(self, lease: Lease) -> None:
+        """Free memory; reads of it that are already queued may finish."""
+        ...
+
+    def kv_room_nbytes(self) -> int:
+        """Return the memory that open pages and what attention reads may take."""
+        ...
+
+    @property
+    def page_nbytes(self) -> int | None:
+        """The approximate bytes of a page; None if only the room limits them."""
+        ...
+
+    @property
+    def kv_tokens(self) -> int:
+        """The tokens that are planned for, of all rows of a piece of the batch; 0 if unknown."""
+        ...
+
+
+class Seat:
+    """A number in the trace, for the successive pages of one layer: in caches that follow each
+    other, the same layer has the same number."""
+
+    in_place = False
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.pages: KVPages | None = None
+
+    @property
+    def state(self) -> Seat:
+        return self
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return self.pages is None or self.pages.bring(next_use=next_use, priority=priority)
+
+    def note_use(self) -> None:
+        if self.pages is not None:
+            self.pages.note_use()
+
+
+@dataclass(eq=False)
+class _Slab:
+    """One lease for several open pages of a size: apart they would cut up the memory that slots
+    come and go in, until nothing large finds room."""
+
+    lease: Lease
+    free: list[OpenPage] = field(default_factory=list)
+    cells: int = 0
+
+
+@dataclass(eq=False)
+class OpenPage:
+    """Memory of an open page."""
+
+    tensor: torch.Tensor  # 1D uint8
+    slab: _Slab
+
+
+class KVStore:
+    """Owns the pages of all caches of one model. For the thread of the model."""
+
+    def __init__(
+        self, homes: KVHomes, fetcher: Fetcher, device: torch.device, *, int8: bool = False,
+        layers: int = 1, session: AbstractContextManager[object] | None = None,
+        page_tokens: int | None = None, check_usable: Callable[[], None] = lambda: None,
+        trim: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
+        """`layers` is about how many layers caches have (times pieces of the batch); `page_tokens`
+        are in a page, by default as many as make it `KV_PAGE_NBYTES` long and leave room for open
+        ones. `trim` gives memory that was freed back to the system, now and then."""
+        self.fetcher = fetcher
+        self.device = device
+        self.check_usable = check_usable
+        self._homes = homes
+        self._kind: type[PageFormat] = Int8Format if int8 else PlainFormat
+        self._layers = layers
+        self._page_tokens = page_tokens
+        self._trim = trim
+        self._untrimmed_nbytes = 0
+        self._session: AbstractContextManager[object] = session or nullcontext()
+        self._thread = threading.get_ident()
+        self._process = os.getpid()
+        self._live: dict[int, KVPages] = {}  # by seat
+        self._free_seats: list[Seat] = []
+        self._dropped: deque[KVPages] = deque()  # nobody has them any more
+        self._buffers: dict[str, list[Lease]] = {}
+        self._slabs: dict[int, list[_Slab]] = {}  # by the size of a page
+        self._closed = False
+
+    # ---------------------------------------------------------------- pages
+    def pages(
+        self, name: str, window: int | None = None, tokens: int | None = None
+    ) -> KVPages:  # fmt: skip
+        """Return empty room for the keys and values of one layer; with `tokens` in a page, by
+        default as many as suit it."""
+        self.reap()
+        if self._closed:
+            raise StateError(f"{name}: the model was given back; dispatch it again")
+        if not self._free_seats:
+            seat = Seat(self.fetcher.next_number)
+            self.fetcher.add(seat)
+        else:
+            seat = self._free_seats.pop()
+        seat.pages = KVPages(self, name, seat, window, tokens)
+        self._live[seat.index] = seat.pages
+        return seat.pages
+
+    def left(self, pages: KVPages) -> None:
+        """Note that pages were closed."""
+        if self._live.pop(pages.seat.index, None) is not None:
+            pages.seat.pages = None
+            self._free_seats.append(pages.seat)
+            self._free_seats.sort(key=lambda seat: -seat.index)  # the same order for the next cache
+
+    def drop(self, pages: KVPages) -> None:
+        """Give back pages to which no reference is left. For any thread, at any time."""
+        if os.getpid() != self._process:  # a forked child: they are its parent's
+            return
+        self._dropped.append(pages)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Call `reap`, if it can be done here and now. For any thread, at any time."""
+        held = self._homes.lock._is_owned()  # type: ignore[attr-defined]
+        if threading.get_ident() == self._thread and not held:
+            self.reap()
+
+    def reap(self) -> None:
+        """Give back all pages to which no reference is left."""
+        while self._dropped:
+            try:
+                self._dropped.popleft().close()
+            except OffloadError as error:  # of bytes that nobody will ask for
+                _log.warning("while a KV cache was given back: %s", error)
+        if not self._live:
+            self._close_buffers()
+
+    # ---------------------------------------------------------------- for pages
+    def use(self, pages: KVPages) -> None:
+        """Note that pages are needed now, and begin to bring them."""
+        self.check_usable()
+        self._thread = threading.get_ident()  # threads take turns
+        self.reap()
+        with self._session:
+            self.fetcher.need(pages.seat)
+
+    def fetch_ahead(self) -> None:
+        """Begin to bring the states that are used next."""
+        with self._session:
+            self.fetcher.fetch_ahead()
+
+    def format(
+        self, keys: KVShape, values: KVShape, batch: int, window: int | None,
+        tokens: int | None = None,
+    ) -> PageFormat:  # fmt: skip
+        """Return the format of the pages of one layer."""
+        tokens = tokens or self._page_tokens
+        if tokens is None:
+            most = self._homes.page_nbytes or min(
+                KV_PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers)
+            )
+            tokens = max(1, most // self._kind.token_nbytes(keys, values, batch))
+            if window is not None:
+                tokens = min(tokens, max(1, window // _MIN_WINDOW_PAGES))
+        return self._kind(keys, values, batch, tokens)
+
+    def new_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
+        # What describes a page stays, amid temporaries of a prompt, which leave holes that the
+        # next ones do not fit into.
+        self._untrimmed_nbytes += nbytes
+        if self._trim is not None and self._untrimmed_nbytes >= _TRIM_NBYTES:
+            self._untrimmed_nbytes = 0
+            self._trim()
+        return self._homes.kv_page(name, nbytes, next_use)
+
+    def free_page(self, page: State) -> None:
+        self._homes.free_kv_page(page)
+
+    def open_page(self, name: str, nbytes: int) -> OpenPage:
+        """Return memory for a page that is written to."""
+        size = round_up(nbytes, PAGE_NBYTES)
+        for slab in self._slabs.get(size, ()):
+            if slab.free:
+                return slab.free.pop()
+        slab = self._new_slab(name, size)
+        self._slabs.setdefault(size, []).append(slab)
+        return slab.free.pop()
+
+    def _new_slab(self, name: str, size: int) -> _Slab:
+        """Allocate a slab of a page for each layer, or of as many as find room, or of one."""
+        slabs = -(-self._layers * size // _SLAB_NBYTES)
+        cells = -(-self._layers // slabs)
+        room = self._homes.kv_room_nbytes() // (_OPEN_SHARE * size)
+        cells = max(1, min(cells, room - sum(slab.cells for slab in self._slabs.get(size, ()))))
+        try:
+            lease = self._homes.kv_memory(name, cells * size)
+        except TierFullError:
+            if cells == 1:
+                raise
+            cells = 1
+            lease = self._homes.kv_memory(name, size)
+        slab = _Slab(lease, cells=cells)
+        slab.free = [
+            OpenPage(lease.tensor[at * size : (at + 1) * size], slab)
+            for at in reversed(range(cells))
+        ]
+        return slab
+
+    def close_page(self, page: OpenPage) -> None:
+        """Take back an open page's memory."""
+        slab = page.slab
+        slab.free.append(page)
+        if len(slab.free) == slab.cells:
+            size = page.tensor.numel()
+            self._slabs[size].remove(slab)
+            slab.free.clear()
+            self._free(slab.lease)
+
+    def _free(self, lease: Lease) -> None:
+        self._homes.free_kv_memory(lease)
+
+    def buffer(
+        self, what: str, batch: int, shape: KVShape, length: int, room: int
+    ) -> torch.Tensor:  # fmt: skip
+        """Return [batch, heads, length, dim], contiguous, content undefined, in memory that has
+        room for `room` tokens. That memory is not used again while any view of it is alive."""
+        # of the planned size from the beginning on: later there may be no such room in one piece
+        room = max(room, self._homes.kv_tokens // batch)
+        token_nbytes = batch * shape.heads * shape.dim * shape.dtype.itemsize
+        lease = self._lease_for(what, room * token_nbytes)
+        flat = lease.tensor[: length * token_nbytes].view(shape.dtype)
+        return flat.view(batch, shape.heads, length, shape.dim)
+
+    def _lease_for(self, what: str, nbytes: int) -> Lease:
+        kept = self._buffers.setdefault(what, [])
+        idle = [lease for lease in kept if not lease.in_use()]
+        fitting = [lease for lease in idle if lease.extent.nbytes >= nbytes]
+        chosen = min(fitting, key=lambda lease: lease.nbytes, default=None)
+        for lease in idle:
+            if lease is not chosen:
+                kept.remove(lease)
+                self._free(lease)
+        if chosen is None:
+            chosen = self._homes.kv_memory(f"KV cache, {what} for attention", nbytes)
+            kept.append(chosen)
+        return chosen
+
+    # ---------------------------------------------------------------- the end
+    def _close_buffers(self) -> None:
+        for kept in self._buffers.values():
+            for lease in [lease for lease in kept if not lease.in_use()]:
+                kept.remove(lease)
+                self._free(lease)
+
+    def close(self) -> None:
+        """Close all pages. Tensors that were given out must not be used any more."""
+        self._closed = True
+        self.reap()
+        for pages in list(self._live.values()):
+            pages.close()
+        for kept in self._buffers.values():
+            for lease in kept:
+                self._free(lease)
+            kept.clear()

@@ -1,0 +1,1 @@
+"""Several ranks: shards, collectives, and what names a rank that is missing."""

@@ -1,0 +1,236 @@
+"""Collectives over a group's flat buffer, on torch.distributed.
+
+    all-gather       shard | shard | shard   ->  whole, on every rank
+    reduce-scatter   whole, on every rank    ->  each rank's shard of the average
+
+A reduce-scatter is an all-to-all, in which every rank gets all contributions to its shard, and a
+sum over them in the order of the ranks, in fp32, divided by their number once. So the bits of the
+average depend neither on the backend nor on which part of the buffer a rank owns; 16-bit gradients
+travel as they are and are summed without intermediate rounding. (Gloo's own reduce-scatter is an
+all-reduce, at twice the bytes.)
+
+Either can send 8-bit codes instead (`block_codes`): fewer bytes, and approximate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from offload.swap.states.codec import Codec
+from offload.swap.threads.ranges import profiled
+from offload.zero.ranks.block_codes import add_decoded, encode
+from offload.zero.ranks.rank_watch import RankWatch
+from offload.zero.ranks.sharding import codes_nbytes
+
+Group = dist.ProcessGroup
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of the buffers that ranks have gathered and reduced together, whole buffers each."""
+
+    gathered_nbytes: int = 0
+    reduced_nbytes: int = 0
+    all_reduced_nbytes: int = 0  # exchanged among replicas, and gathered again
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Memory for one reduction at a time, where the model computes. All 1D uint8."""
+
+    received: torch.Tensor  # the largest contribution of a rank, in the format that travels
+    summed: torch.Tensor  # fp32, as long as the largest shard
+    codes: torch.Tensor | None = None  # of the largest group's parameters in 8 bits, being gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The formats in which gradients and parameters travel."""
+
+    reduce_dtype: torch.dtype | None = None  # gradients are rounded to it; None: they are not
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """The group being gathered and the time limit. Shards are sent under the group's name, so that
+    a rank that gathers another group receives nothing instead of the wrong parameters."""
+
+    what: str
+    limit: timedelta
+
+    @property
+    def tag(self) -> int:
+        return crc32(self.what.encode()) & 0x7FFFFFFF
+
+
+@dataclass(slots=True)
+class Collectives:
+    """The collectives of one rank. `gather` and `reduce` may run at the same time, each on one
+    thread: they have process groups of their own."""
+
+    gather_group: Group  # the ranks that share one copy of the states
+    reduce_group: Group  # the same ranks
+    replica_group: Group  # those that own the same shard
+    watch: RankWatch
+    wire: Wire = field(default_factory=Wire)
+    traffic: Traffic = field(default_factory=Traffic)
+    of: str = ""  # tells its lanes in `watch` from others'
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
+        """Fill `whole` (1D uint8), of the group `name`, with the shards of all ranks, in order.
+        `own` may be a view of this rank's place in it. Blocks; on a GPU only until the work is
+        queued on the current stream. Raises RankError if a rank does not take part."""
+        self.traffic.gathered_nbytes += whole.numel()
+        what, group = f"the all-gather of {_named(name)}", self.gather_group
+        with self.watch.during(f"{self.of}gather", what, group) as limit:
+            _all_gather(whole, own, group, _Arrival(what, limit))
+
+    def gather_coded(
+        self, whole: torch.Tensor, own: torch.Tensor, name: str, codec: Codec, room: torch.Tensor
+    ) -> None:
+        """Gather as `gather` does, with each shard encoded by `codec`: all ranks, the owner too,
+        get the decoded values. `room` (1D uint8) holds the encoded bytes of all shards
+        meanwhile."""
+        rank, step = self.gather_group.rank(), codec.stored_nbytes(own.numel())
+        stored = room[: step * self.gather_group.size()]
+        mine = stored[rank * step : (rank + 1) * step]
+        codec.encode(own, mine)
+        self.gather(stored, mine, name)
+        for its, values in zip(stored.split(step), whole.split(own.numel()), strict=True):
+            codec.decode(its, values)
+
+    def reduce(self, contribution: torch.Tensor, work: Workspace, name: str) -> torch.Tensor:
+        """Return the average over all ranks of the world, of this rank's shard of it: 1D fp32,
+        valid until the next call. `contribution` (1D, any float format), of the group `name`, is
+        equally long on every rank. Raises RankError if a rank does not take part."""
+        what = f"the reduce-scatter of {_named(name)}"
+        groups = self.reduce_group, self.replica_group
+        with profiled(what), self.watch.during(f"{self.of}reduce", what, *groups) as limit:
+            return self._reduce(contribution, work, _Arrival(what, limit))
+
+    def _reduce(
+        self, contribution: torch.Tensor, work: Workspace, arrival: _Arrival
+    ) -> torch.Tensor:
+        ranks, replicas = self.reduce_group.size(), self.replica_group.size()
+        numel = contribution.numel() // ranks
+        summed = work.summed.view(torch.float32)[:numel]
+        own = summed
+        if ranks == 1:
+            own = contribution
+        elif self.wire.quantized_gradients:
+            self._reduce_codes(contribution, work.received, summed)
+        else:
+            self.traffic.reduced_nbytes += contribution.nbytes
+            _exchange_and_sum(contribution, work.received, summed, self.reduce_group)
+        if replicas > 1:
+            self.traffic.all_reduced_nbytes += own.nbytes + summed.nbytes
+            rank, piece = self.replica_group.rank(), numel // replicas
+            mine = summed[rank * piece : (rank + 1) * piece]
+            # this rank's own elements, which the sum is written over, have been sent by then
+            _exchange_and_sum(own, work.received, mine, self.replica_group)
+            whole = summed.view(torch.uint8)
+            _all_gather(whole, mine.view(torch.uint8), self.replica_group, arrival)
+        elif ranks == 1:
+            summed.copy_(contribution)
+        return summed.div_(ranks * replicas)
+
+    def _reduce_codes(
+        self, contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Set `out` to the sum of all contributions as codes; `room` has `codes_nbytes` twice."""
+        ranks, numel = self.reduce_group.size(), contribution.numel()
+        nbytes = codes_nbytes(numel) - numel
+        sizes = (numel, numel, nbytes, nbytes)
+        codes, theirs, scales, their_scales = room[: sum(sizes)].split(sizes)
+        encode(contribution, codes.view(torch.int8), scales.view(torch.float32))
+        for received, sent in ((theirs, codes), (their_scales, scales)):
+            self.traffic.reduced_nbytes += sent.numel()
+            dist.all_to_all_single(received, sent, group=self.reduce_group)
+        out.zero_()
+        each = zip(
+            theirs.view(torch.int8).view(ranks, -1),
+            their_scales.view(torch.float32).view(ranks, -1), strict=True,
+        )  # fmt: skip
+        for part, scale in each:
+            add_decoded(part, scale, out)
+
+
+def _named(name: str) -> str:
+    """Return a group's name for messages; `name` is empty for the model's own parameters."""
+    return name if name and not name.startswith(" ") else f"the model's own{name or ' parameters'}"
+
+
+def _exchange_and_sum(
+    contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor, group: Group
+) -> None:
+    """Set `out` to the sum, in the order of the ranks, of all contributions to this rank. `room`
+    (1D uint8) holds them; if it is too small, they are exchanged piece by piece, which copies what
+    is sent."""
+    ranks, numel = group.size(), contribution.numel()
+    room = room.view(contribution.dtype)
+    if numel <= room.numel():
+        received = room[:numel]
+        dist.all_to_all_single(received, contribution, group=group)
+        _sum_in_order(received.view(ranks, -1), out)
+        return
+    shards = contribution.view(ranks, -1)
+    most = room.numel() // (2 * ranks)
+    for start in range(0, out.numel(), most):
+        stop = min(start + most, out.numel())
+        sent, received = room[: 2 * ranks * (stop - start)].view(2, -1)
+        sent.view(ranks, -1).copy_(shards[:, start:stop])
+        dist.all_to_all_single(received, sent, group=group)
+        _sum_in_order(received.view(ranks, -1), out[start:stop])
+
+
+def _sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
+    if parts.dtype is torch.float32:
+        torch.add(parts[0], parts[1], out=out)
+        rest = parts[2:]
+    else:
+        out.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        out.add_(part)
+
+
+def _all_gather(whole: torch.Tensor, own: torch.Tensor, group: Group, arrival: _Arrival) -> None:
+    ranks, rank, step = group.size(), group.rank(), own.numel()
+    place = whole[rank * step : (rank + 1) * step]
+    if ranks == 1 or _sends_faster(whole, group):
+        if place.data_ptr() != own.data_ptr():
+            place.copy_(own)
+        if ranks > 1:
+            _send_to_all(whole, place, group, arrival)
+        return
+    all_gather_flat(whole, own, group)
+
+
+def all_gather_flat(whole: torch.Tensor, own: torch.Tensor, group: Group) -> None:
+    """Call the backend's own all-gather of 1D tensors, by the name it has in this PyTorch."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, own, group=group)
+
+
+def _sends_faster(whole: torch.Tensor, group: Group) -> bool:
+    """Return whether sends are faster: Gloo's all-gather takes two to three times as long."""
+    return whole.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+def _send_to_all(whole: torch.Tensor, own: torch.Tensor, group: Group, arrival: _Arrival) -> None:
+    ranks, rank, step = group.size(), group.rank(), own.numel()
+    moves, tag = [], arrival.tag
+    for distance in range(1, ranks):
+        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+        moves.append(dist.P2POp(dist.isend, own, group=group, tag=tag, group_peer=to))
+        arriving = whole[source * step : (source + 1) * step]
+        moves.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=source))
+    for work in dist.batch_isend_irecv(moves):
+        work.wait(arrival.limit)

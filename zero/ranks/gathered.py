@@ -1,0 +1,474 @@
+"""Parameters of which this rank owns a shard: gathered while they are computed with
+(`GatheredState`), or whole all the time and refreshed after each update (`ReplicatedState`).
+
+A gather is a collective: all ranks begin the same ones in the same order. So the model's thread
+decides which groups are gathered and which copies are evicted for them, from the order of uses and
+a limit in bytes that all ranks agree on, never from how much memory is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from offload.swap.device.fences import Fences
+from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.io.io_backend import Priority
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import HostPiece, State, Undoable
+from offload.swap.threads.ordered import OrderedWork
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease
+from offload.tiers.residency import Residency
+from offload.zero.groups.group import RankCopies
+from offload.zero.groups.layout import Layout
+from offload.zero.ranks.block_codes import BlockCodes
+from offload.zero.ranks.collectives import Collectives
+from offload.zero.ranks.pass_log import PassLog
+
+
+class SharedState(State, RankCopies):
+    """The base of both: the update side works on this rank's own part in `home`, piece by piece."""
+
+    def __init__(self, home: State, nbytes: int, first_piece: int) -> None:
+        super().__init__(home.name, nbytes, home.piece_nbytes)
+        self.home = home
+        self._first = first_piece  # of this rank's part, in `home`
+        self.pieces = home.pieces
+
+    def span(self, piece: int) -> slice:
+        return self.home.span(piece + self._first)
+
+    # ---------------------------------------------------------------- host side
+    def host_tensor(self) -> torch.Tensor:
+        return self.home.host_tensor()
+
+    def host_blank(self) -> torch.Tensor:
+        return self.home.host_blank()
+
+    # ---------------------------------------------------------------- update side
+    def bring_host(self, *, next_use: float) -> bool:
+        return self.home.bring_host(next_use=next_use)
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return self.home.host_piece(piece + self._first)
+
+    def wrote_piece(self, piece: int) -> None:
+        self.home.wrote_piece(piece + self._first)
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        return self.home.read_piece(piece + self._first, destination)
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        return self.home.write_piece(piece + self._first, source)
+
+    def device_piece(self, piece: int) -> torch.Tensor | None:
+        return self.home.device_piece(piece + self._first)
+
+    def used_device_piece(self, piece: int, until: CopyMark) -> None:
+        self.home.used_device_piece(piece + self._first, until)
+
+    def undoable(self) -> Undoable | None:
+        return self.home.undoable()
+
+    # ---------------------------------------------------------------- both
+    def note_use(self) -> None:
+        self.home.note_use()
+
+    def discard(self) -> None:
+        self.home.discard()
+
+    def settle(self) -> None:
+        self.home.settle()
+
+    def close(self) -> None:
+        self.home.close()
+
+
+class Gatherer:
+    """Memory for whole parameters, and the order in which they are gathered.
+
+    When the room is full, the least recently used copy that no module holds is evicted."""
+
+    def __init__(
+        self, collectives: Collectives, pool: SlotPool, room_nbytes: int, device: torch.device,
+        fences: Fences, dtype: torch.dtype, codes: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`pool` is of the memory that the model computes in; `room_nbytes` is the same on every
+        rank. `codes` is room for 8-bit codes, if those are gathered instead of elements of
+        `dtype`."""
+        self.collectives = collectives
+        self.device = device
+        self.order = OrderedWork("offload-gather", device)
+        collectives.watch.follow(self.order)
+        self._pool = pool
+        self._room = room_nbytes
+        self._fences = fences
+        self._codec = BlockCodes(dtype)
+        self._codes = codes
+        self.gathers_codes = codes is not None
+        self._gathered: dict[int, GatheredState] = {}  # the least recently used first
+        self._held_nbytes = 0
+        self.log = PassLog()
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the model computes with values decoded from 8-bit codes."""
+        return self._codes is not None
+
+    def gather(self, state: GatheredState) -> None:
+        """Begin to gather `state`, which is not gathered."""
+        self._make_room(state)
+        self._begin(state)
+
+    def _begin(self, state: GatheredState) -> None:
+        lease = self._pool.demand(state.nbytes, f"{state.name}, gathered", StateClass.STAGING)
+        self._held_nbytes += state.nbytes
+        self._gathered[id(state)] = state
+        state.begin(lease, self._fences.claim(lease.extent))
+
+    def collect(self, whole: torch.Tensor, own: torch.Tensor, name: str, *, codes: bool) -> None:
+        """On the gathering thread: collect all ranks' shards, exactly or as 8-bit codes."""
+        if not codes:
+            self.collectives.gather(whole, own, name)
+            return
+        assert self._codes is not None, "room for them"
+        self.collectives.gather_coded(whole, own, name, self._codec, self._codes)
+
+    def used(self, state: GatheredState) -> None:
+        """Note that `state` is the most recently used now."""
+        self._gathered[id(state)] = self._gathered.pop(id(state))
+
+    def expect(self, state: GatheredState, now: GatheredState) -> None:
+        """Note that `state` is needed next: begin to gather it, if there is room beside what is
+        needed `now`. Copies that were used before that make room."""
+        if state.is_gathered:
+            return
+        self._make_room(state, now)
+        if self._held_nbytes + state.nbytes <= self._room:
+            self._begin(state)
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Inside, gathers are exact, also with quantized_weights."""
+        if self._codes is None:
+            yield
+            return
+        self._give_up([state for state in self._gathered.values() if state.is_coded])
+        self.gathers_codes = False
+        try:
+            yield
+        finally:
+            self.gathers_codes = True
+
+    def begin_pass(self) -> None:
+        """Begin a pass of the model in the same state as every pass, so that a rank without data
+        can repeat the last one."""
+        self._give_up(list(self._gathered.values()))
+        self.log.begin_pass()
+
+    def _give_up(self, states: Sequence[GatheredState]) -> None:
+        for state in states:
+            if not state.is_held():
+                self.give_up(state)
+
+    def give_up(self, state: GatheredState) -> None:
+        """Forget a gathered copy; its memory is free once no tensor views it."""
+        del self._gathered[id(state)]
+        self._held_nbytes -= state.nbytes
+        lease = state.end()
+        self._fences.retire(lease.extent, (mark_here(self.device),))
+        _Outlived(lease, self._pool)
+
+    def _make_room(self, state: GatheredState, now: GatheredState | None = None) -> None:
+        for other in list(self._gathered.values()):
+            if self._held_nbytes + state.nbytes <= self._room:
+                return
+            if other is not now and not other.is_held():
+                self.give_up(other)
+
+    def close(self) -> None:
+        self.order.close()
+
+
+class GatheredState(SharedState):
+    """A shard at home somewhere (`home`), gathered whole where the model computes."""
+
+    def __init__(
+        self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer,
+        is_held: Callable[[], bool], update: Callable[[], Transfer[None] | None],
+    ) -> None:  # fmt: skip
+        """`is_held` returns whether a module has entered the group; readers wait for `update`."""
+        super().__init__(home, layout.numel * itemsize, first_piece=0)
+        self.is_held = is_held
+        self._trainable = layout.numel_trainable * itemsize
+        self._own_trainable = layout.shard_trainable * itemsize
+        self._gatherer = gatherer
+        self._update = update
+        self._lease: Lease | None = None
+        self._arrival: Transfer[CopyMark] | None = None
+        self.is_coded = False  # the copy was decoded from 8-bit codes
+        self._ends_unheld = False  # evict the copy when no module holds it any more
+
+    @property
+    def is_gathered(self) -> bool:
+        return self._lease is not None
+
+    # ---------------------------------------------------------------- for the gatherer
+    def begin(self, lease: Lease, before: tuple[CopyMark, ...]) -> None:
+        self._lease = lease
+        self.is_coded = self._gatherer.gathers_codes
+        whole, update = lease.tensor[: self.nbytes], self._update()
+        run = partial(self._gather, whole, update, before, codes=self.is_coded)
+        self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
+
+    def _gather(
+        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[CopyMark, ...],
+        *, codes: bool,
+    ) -> CopyMark:  # fmt: skip
+        """Gather all shards, on the gathering thread."""
+        if update is not None:
+            update.wait()
+        for mark in before:
+            mark.before_compute()
+        own, cut = self.home.tensor(), self._own_trainable
+        if self._trainable:
+            self._gatherer.collect(whole[: self._trainable], own[:cut], self.name, codes=codes)
+        if self.nbytes > self._trainable:
+            self._gatherer.collect(whole[self._trainable :], own[cut:], self.name, codes=codes)
+        return mark_here(self._gatherer.device)
+
+    def end(self) -> Lease:
+        """Forget the copy, and return its memory."""
+        lease, arrival = self._copy()
+        arrival.wait()
+        self._lease = self._arrival = None
+        self._ends_unheld = False
+        return lease
+
+    def _copy(self) -> tuple[Lease, Transfer[CopyMark]]:
+        assert self._lease is not None, "begun before"
+        assert self._arrival is not None, "begun before"
+        return self._lease, self._arrival
+
+    @property
+    def is_arriving(self) -> bool:
+        return self._arrival is not None and not self._arrival.done()
+
+    # ---------------------------------------------------------------- compute side
+    def invalidate_gathered(self) -> None:
+        if self.is_gathered:
+            self._gatherer.give_up(self)
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Bring this rank's shard alone: reads may come in any order."""
+        return self.is_gathered or self.home.bring(next_use=next_use, priority=priority)
+
+    def tensor(self) -> torch.Tensor:
+        if self._lease is None:
+            self._gatherer.gather(self)
+        lease, arrival = self._copy()
+        arrival.wait().before_compute()
+        return lease.tensor[: self.nbytes]
+
+    def blank(self) -> torch.Tensor:
+        raise StateError(f"{self.name} is filled shard by shard: use host_blank")
+
+    def wrote(self, *, to_edge: bool = False) -> None:
+        """Store this rank's part of the whole copy, which the caller changed."""
+        lease, _ = self._copy()
+        if self.is_coded:
+            raise UnsupportedError(
+                f"{self.name} was written while a forward holds it as 8-bit codes have it, and "
+                "would be rounded as a whole; write outside of forwards, or set "
+                "zero.quantized_weights: false"
+            )
+        rank = self._gatherer.collectives.gather_group.rank()
+        cut, rest = self._own_trainable, self.home.nbytes - self._own_trainable
+        whole, own = lease.tensor[: self.nbytes], self.home.tensor()
+        own[:cut] = whole[rank * cut : (rank + 1) * cut]
+        frozen = self._trainable + rank * rest
+        own[cut:] = whole[frozen : frozen + rest]
+        self.home.wrote()
+
+    def overwritten(self) -> None:
+        if self.is_held():  # by the writer, and by others around that
+            self._ends_unheld = True
+        else:
+            self.invalidate_gathered()
+
+    def on_last_release(self) -> None:
+        if self.is_gathered and (self._ends_unheld or self.is_coded < self._gatherer.has_codes):
+            self.invalidate_gathered()
+
+    def residency(self) -> Residency:
+        return Residency.CLEAN if self.is_gathered else self.home.residency()
+
+    def host_wrote(self) -> None:
+        self.invalidate_gathered()
+        self.home.host_wrote()
+
+    def settle(self) -> None:
+        if self._arrival is not None:
+            self._arrival.wait()
+        super().settle()
+
+    def discard(self) -> None:
+        self.invalidate_gathered()
+        super().discard()
+
+    def close(self) -> None:
+        self.invalidate_gathered()
+        super().close()
+
+
+class ReplicatedState(SharedState):
+    """Whole on every rank, in the tier of `home`. Each rank updates its own part; the others' parts
+    are gathered before the next use."""
+
+    def __init__(
+        self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer, rank: int,
+        update: Callable[[], Transfer[None] | None],
+    ) -> None:  # fmt: skip
+        """Readers wait for `update`."""
+        super().__init__(home, home.nbytes, first_piece=rank * home.pieces_per_stride)
+        self._rank = rank
+        self._trainable = layout.numel_trainable * itemsize
+        self._own_trainable = layout.shard_trainable * itemsize
+        self._own_frozen = layout.shard_frozen * itemsize
+        self._gatherer = gatherer
+        self._update = update
+        self._outdated = False
+        self._frozen_outdated = False
+        self._arrival: Transfer[CopyMark] | None = None
+
+    @property
+    def in_place(self) -> bool:  # type: ignore[override]
+        return self.home.in_place
+
+    @property
+    def at_home_on_device(self) -> bool:  # type: ignore[override]
+        return self.home.at_home_on_device
+
+    @property
+    def is_outdated(self) -> bool:
+        return self._outdated or self._frozen_outdated
+
+    @property
+    def is_arriving(self) -> bool:
+        return self._arrival is not None and not self._arrival.done()
+
+    # ---------------------------------------------------------------- compute side
+    def invalidate_gathered(self) -> None:
+        self._outdated = True
+
+    def refresh(self) -> None:
+        if not self.is_outdated:
+            return
+        run = partial(self._refresh, self._update(), self._outdated, self._frozen_outdated)
+        self._outdated = self._frozen_outdated = False
+        self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
+
+    def _refresh(self, update: Transfer[None] | None, trainable: bool, frozen: bool) -> CopyMark:
+        """Gather what other ranks have changed, on the gathering thread."""
+        if update is not None:
+            update.wait()
+        whole, collectives = self.home.tensor(), self._gatherer.collectives
+        cut, rank = self._trainable, self._rank
+        if trainable and cut:
+            start = rank * self._own_trainable
+            collectives.gather(whole[:cut], whole[start : start + self._own_trainable], self.name)
+        if frozen and self.nbytes > cut:
+            start = cut + rank * self._own_frozen
+            collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
+        mark = mark_here(self._gatherer.device)
+        self.home.wrote(to_edge=not frozen)
+        del whole  # not before: a copy without views may be dropped
+        return mark
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        if self._arrival is not None and not self._arrival.done():
+            return True  # it is brought where it is gathered
+        return self.home.bring(next_use=next_use, priority=priority)
+
+    def tensor(self) -> torch.Tensor:
+        self.refresh()
+        self._await_arrival()
+        return self.home.tensor()
+
+    def _await_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.wait().before_compute()
+            self._arrival = None
+
+    def blank(self) -> torch.Tensor:
+        return self.home.blank()
+
+    def wrote(self, *, to_edge: bool = False) -> None:
+        self.home.wrote(to_edge=to_edge)
+
+    def host_tensor(self) -> torch.Tensor:
+        self._await_arrival()
+        return super().host_tensor()
+
+    def residency(self) -> Residency:
+        return self.home.residency()
+
+    def host_wrote(self) -> None:
+        """Note that the host wrote this rank's part alone."""
+        self.home.host_wrote()
+        self.overwritten()
+
+    def overwritten(self) -> None:
+        self._outdated = self._frozen_outdated = True
+
+    def settle(self) -> None:
+        self._await_arrival()
+        super().settle()
+
+    def discard(self) -> None:
+        self._await_arrival()
+        super().discard()
+
+    def close(self) -> None:
+        self._await_arrival()
+        super().close()
+
+
+class _Outlived:
+    """Memory of an evicted copy, while a tensor still views it (`CachedPiece`)."""
+
+    def __init__(self, lease: Lease, pool: SlotPool) -> None:
+        self._lease = lease
+        self._pool = pool
+        self.name = lease.owner
+        with pool.lock:
+            if lease.in_use():
+                pool.register(self)
+            else:
+                lease.free()
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._lease.extent.nbytes
+
+    def next_use(self) -> float:
+        return float("inf")
+
+    def can_drop(self) -> bool:
+        return not self._lease.in_use()
+
+    def drop(self) -> None:
+        self._pool.unregister(self)
+        self._lease.free()
+
+    def leave(self) -> None:
+        """Do nothing: it has no home."""
+
+    def transit(self) -> Callable[[], None] | None:
+        return None

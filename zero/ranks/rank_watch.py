@@ -1,0 +1,414 @@
+"""Watches collectives, so that no rank waits for ever and a missing rank is named.
+
+    with watch.during("gather", "the all-gather of blocks.3", group) as limit:   # a timedelta
+        ... the collective ...
+
+Each rank tells the others twice a second that it lives and what it is in (`rank_records`). When a
+collective fails - a connection is closed because a rank was killed, or `timeout_s` has passed
+because it stalls - what the others say is read twice, and a rank that is silent, has left, or is in
+another collective is named (`rank_findings`) in the RankError that replaces the backend's error.
+After that no collective is begun any more: each raises at once.
+
+Ranks that wait for each other do not wait that long: a rank that waits looks at what the others
+say, and as soon as none of those that it waits for can come any more (`find_parted`), it says so to
+all and ends its waits. A rank that computes is never taken for one of them.
+
+No rank waits longer than `timeout_s`, plus what it takes to ask: a collective that begins while
+another one waits is given what that one has left, so that all of a rank's threads are free at about
+the same time, and closing does not wait a second time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.threads.lanes import Lane, WaitFor
+from offload.swap.threads.ordered import OrderedWork
+from offload.tiers import accelerator
+from offload.tiers.errors import RankError
+from offload.zero.ranks.rank_findings import Findings, find_missing, find_parted
+from offload.zero.ranks.rank_records import Activity, Departure, RankRecord, RankRecords
+
+_log = logging.getLogger("offload")
+
+BEAT_S = 0.5
+PATIENCE_S = 2.5  # a rank that lives has spoken within it: five beats
+_ASKING_S = 3.5  # the longest that asking may take, also if the store hangs
+_LEAST_WAIT_S = 2.0  # for a collective that begins just before another one's time is over
+_LOOK_S = 1.0  # between two looks at the others, of a rank that waits
+_LOOK_AT_EACH_S = 0.02  # ... and so long for each of them, where they are many
+_NEVER_SENT = 0x7FFFFFFF  # the tag of a message that nobody sends
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A collective that this rank is in."""
+
+    activity: Activity
+    began: float  # by the monotonic clock
+    groups: tuple[dist.ProcessGroup, ...]
+    through: dist.ProcessGroup | None  # of messages between some of its ranks
+    thread: int
+    mark: CopyMark | None = None  # queued up to here on a GPU
+
+
+class RankWatch:
+    """One rank's view of all that make the same engine. Thread-safe."""
+
+    def __init__(
+        self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float, device: torch.device
+    ) -> None:
+        """Begin to tell the others of `ranks`. `device` is where the model computes."""
+        self.timeout_s = timeout_s
+        self._rank = rank
+        self._others = [other for other in ranks if other != rank]
+        self._device = device
+        self._records = RankRecords(store, rank)
+        self.lane = Lane(WaitFor.RANKS)
+        self._lock = threading.Lock()  # of what follows; never held while anything blocks
+        self._beat = 0
+        self._numbers: dict[str, int] = {}  # collectives begun, by lane
+        self._doing: list[_Watched] = []
+        self._done: dict[str, Activity] = {}
+        self._left: str | None = None
+        self._departure: Departure | None = None
+        self._failure: RankError | None = None
+        self._closing = self._aborting = False
+        self._unheard = False  # the store is gone or hangs
+        self._process = os.getpid()
+        self._asking = threading.Lock()  # one thread asks, the others take over what it found
+        self._findings: Findings | None = None
+        self._works: list[OrderedWork] = []  # that begin collectives
+        self._looked: dict[int, RankRecord | None] = {}  # what all said at the last look
+        self._looked_at = 0.0
+        self._wake, self._told_all = threading.Event(), threading.Event()
+        self._records.publish(self._record())
+        self._thread = threading.Thread(target=self._tell, name="offload-ranks", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave_at_exit)
+
+    # ---------------------------------------------------------------- collectives
+    @contextmanager
+    def during(
+        self, lane: str, what: str, *groups: dist.ProcessGroup, members: tuple[int, ...] = (),
+        through: dist.ProcessGroup | None = None,
+    ) -> Iterator[timedelta]:  # fmt: skip
+        """Inside, this rank is in `what`, with the ranks of `groups`, or with `members`, messages
+        `through` whose group are exchanged (neither: with all). Gives the longest that anything
+        inside may wait; collectives of `groups` on a CPU are held to it by themselves.
+
+        What is begun in one lane is begun one after another, in the same order on all ranks.
+        RankError for a RuntimeError inside, and at once after an earlier one.
+        """
+        watched, limit = self._begin(lane, what, groups, members, through)
+        try:
+            if not self._is_queued(watched):
+                for group in groups:
+                    limit_waits(group, limit)
+            with self.lane.waiting(what):
+                yield limit
+        except RuntimeError as error:
+            raise self._explain(watched, error) from error
+        if self._is_queued(watched):
+            watched.mark = mark_here(self._device)  # in it until the GPU is
+        else:
+            self._end(watched)
+
+    def _begin(
+        self, lane: str, what: str, groups: tuple[dist.ProcessGroup, ...],
+        members: tuple[int, ...], through: dist.ProcessGroup | None,
+    ) -> tuple[_Watched, timedelta]:  # fmt: skip
+        now = time.monotonic()
+        found = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        members = tuple(sorted(found or members or (self._rank, *self._others)))
+        with self._lock:
+            if self._failure is not None:
+                text = f"rank {self._rank}: {what} is not begun, for an earlier one failed: "
+                raise RankError(f"{text}{self._failure}", ranks=self._failure.ranks)
+            number = self._numbers[lane] = self._numbers.get(lane, 0) + 1
+            activity = Activity(lane, number, what, time.time(), members)
+            watched = _Watched(activity, now, groups, through, threading.get_ident())
+            waiting = [each.began for each in self._doing if each.mark is None]
+            left = self.timeout_s - (now - min(waiting, default=now))
+            self._doing.append(watched)
+        return watched, timedelta(seconds=max(left, min(self.timeout_s, _LEAST_WAIT_S)))
+
+    @property
+    def waiting(self) -> list[str]:
+        """The collectives that this rank is in."""
+        with self._lock:
+            return [each.activity.what for each in self._doing]
+
+    def _end(self, watched: _Watched) -> None:
+        activity = watched.activity
+        with self._lock:
+            self._doing.remove(watched)
+            self._done[activity.lane] = Activity(
+                activity.lane, activity.number, activity.what, time.time()
+            )
+
+    # ---------------------------------------------------------------- failures
+    def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
+        """Return the error for a collective that failed. This rank's record stays in it, for the
+        others to read."""
+        what, took = watched.activity.what, time.monotonic() - watched.began
+        members = watched.activity.members
+        among = f" among ranks {', '.join(map(str, members))}"
+        with self._lock:
+            others = [each.activity.what for each in self._doing if each is not watched]
+        beside = f" (beside {' and '.join(others)})" if others else ""
+        head = f"rank {self._rank}: {what}{among}{beside} failed after {took:.1f} s"
+        # a launcher may end this process before the others have been asked
+        _log.error("%s; asking who is missing (%s)", head, _first_line(error))
+        with self._asking:
+            if self._findings is None:
+                self._findings = self._ask_in_time(watched.activity, members)
+            found = self._findings
+        end = f"; zero.timeout_s ({self.timeout_s:g}) is the longest wait for a rank"
+        if found.remedy:
+            end = f". {found.remedy}"
+        explained = RankError(
+            f"{head}: {found.text}. Start all ranks again, from the last checkpoint{end}",
+            ranks=found.ranks,
+        )
+        with self._lock:
+            self._failure = self._failure or explained
+        self._wake.set()
+        return explained
+
+    def parted(self, why: str) -> RankError:
+        """Return the error for this and all other ranks: no collective is begun any more."""
+        error = RankError(f"rank {self._rank}: {why}", ranks=(self._rank, *self._others))
+        with self._lock:
+            self._failure = self._failure or error
+        return error
+
+    def _ask_in_time(self, mine: Activity, members: Sequence[int]) -> Findings:
+        """Ask on a separate thread, which may be left behind: the store may hang."""
+        found: list[Findings] = []
+
+        def ask() -> None:
+            try:
+                found.append(self._ask(mine, members))
+            except RuntimeError as error:
+                found.append(self._store_is_gone(f"is gone ({_first_line(error)})"))
+
+        asking = threading.Thread(target=ask, name="offload-asks", daemon=True)
+        asking.start()
+        asking.join(_ASKING_S)
+        return found[0] if found else self._store_is_gone("does not answer")
+
+    def _ask(self, mine: Activity, members: Sequence[int]) -> Findings:
+        verdict = self._records.verdict()
+        if verdict is not None:
+            return Findings.from_text(verdict)
+        before = {rank: self._records.read(rank) for rank in self._others}
+        after, unsure = dict(before), set(self._others)
+        deadline = time.monotonic() + PATIENCE_S
+        while unsure and time.monotonic() < deadline:
+            time.sleep(BEAT_S / 2)
+            for rank in tuple(unsure):
+                first, now = before[rank], self._records.read(rank)
+                after[rank] = now
+                spoke = now is not None and (first is None or now.beat > first.beat)
+                if spoke or (now is not None and now.left is not None):
+                    unsure.discard(rank)
+        return find_missing(mine, members, before, after)
+
+    def _store_is_gone(self, how: str) -> Findings:
+        """Return findings without the store: no rank can be asked, but it is known which one hosted
+        it, and which have left."""
+        self._unheard = True
+        self._told_all.set()  # no thread has to wait for that any more
+        if self._departure is not None:
+            return Findings(
+                (self._departure.rank,), f"rank {self._departure.rank} has left: "
+                f"{self._departure.why}"
+            )  # fmt: skip
+        text = f"the store of the process group {how}, so the others could not be asked; "
+        host = self._records.host()
+        if host is None:
+            return Findings((), f"{text}what hosts it was killed, stopped or cut off")
+        reason = f"rank {host}, which hosts it, has ended, or was killed, stopped or cut off"
+        return Findings((host,), text + reason)
+
+    # ---------------------------------------------------------------- telling the others
+    def _record(self) -> RankRecord:
+        with self._lock:
+            self._beat += 1
+            failure = self._failure
+            return RankRecord(
+                self._beat, time.time(), tuple(each.activity for each in self._doing),
+                dict(self._done), self._left, failure.ranks if failure is not None else (),
+                self._is_stuck(),
+            )  # fmt: skip
+
+    def _tell(self) -> None:
+        """Publish this rank's record, on the telling thread."""
+        while True:
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
+            leaving, closing = self._left is not None, self._closing
+            try:
+                self._note(self._records.publish(self._record()))
+            except RuntimeError as error:  # its host has ended: perhaps all have
+                _log.debug("rank %d cannot be heard any more: %s", self._rank, error)
+                closing = True
+            if leaving or closing:
+                self._told_all.set()
+            if closing:
+                return
+            self._look_at_device()
+            try:
+                self._look_at_others()
+            except RuntimeError as error:
+                _log.debug("rank %d cannot look at the others: %s", self._rank, error)
+
+    def _note(self, departure: Departure | None) -> None:
+        if departure is not None and self._departure is None and departure.rank != self._rank:
+            self._departure = departure
+            # a collective that waits for it may do so until the connections are closed
+            _log.error("rank %d has left: %s", departure.rank, departure.why)
+
+    # ---------------------------------------------------------------- waiting for each other
+    def follow(self, work: OrderedWork) -> None:
+        """Follow `work`, whose jobs begin collectives."""
+        self._works.append(work)
+
+    def _is_stuck(self) -> bool:
+        """Return whether this rank is stuck (see `RankRecord.is_stuck`)."""
+        inside = {each.thread for each in self._doing}
+        waits = any(lane.waiters for lane in (self.lane, *(work.lane for work in self._works)))
+        return waits and all(work.thread in inside for work in self._works if work.pending)
+
+    def _look_at_others(self) -> None:
+        """End this rank's waits if no rank can end them. On the telling thread."""
+        now = time.monotonic()
+        with self._lock:
+            waits = self._failure is None and self._is_stuck()
+            began = max((each.began for each in self._doing), default=now)
+        if not waits or now - began < _LOOK_S:
+            self._looked = {}
+            return
+        if now - self._looked_at < max(_LOOK_S, _LOOK_AT_EACH_S * len(self._others)):
+            return
+        before, self._looked_at = self._looked, now
+        self._looked = self._records.look([self._rank, *self._others])
+        found = find_parted(self._rank, before, self._looked)
+        verdict = self._records.settle_verdict(None if found is None else found.to_text())
+        if verdict is None:
+            return
+        self._findings = Findings.from_text(verdict)
+        with self._lock:
+            doing = list(self._doing)
+        for watched in doing:
+            for group in (*watched.groups, watched.through):
+                if group is not None:
+                    self._end_waits(group)
+
+    def _end_waits(self, group: dist.ProcessGroup) -> None:
+        """Let every wait in `group`, here or on another rank, raise."""
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+            return
+        others = [r for r in dist.get_process_group_ranks(group) if r != self._rank]
+        if not others:
+            return
+        with suppress(RuntimeError):  # one wait whose time is over ends all of its group
+            work = dist.irecv(torch.empty(1), src=others[0], group=group, tag=_NEVER_SENT)
+            assert work is not None, "of this group"
+            work.wait(timedelta(milliseconds=1))
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tell the others that this rank takes part in nothing any more, and why: `error`, or the
+        exception that is being handled. The first call counts. Blocks for 2.5 s at most."""
+        error = error or sys.exception()
+        with self._lock:
+            if self._left is not None:
+                return
+            self._left = "" if error is None else f"{type(error).__name__}: {_first_line(error)}"
+            if isinstance(error, RankError) and self._failure is None:
+                self._failure = error
+        self._wake.set()
+        self._told_all.wait(1.5)
+        if self._left and self._records.is_hosted_here:
+            time.sleep(2 * BEAT_S)  # the others read it, before the store is gone
+
+    def leave_after_error(self) -> None:
+        """Call `leave`, if an exception is being handled."""
+        if sys.exception() is not None:
+            self.leave()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank takes part in nothing any more: it has left, or a collective failed."""
+        return self._left is not None or self._failure is not None
+
+    def _leave_at_exit(self) -> None:
+        if os.getpid() == self._process:  # and not one that was forked
+            self.leave(getattr(sys, "last_value", None))  # what has ended the program, if anything
+
+    def close(self) -> None:
+        """Leave, and stop telling. Calling it again does nothing."""
+        self.leave()
+        atexit.unregister(self._leave_at_exit)
+        self._closing = True
+        self._wake.set()
+        self._thread.join(0.1 if self._unheard else 1.0)
+
+    # ---------------------------------------------------------------- on a GPU
+    # NCCL's collectives are queued, and no host thread waits in them: the telling thread sees which
+    # have not ended in time, and aborts their communicators, so that streams go on and threads
+    # that wait for them are free. What they computed is not used: the next collective raises.
+    # (Written for several GPUs and not yet run on any.)
+    def _is_queued(self, watched: _Watched) -> bool:
+        return (
+            accelerator.is_accelerator(self._device)
+            and bool(watched.groups)
+            and watched.activity.lane != "control"
+        )
+
+    def _look_at_device(self) -> None:
+        with self._lock:
+            queued = [each for each in self._doing if each.mark is not None]
+        for watched in queued:
+            assert watched.mark is not None, "just chosen so"
+            if watched.mark.done():
+                self._end(watched)
+            elif time.monotonic() - watched.began > self.timeout_s and not self._aborting:
+                self._aborting = True
+                # asked on another thread: this one has to go on telling
+                threading.Thread(target=self._abort, args=(watched,), daemon=True).start()
+                return
+
+    def _abort(self, watched: _Watched) -> None:
+        _log.error("%s", self._explain(watched, None))
+        for group in watched.groups:
+            group.abort()
+
+
+def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Limit how long collectives of `group` wait from now on, those in progress excepted."""
+    set_timeout = getattr(
+        group, "set_timeout", None
+    )  # not in every PyTorch: then it is `timeout_s`
+    if set_timeout is not None:
+        set_timeout(limit)
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).partition("\n")[0] if error is not None else "it has not ended"

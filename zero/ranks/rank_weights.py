@@ -1,0 +1,260 @@
+"""The collectives of ranks that share a model's weights: gathering shards, agreeing on writes.
+
+`OneRankWeights` has the same methods, which do nothing, so that callers need not ask whether there
+are other ranks. `rank_work.py` adds the collectives of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from offload.swap.device.fences import Fences
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import State
+from offload.swap.states.trace import Trace
+from offload.swap.threads.lanes import Lane
+from offload.swap.threads.ordered import OrderedWork
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.group import ParamGroup, RankCopies
+from offload.zero.groups.layout import Layout
+from offload.zero.ranks.collectives import Collectives, Wire, Workspace
+from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.sharding import ALONE, Sharding
+
+# Elements of a group that have a home here, and of the parts of it that are pieces of their own.
+MakeHome = Callable[[int, int, int | None], State]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory where the model computes, for what belongs to several ranks."""
+
+    pool: SlotPool
+    gather_nbytes: int  # room for whole parameters
+    workspace: Workspace
+    fences: Fences
+
+
+class OneRankWeights:
+    """The methods of `RankWeights` on a single rank."""
+
+    sharding: Sharding = ALONE
+    rank = 0
+    experts: RankWeights | None = None
+
+    def parameters(
+        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
+        update: Callable[[], Transfer[None] | None],
+    ) -> tuple[State, RankCopies]:  # fmt: skip
+        return make(layout.numel, layout.edge, None), RankCopies()
+
+    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
+        """Nothing is repeated."""
+
+    def refresh(self, groups: Iterable[ParamGroup]) -> None:
+        """Nothing is out of date."""
+
+    def use(self, group: ParamGroup, *, backward: bool) -> None:
+        """Nothing is gathered."""
+
+    def exactly(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin_pass(self) -> None:
+        """No other rank takes part."""
+
+    def finish_pass(self) -> None:
+        """No other rank takes part."""
+
+    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
+        return np.array([numbers])
+
+    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        return part
+
+    def refuse_forward_write(self, names: str) -> None:
+        """All data is here."""
+
+    def moved_nbytes(self) -> dict[str, int]:
+        return {}
+
+    def lanes(self) -> list[Lane]:
+        return []
+
+    def ending(self) -> Callable[[], None]:
+        """There are no threads."""
+        return lambda: None
+
+    def finish(self) -> None:
+        """No other rank waits."""
+
+    def close(self) -> None:
+        """There are no threads."""
+
+
+class RankWeights:
+    """This rank's side of the collectives over shared weights."""
+
+    def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
+        """Every rank has to call this. `dtype` is the parameters' format."""
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.experts: RankWeights | None = None  # of those that are spread: with which ranks
+        self.sharding = ranks.sharding
+        self.collectives = ranks.collectives(wire)
+        self._itemsize = dtype.itemsize
+        room = ranks.least(memory.gather_nbytes)
+        self._gatherer = Gatherer(
+            self.collectives, memory.pool, room, ranks.device, memory.fences, dtype,
+            memory.workspace.codes,
+        )  # fmt: skip
+        self._log = self._gatherer.log  # what the passes of this rank did that others took part in
+        self._groups: Sequence[ParamGroup] = ()
+        self._trace: Trace
+
+    def parameters(
+        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
+        update: Callable[[], Transfer[None] | None],
+    ) -> tuple[State, RankCopies]:  # fmt: skip
+        """Return the parameters of a group, as the model sees them, and the copies of other ranks'
+        parts. `is_held` and `update` are the group's (see `GatheredState`)."""
+        if self.sharding.ranks == 1:
+            return make(layout.numel, layout.edge, None), RankCopies()
+        shared: GatheredState | ReplicatedState
+        if self.sharding.parameters:
+            home = make(layout.shard_numel, layout.shard_trainable, None)
+            shared = GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
+        else:
+            home = make(layout.numel, layout.edge, layout.shard_trainable or None)
+            shared = ReplicatedState(
+                home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
+            )
+        return shared, shared
+
+    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
+        """Set all groups, and the order of their uses. Actions on them in a pass are noted, for a
+        rank without data to repeat."""
+        self._groups, self._trace = groups, trace
+        for group in groups:
+            group.on_hold = self._note_hold
+
+    def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
+        """Note that a module has entered or left a group: while held, it is not given up."""
+        self._log.note(partial(group.hold if entered else group.let_go, id(user)))
+
+    def refresh(self, groups: Iterable[ParamGroup]) -> None:
+        """Bring what other ranks have updated up to date, where it is kept whole."""
+        for group in groups:
+            group.copies.refresh()
+
+    def use(self, group: ParamGroup, *, backward: bool) -> None:
+        """Issue the collectives that all ranks issue for a use of `group`, now."""
+        self._log.note(partial(self._replay_use, group, backward=backward))
+        self._use(group, backward=backward)
+
+    def _replay_use(self, group: ParamGroup, *, backward: bool) -> None:
+        """Decide as `use` does on the other ranks, from the same state, on a rank without data."""
+        self._trace.use(group.index, backward=backward)
+        self._use(group, backward=backward)
+
+    def _use(self, group: ParamGroup, *, backward: bool) -> None:
+        upcoming = self._trace.rest() if backward else self._trace.upcoming()
+        groups = (self._groups[index] for index in upcoming if index < len(self._groups))
+        self._gather(group, groups)
+
+    def _gather(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
+        """Gather `group`, and after it the groups that are needed next."""
+        if not isinstance(group.state, GatheredState):
+            return
+        if not group.state.is_gathered:
+            self._gatherer.gather(group.state)
+        following = next(upcoming, None)
+        if following is not None and isinstance(following.state, GatheredState):
+            self._gatherer.expect(following.state, group.state)
+        self._gatherer.used(group.state)
+
+    def exactly(self) -> AbstractContextManager[None]:
+        """Inside, parameters are gathered exactly, even if 8-bit codes travel otherwise."""
+        return self._gatherer.exactly()
+
+    def begin_pass(self) -> None:
+        """Note that the model is called."""
+        self.finish_pass()
+        self.refresh(self._groups)
+        self._gatherer.begin_pass()
+
+    def finish_pass(self) -> None:
+        """Note that the model is called again, or a step is taken: a pass in progress is over."""
+        self._log.end_pass()
+
+    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
+        """Return every rank's numbers, one row each (see `Ranks.exchange`)."""
+        return self.ranks.exchange(numbers, what)
+
+    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the whole tensor, of which each rank passes its part and zeros for the rest."""
+        return self.ranks.combine(part, name)
+
+    def refuse_forward_write(self, names: str) -> None:
+        """Raise UnsupportedError: a forward wrote to the parameters `names`."""
+        raise UnsupportedError(
+            f"a forward wrote to {names} on one of several ranks, each of which has other data "
+            "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
+        )
+
+    def moved_nbytes(self) -> dict[str, int]:
+        """Return the bytes of all buffers that were gathered and reduced with other ranks."""
+        traffic = self.collectives.traffic
+        return {
+            "all-gather": traffic.gathered_nbytes,
+            "reduce-scatter": traffic.reduced_nbytes,
+            "all-reduce": traffic.all_reduced_nbytes,
+        }
+
+    def lanes(self) -> list[Lane]:
+        """Return the lanes that the model's thread waits for."""
+        return [self._gatherer.order.lane, self.ranks.watch.lane]
+
+    def orders(self) -> list[OrderedWork]:
+        """Return the threads that issue collectives."""
+        return [self._gatherer.order]
+
+    def ending(self) -> Callable[[], None]:
+        """Return a function that does what `finish` and `close` do, and keeps no model."""
+        return partial(_end, self.orders(), self.ranks, self.collectives)
+
+    def finish(self) -> None:
+        """Wait, before closing, until collectives that all ranks have issued end. Another rank may
+        be in one already and wait for this rank. Not after an error."""
+        watch = self.ranks.watch
+        if not watch.is_leaving:
+            self._drain(watch.timeout_s)
+
+    def _drain(self, timeout_s: float) -> None:
+        self._gatherer.order.drain(timeout_s)
+
+    def close(self) -> None:
+        self._gatherer.close()
+        self.ranks.watch.close()
+        self.ranks.give_up(self.collectives)
+
+
+def _end(orders: Sequence[OrderedWork], ranks: Ranks, collectives: Collectives) -> None:
+    if not ranks.watch.is_leaving:
+        for order in orders:
+            order.drain(ranks.watch.timeout_s)
+    for order in orders:
+        order.close()
+    ranks.watch.close()
+    ranks.give_up(collectives)
+
+
+AnyRankWeights = OneRankWeights | RankWeights

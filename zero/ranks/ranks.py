@@ -1,0 +1,440 @@
+"""The processes that train together: their groups, and the small messages they exchange."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import NoReturn
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from offload.tiers import accelerator
+from offload.tiers.errors import ConfigError, RankError
+from offload.zero.ranks.collectives import Collectives, Group, Wire, all_gather_flat
+from offload.zero.ranks.rank_watch import RankWatch, limit_waits
+from offload.zero.ranks.sharding import Sharding
+
+_MOST_TEXT_NBYTES = 500  # of an error that other ranks are told of
+_FEW = 6  # numbers that go with the question
+_AFTER_OURS = timedelta(seconds=60)  # NCCL's own watch ends the process
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together."""
+
+    sharding: Sharding
+    mesh: DeviceMesh  # (replicas, ranks of a shard group)
+    device: torch.device
+    control: Group  # all ranks, between CPUs
+    watch: RankWatch
+    owns_world: bool  # the process group was made here
+    is_world: bool = True  # all of its ranks
+    notes: list[str] = field(default_factory=list)  # since the last exchange
+    of: str = ""  # the part of the model that they have together, if not all of it
+
+    @classmethod
+    def join(
+        cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float,
+        members: DeviceMesh | None = None, alike: Mapping[str, str] | None = None,
+    ) -> Ranks | None:  # fmt: skip
+        """Return the ranks of the process group that is there, or of the one that the environment
+        asks for (`torchrun`); None for a process alone.
+
+        `members`: only the ranks of this mesh (1D), each of which has to call this; every rank
+        otherwise. `alike`: keys and values that have to be the same everywhere. Raises ConfigError
+        if one is not, or if the shard groups do not come out even; RankError if a rank does not
+        come within `timeout_s`.
+        """
+        owns_world = start_world(device, timeout_s)
+        if len(data_ranks(members)) == 1:
+            return None
+        return cls.meet(
+            stage, shard_group, device, timeout_s, members, alike or {}, owns_world=owns_world
+        )
+
+    @classmethod
+    def meet(
+        cls, stage: int, shard_group: int | None, device: torch.device, timeout_s: float,
+        members: DeviceMesh | None = None, alike: Mapping[str, str] | None = None,
+        *, owns_world: bool = False,
+    ) -> Ranks:  # fmt: skip
+        """Join as `join` does, where there is a process group, also of one rank."""
+        ranks = data_ranks(members)
+        mine = dist.get_rank()
+        assert dist.group.WORLD is not None, "there is a process group"
+        store = dist.group.WORLD.get_group_store()
+        watch = RankWatch(store, mine, ranks, timeout_s, device)
+        try:
+            with watch.during("control", "the meeting in offload.initialize") as limit:
+                if members is None:
+                    control = dist.new_group(timeout=limit, backend="gloo")
+                else:
+                    control = _group_of(ranks, limit, "gloo")
+                assert control is not None, "every rank is in it"
+                _check_alike(alike or {}, control, device)
+            _destroy_left(ranks)
+            sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
+            with watch.during("control", "the making of a mesh of ranks") as limit:
+                if members is None:
+                    mesh = _make_mesh(sharding, device, limit)
+                else:
+                    mesh = _mesh_of(ranks, sharding, device)
+        except BaseException:
+            watch.close()
+            raise
+        return cls(sharding, mesh, device, control, watch, owns_world, members is None)
+
+    @property
+    def rank(self) -> int:
+        return self.control.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.control.size()
+
+    @property
+    def in_world(self) -> list[int]:
+        """The ranks as the world counts them."""
+        return dist.get_process_group_ranks(self.control)
+
+    def same_experts(self, ep_size: int) -> Ranks | None:
+        """Return those ranks that have the experts of this one, where `ep_size` neighbours have all
+        of them together; None if it is the only one. Every rank has to call this."""
+        sharding = self.sharding.of_experts(ep_size)
+        if sharding.world_size == 1:
+            return None
+        ranks = self.in_world[self.rank % ep_size :: ep_size]
+        with self.watch.during("control", "the making of process groups") as limit:
+            control = _group_of(ranks, limit, "gloo")
+        mesh = _mesh_of(ranks, sharding, self.device)
+        return replace(
+            self, sharding=sharding, mesh=mesh, control=control, owns_world=False, is_world=False,
+            notes=[], of="experts ",
+        )  # fmt: skip
+
+    def collectives(self, wire: Wire) -> Collectives:
+        """Return the process groups of gathering and reducing, of their own: each is used by one
+        thread, and collectives in the mesh's groups do not come between. Every rank has to call
+        this.
+        """
+        shards, replicas = self.mesh.mesh.tolist(), self.mesh.mesh.t().tolist()
+        limit = timedelta(seconds=self.watch.timeout_s)
+        if accelerator.is_accelerator(self.device):
+            limit += _AFTER_OURS
+        with self.watch.during("control", "the making of process groups"):
+            gather, reduce, across = (
+                dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0] if self.is_world
+                else _group_of(next(row for row in ranks if dist.get_rank() in row), limit)
+                for ranks in (shards, shards, replicas)
+            )  # fmt: skip
+        return Collectives(gather, reduce, across, self.watch, wire, of=self.of)
+
+    # ---------------------------------------------------------------- small things
+    @property
+    def _control_device(self) -> torch.device:
+        return control_device(self.device, self.control)
+
+    def note(self, what: str) -> None:
+        """Note an action that all ranks have to take without exchanging anything: the next exchange
+        compares the notes."""
+        self.notes.append(what)
+
+    def exchange(
+        self, numbers: Sequence[int], what: str = "what each rank has", name: str = ""
+    ) -> np.ndarray:
+        """Return every rank's numbers, one row each (int32). Raises RankError, on every rank,
+        unless all of them ask for `what`, of as many numbers. `name` is for that error."""
+        few = len(numbers) <= _FEW
+        with self._together(f"the all-gather of {what}", numbers, name) as rows:
+            found = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int32))
+        return found[:, : len(numbers)]
+
+    def _gather(self, numbers: torch.Tensor) -> np.ndarray:
+        mine = numbers.to(self._control_device)
+        rows = mine.new_empty(self.world_size * mine.numel())
+        all_gather_flat(rows, mine, self.control)
+        return rows.cpu().numpy().reshape(self.world_size, -1)
+
+    @contextmanager
+    def _together(
+        self, what: str, numbers: Sequence[int] = (), name: str = ""
+    ) -> Iterator[np.ndarray]:
+        """Inside, all ranks are in the same small collective: gives the first few `numbers` of
+        each. A rank that is in another one would get what was sent for that, or, of another size,
+        the end of its process (gloo's)."""
+        with self._during(what):
+            asked = "\n".join([what, *self.notes])
+            few = [*numbers[:_FEW], *[0] * (_FEW - len(numbers))]
+            question = [crc32(asked.encode()) >> 1, len(numbers), *few]
+            rows = self._gather(torch.tensor(question, dtype=torch.int32))
+            if (rows[:, :2] != rows[0, :2]).any():
+                self._refuse_to_part(f"{what}{name and f' ({name})'}")
+            self.notes.clear()
+            yield rows[:, 2:]
+
+    def _refuse_to_part(self, what: str) -> NoReturn:
+        if self.notes:
+            what += f", after {len(self.notes)} changes, the last one: {self.notes[-1]}"
+        texts = zip(self.in_world, self._texts(what), strict=True)
+        asked = "; ".join(f"rank {rank} wants {each}" for rank, each in texts)
+        raise self.parted(
+            f"the ranks went different ways: {asked}. Steps, and what is done with param.grad, are "
+            "for all ranks alike: take them out of what only one rank runs"
+        )
+
+    def parted(self, why: str) -> RankError:
+        """Return the error of all ranks, each of which comes here for the same reason. A rank that
+        leaves closes its connections, and what a slower one has received but not yet looked at
+        would be an error there: so no rank leaves before all have come."""
+        with suppress(RuntimeError):  # a rank has left already: then all had come
+            self._gather(torch.zeros(1, dtype=torch.int32))
+        return self.watch.parted(why)
+
+    def _texts(self, mine: str) -> list[str]:
+        """Return every rank's text."""
+        said = mine.encode()[:_MOST_TEXT_NBYTES].ljust(_MOST_TEXT_NBYTES, b"\0")
+        rows = self._gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
+        """Return the numbers of each rank, one row each."""
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._control_device)
+        rows = sums.new_empty(self.world_size * len(mine))
+        with self._together("the all-gather of gradient norms"):
+            all_gather_flat(rows, sums, self.control)
+        return rows.cpu().numpy().reshape(-1, len(mine))
+
+    def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the whole of the tensor `name`, of which each rank of this shard group has its
+        part, and zeros for the rest. Bit for bit, in place."""
+        moved = parts.to(self._control_device)
+        bits = moved.view(torch.int32 if parts.element_size() == 4 else torch.int16)
+        if bits.dtype is torch.int16:
+            bits = bits.to(torch.int32)
+        if self.sharding.replica:  # every replica has the whole: one of them is enough
+            bits.zero_()
+        with self._together(f"the all-reduce of the parts of {name}"):
+            dist.all_reduce(bits, group=self.control)
+        if parts.element_size() == 2:
+            bits = bits.to(torch.int16)
+        return bits.view(parts.dtype).to(parts.device)
+
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's values of a tensor; all ranks have one of this shape."""
+        moved = tensor.detach().to(self._control_device, copy=True).contiguous()
+        with self._together("the broadcast of initial values"):
+            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
+        return moved.to(tensor.device)
+
+    def as_on_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the first rank's values of each floating-point tensor. Tensors with the same bits
+        on all ranks already (a model made under one seed, files that were copied) are not sent."""
+        rows = self.exchange([half for each in tensors for half in _digest(each)], "first values")
+        alike = (rows == rows[0]).all(axis=0).reshape(len(tensors), 2).all(axis=1)
+        return [
+            tensor if same else self.from_first(tensor.float())
+            for tensor, same in zip(tensors, alike, strict=True)
+        ]
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor (1D) to another rank, which must `receive` it."""
+        moved = tensor.to(self._control_device).contiguous()
+        with self._between(self.rank, to) as limit:
+            work = dist.isend(moved, group=self.control, group_dst=to)
+            assert work is not None, "of this group"
+            work.wait(limit)
+
+    def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
+        """Return a tensor that another rank sends, in host memory."""
+        found = torch.empty(numel, dtype=dtype, device=self._control_device)
+        with self._between(source, self.rank) as limit:
+            work = dist.irecv(found, group=self.control, group_src=source)
+            assert work is not None, "of this group"
+            work.wait(limit)
+        return found.cpu()
+
+    def all_succeeded(self, error: BaseException | None) -> str | None:
+        """Return the first failing rank's error; None if all ranks succeeded."""
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        if not self.exchange([bool(text)], "whether all have succeeded").any():
+            return None
+        with self._together("the all-gather of what went wrong"):
+            texts = enumerate(self._texts(text))
+        return next(f"rank {rank}: {words}" for rank, words in texts if words)
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers."""
+        mine = torch.tensor([number], dtype=torch.int64, device=self._control_device)
+        with self._together("the all-reduce of the least number"):
+            dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)
+        return int(mine)
+
+    def _during(self, what: str) -> AbstractContextManager[timedelta]:
+        return self.watch.during("control", what, self.control)
+
+    def _between(self, source: int, to: int) -> AbstractContextManager[timedelta]:
+        source, to = (dist.get_global_rank(self.control, each) for each in (source, to))
+        what = f"the sending of tensors from rank {source} to rank {to}"
+        lane = f"{source} to {to}"
+        return self.watch.during(lane, what, members=(source, to), through=self.control)
+
+    def give_up(self, collectives: Collectives) -> None:
+        """Give up the process groups of an engine that is closed. They are destroyed where ranks
+        meet again: another rank may still be reading what was sent to it last, which the end of a
+        connection would lose. (Gloo's groups, which have threads and sockets of their own. Not
+        those that some ranks made by themselves: they are named after their ranks, and the next
+        ones of that name would meet where these have met.)"""
+        if not self.is_world:
+            return
+        groups = [
+            self.control, collectives.gather_group, collectives.reduce_group,
+            collectives.replica_group,
+        ]  # fmt: skip
+        if accelerator.is_accelerator(self.device):
+            groups = [self.control]
+        else:
+            groups += self.mesh.get_all_groups()
+        world = dist.group.WORLD
+        known = [id(group) for _, group in _LEFT]
+        _LEFT.extend(
+            (world, group) for group in dict.fromkeys(groups)
+            if world is not None and group is not world and id(group) not in known
+        )  # fmt: skip
+
+    def leave(self) -> None:
+        """End the process group, if it was made here."""
+        if self.owns_world:
+            end_world()
+
+
+def _digest(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a digest of a tensor's format and values, as two int32."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    digest = xxhash.xxh3_64_intdigest(flat.numpy().data) ^ crc32(str(tensor.dtype).encode())
+    return (digest >> 33), digest & 0x7FFFFFFF
+
+
+def start_world(device: torch.device, timeout_s: float) -> bool:
+    """Make the process group that the environment asks for (`torchrun`), if there is none yet and
+    it has several ranks. True if one was made."""
+    if not dist.is_available() or dist.is_initialized():
+        return False
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return False
+    _make_world(device, timeout_s)
+    return True
+
+
+def data_ranks(members: DeviceMesh | None) -> list[int]:
+    """Return the ranks, as the world counts them, that get different data: those of `members`, or
+    all.
+
+    Raises ConfigError if `members` is no line of ranks with this one in it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
+    if members is None:
+        return list(range(dist.get_world_size()))
+    ranks = [int(rank) for rank in members.mesh.flatten()]
+    if members.ndim != 1 or dist.get_rank() not in ranks:
+        raise ConfigError(
+            f"mesh: {members} is not one dimension of ranks with rank {dist.get_rank()} in it; "
+            'give the data-parallel dimension of a larger mesh: mesh["dp"]'
+        )
+    return ranks
+
+
+def _check_alike(alike: Mapping[str, str], control: Group, device: torch.device) -> None:
+    """Raise ConfigError, on every rank, for the first key with another value on another rank."""
+    digests = [crc32(value.encode()) >> 1 for value in alike.values()]
+    mine = torch.tensor(digests, dtype=torch.int32, device=control_device(device, control))
+    rows = mine.new_empty(control.size() * len(digests))
+    if digests:
+        all_gather_flat(rows, mine, control)
+    table = rows.cpu().view(control.size(), len(digests))
+    for column, (key, value) in enumerate(alike.items()):
+        others = [rank for rank, found in enumerate(table[:, column]) if found != table[0, column]]
+        if others:
+            here = f"; here, on rank {control.rank()}, it is {value}" if len(value) < 80 else ""
+            raise ConfigError(
+                f"{key} has to be the same on all ranks, and rank {others[0]} has another one than "
+                f"rank 0{here}"
+            )
+
+
+def _mesh_of(ranks: Sequence[int], sharding: Sharding, device: torch.device) -> DeviceMesh:
+    """Return a mesh of some ranks, without process groups, which all others would have to make."""
+    table = torch.tensor(ranks).view(sharding.replicas, sharding.ranks)
+    names = ("replicas", "shards")
+    return DeviceMesh(device.type, table, mesh_dim_names=names, _init_backend=False)
+
+
+def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None) -> Group:
+    """Return a process group made by its own ranks alone, this one among them."""
+    group: Group | None = dist.new_group(
+        list(ranks), timeout=limit, backend=backend, use_local_synchronization=True
+    )
+    assert group is not None, "this rank is one of them"
+    return group
+
+
+# Process groups of engines that were closed, each with the world that it is of.
+_LEFT: list[tuple[Group, Group]] = []
+
+
+def _destroy_left(ranks: Sequence[int]) -> None:
+    """Destroy the groups of `ranks`, all of which have come here and left them before."""
+    for world, group in list(_LEFT):
+        gone = world is not dist.group.WORLD  # its groups ended with it
+        if not gone and not set(dist.get_process_group_ranks(group)) <= set(ranks):
+            continue
+        _LEFT.remove((world, group))
+        if not gone:
+            dist.destroy_process_group(group)
+
+
+def end_world() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def control_device(device: torch.device, group: Group | None = None) -> torch.device:
+    """Return the device where a group of ranks that compute on `device` can exchange numbers."""
+    gloo = "gloo" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if gloo else device
+
+
+def _make_world(device: torch.device, timeout_s: float) -> None:
+    """Make the process group that the environment asks for."""
+    backend = "gloo"
+    if accelerator.is_accelerator(device):
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        world, rank = (os.environ.get(name, "?") for name in ("WORLD_SIZE", "RANK"))
+        raise RankError(
+            f"rank {rank}: the meeting of {world} ranks at {os.environ.get('MASTER_ADDR', '?')} "
+            f"port {os.environ.get('MASTER_PORT', '?')} failed: {error}; see that all of them are "
+            f"started within zero.timeout_s ({timeout_s:g})"
+        ) from error
+
+
+def _make_mesh(sharding: Sharding, device: torch.device, limit: timedelta) -> DeviceMesh:
+    mesh = init_device_mesh(
+        device.type, (sharding.replicas, sharding.ranks), mesh_dim_names=("replicas", "shards")
+    )
+    if device.type == "cpu":
+        for group in mesh.get_all_groups():
+            limit_waits(group, limit)
+    return mesh

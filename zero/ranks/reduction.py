@@ -1,0 +1,659 @@
+"""Gradients of several ranks: summed per group as soon as its last one is there, kept by owner.
+
+    backward     gradient ▶ bucket of its group (whole, 1D)
+    complete     reduce-scatter, in an order all ranks agree on, on a thread of its own
+                 average of this rank's part ▶ accumulator (1/N of the group)
+
+A *round* is one backward pass that is reduced. In it every group that any rank had gradients of in
+the last step is reduced once on every rank, with zeros for what is missing here (a parameter that
+this rank did not use, a batch without data), so that ranks that took different branches stay in
+step. Gradients that a round leaves out (passes under `no_sync`, unexpected groups, gradients that
+came after their group was reduced) add up locally and are reduced in the step, once all ranks know
+of them. A parameter that no rank has a gradient of is not updated, as on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from offload.kernels.floats import Float
+from offload.swap.device.fences import Fences
+from offload.swap.device.streams import mark_here
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import State
+from offload.swap.states.trace import Trace
+from offload.swap.threads.lanes import Lane
+from offload.swap.threads.ordered import OrderedWork
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.ledger import StateClass
+from offload.tiers.memory_tier import Lease
+from offload.zero.gradients.gradients import GradientAccumulator, flat_gradient
+from offload.zero.ranks.collectives import Collectives, Workspace
+from offload.zero.ranks.pass_log import PassLog
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.sharding import ALONE, BUCKETS, Part, PartOfParam, Sharding
+
+_MOST_BEHIND = 2  # complete groups that wait for one that may never be complete
+
+
+class ReducedGradients:
+    """Gradients of one group over all ranks, as the update sees them: an accumulator of this
+    rank's part (see `GradientAccumulator`)."""
+
+    def __init__(
+        self, index: int, part: Part, own: GradientAccumulator,
+        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
+        *, summed_over_blocks: bool,
+    ) -> None:  # fmt: skip
+        """`await_update` waits until no update reads the last reduction's result. `make_local`
+        makes an accumulator of the whole group, for gradients that are not reduced yet.
+        `summed_over_blocks`: parameters get several gradients in one backward pass."""
+        self.index = index
+        self.name = own.name
+        self.summed_over_blocks = summed_over_blocks
+        self.parts: list[PartOfParam] = list(part.trained())
+        self._numbers = {part.index: number for number, part in enumerate(self.parts)}
+        self.specs = [spec for spec in part.layout.params if spec.trainable]
+        self.numel = part.layout.numel_trainable
+        starts = [*(spec.offset for spec in self.specs[1:]), self.numel]
+        self._gaps = [(spec.stop, start) for spec, start in zip(self.specs, starts, strict=False)]
+        self.own = own
+        self._make_local = make_local
+        self._await_update = await_update
+        self.local: GradientAccumulator | None = None
+        self.reductions: Reductions | None = None  # set when they are made
+        count = len(self.specs)
+        self.passes = np.zeros(count, dtype=np.int64)  # > 0: some rank has a gradient, this step
+        self.had = np.zeros(count, dtype=bool)  # this rank, by the end of the last round
+        self.cleared = np.zeros(count, dtype=bool)  # ... and users have cleared it since
+        # of the round under way
+        self.arrived = np.zeros(count, dtype=bool)
+        self.awaited = np.ones(count, dtype=bool)  # what came here in the last round
+        self.bucket: Lease | None = None
+        self.issued = False
+        self.submitted = False  # something was reduced since the last `clear`
+        self.when_issued: Callable[[], None] | None = None
+        self.landed: Transfer[None] = Transfer.completed(None)
+
+    # ---------------------------------------------------------------- as the update sees it
+    @property
+    def state(self) -> State:
+        return self.own.state
+
+    @property
+    def format(self) -> Float:
+        return self.own.format
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.passes.any())
+
+    @property
+    def is_reduced_locally(self) -> bool:
+        return self.landed.done()
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there are gradients, this rank's or others' of which it has a part."""
+        return self.submitted or self.has_any
+
+    def close(self) -> bool:
+        """Return False: each reduction sends the accumulator home, and leaves nothing open."""
+        return False
+
+    def square(self, index: int) -> float:
+        """Return the sum of squares of this rank's part."""
+        return self.own.square(self._numbers[index]) if index in self._numbers else 0.0
+
+    @property
+    def spent(self) -> bool:
+        return self.own.spent
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        self.landed.wait()
+        self.passes[index] = 1
+        self.submitted = True
+        if index in self._numbers:
+            number = self._numbers[index]
+            part = self.parts[number]
+            self.own.write(number, value.reshape(-1)[part.start : part.start + part.spec.numel])
+            self.landed = self.own.landed
+
+    def scale(self, index: int, factor: float) -> None:
+        if index in self._numbers:
+            self.own.scale(self._numbers[index], factor)
+
+    def factor(self, index: int) -> float:
+        return self.own.factor(self._numbers[index]) if index in self._numbers else 1.0
+
+    def drop(self, indices: Sequence[int]) -> None:
+        self.landed.wait()
+        self.passes[indices] = 0
+        self.own.drop([self._numbers[index] for index in indices if index in self._numbers])
+        if self.local is not None:
+            self.local.drop(indices)
+
+    def forget_cleared(self, cleared: np.ndarray) -> None:
+        """Drop, as `drop` does, reduced gradients that users cleared on some rank."""
+        if cleared.any():
+            self._await_update()  # one on trial here has read them
+        self.landed.wait()
+        indices = np.flatnonzero(cleared).tolist()
+        self.own.drop([self._numbers[index] for index in indices if index in self._numbers])
+
+    def spend(self) -> None:
+        self.landed.wait()
+        self.own.spend()
+
+    def read(self, index: int) -> torch.Tensor | None:
+        """Return a copy of this rank's part of a reduced gradient; None if there is none."""
+        there = index in self._numbers and self.passes[index]
+        return self.own.read(self._numbers[index]) if there else None
+
+    def clear(self) -> None:
+        self.landed.wait()
+        self.submitted = False
+        self.passes[:] = 0
+        self.own.clear()
+        self.forget_local()
+
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        assert self.reductions is not None, "set when they are made"
+        return self.reductions.take(self, index, gradient)
+
+    # ---------------------------------------------------------------- not reduced yet
+    def keep(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to those that this rank has for itself."""
+        if self.local is None:
+            self.local = self._make_local()
+        self.local.add(index, gradient)
+        self.passes[index] = 1
+
+    def forget_local(self) -> None:
+        if self.local is not None:
+            self.local.clear()
+            self.local.state.close()
+            self.local = None
+
+    def clear_gaps(self, bucket: torch.Tensor) -> None:
+        """Zero the gaps between parameters: codes must not take their scales from them."""
+        for start, stop in self._gaps:
+            bucket[start:stop].zero_()
+
+    def await_last(self) -> None:
+        """Wait until what was reduced before has landed and is not read by an update any more."""
+        self._await_update()
+        self.landed.wait()
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.arrived.any() and (self.arrived >= self.awaited).all())
+
+    def begin_round(self) -> None:
+        self.had |= self.arrived
+        if self.arrived.any():
+            self.awaited = self.arrived.copy()
+        self.arrived[:] = False
+        self.issued = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionMemory:
+    """The memory for gradients that wait for other ranks', where the model computes."""
+
+    pool: SlotPool
+    workspace: Workspace
+    fences: Fences
+
+
+class NoReductions:
+    """The methods of `Reductions` on a single rank, where gradients need no reduction."""
+
+    has_others = False
+    sharding = ALONE
+    synchronising = True
+    forward_order: Sequence[int] = ()
+    lanes: Sequence[Lane] = ()
+
+    def reduce_skipped_groups(self, index: int) -> None:
+        """Nothing is reduced."""
+
+    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
+        begin()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def clear(self, group_index: int, indices: Sequence[int]) -> None:
+        """No other rank has any."""
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def take_nothing(self) -> None:
+        """No other rank has a pass."""
+
+    def agree(self, use: str, name: str = "") -> None:
+        """This rank's gradients are all there are."""
+
+    def discard(self) -> None:
+        """Nothing is under way."""
+
+    def all_squares(self, squares: list[float]) -> np.ndarray:
+        return np.array([squares])
+
+    def await_progress(self, *, in_backward: bool) -> bool:
+        return False
+
+    def orders(self) -> list[OrderedWork]:
+        """There is no thread."""
+        return []
+
+    def drain(self, timeout_s: float) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
+class Reductions:
+    """All groups' reductions of one rank. For the thread that runs backward, and `agree` and
+    `finish` for that of the model."""
+
+    has_others = True
+
+    def __init__(
+        self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
+        memory: ReductionMemory, dtype: torch.dtype, log: PassLog, trace: Trace,
+        *, wait_for_complete_groups: bool,
+    ) -> None:  # fmt: skip
+        """`dtype` is that of contributions; sums of several passes are fp32, unless the wire rounds
+        them. `log` is told what a rank without data has to repeat; `trace` has what this pass has
+        used. `wait_for_complete_groups`: a group is updated as soon as it is reduced, so it should
+        not be reduced before all its gradients are there."""
+        self._groups = groups
+        self._of = {group.index: group for group in groups}
+        self.experts: Reductions | None = None  # among the ranks with the same ones
+        # Within backward ranks wait for each other's tokens. One that waited here for a group that
+        # another rank does not use would never come to send them; so more buckets are taken, as
+        # many as there is memory for.
+        self.exchanges_tokens = False
+        self._ranks = ranks
+        self._collectives = collectives
+        self._memory = memory
+        self._dtype = dtype
+        self._summed_dtype = collectives.wire.reduce_dtype or torch.float32
+        self._wait_for_complete_groups = wait_for_complete_groups
+        self._log = log
+        self._trace = trace
+        self._thread = OrderedWork("offload-reduce", ranks.device)
+        ranks.watch.follow(self._thread)
+        self.lanes = [self._thread.lane]
+        self.synchronising = True  # False inside `no_sync`
+        self._order: list[int] = []
+        self._places: dict[int, int] = {}  # in it, of groups
+        self._is_agreed = False  # ... on all ranks
+        self._issuing = False
+        self._place = 0  # in the order: everything before it was issued in this round
+        self._arrivals: dict[int, None] = {}  # groups in the order of their last gradients
+        self._open = False
+        self._rounds = 0  # since ranks have agreed, and knew the same gradients
+        self._kept_passes = False  # some pass of this step was not reduced
+        for group in groups:
+            group.reductions = self
+
+    # ---------------------------------------------------------------- backward
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up on this rank alone; the next one outside, or the step,
+        reduces the sum."""
+        self.finish()
+        before, self.synchronising = self.synchronising, False
+        try:
+            yield
+        finally:
+            self.synchronising = before
+
+    def take(self, group: ReducedGradients, index: int, gradient: torch.Tensor) -> bool:
+        """Take a gradient of parameter `index`. Returns False if it is reduced in the step only."""
+        if not self.synchronising:
+            self._kept_passes = True
+            group.keep(index, gradient)
+            return False
+        if group.arrived[index] and not group.summed_over_blocks:
+            self._log.note(self.take_nothing)  # this round's end, on a rank without data
+            self.finish()  # another pass has begun
+        self._begin_round()
+        group.arrived[index] = True
+        self._arrivals.pop(group.index, None)  # also of what comes too late for its place
+        self._arrivals[group.index] = None
+        if group.issued or group.summed_over_blocks or group.index not in self._places:
+            group.keep(index, gradient)
+            return False
+        spec = group.specs[index]
+        self._bucket(group)[spec.offset : spec.stop].copy_(flat_gradient(gradient))
+        group.passes[index] = 1
+        if group.is_complete:
+            self._issue_ready()
+        return True
+
+    def reduce_skipped_groups(self, index: int) -> None:
+        """Backward uses the group `index` now: reduce the groups two places before it that this
+        pass does not use again, complete or not. A rank that took another branch got no gradients
+        there, and must not keep the others waiting: they have already gathered all that this rank
+        needs to come here."""
+        gathers = self._ranks.sharding.parameters
+        if not self.synchronising or not (self._open or gathers):
+            return
+        self._begin_round()
+        while self._place + BUCKETS <= self._places.get(index, 0):
+            if not self._trace.is_over(self._order[self._place]):
+                return
+            self._issue_head()
+
+    def _begin_round(self) -> None:
+        if self._open:
+            return
+        self._open = True
+        if not self._is_agreed:
+            self._agree_on_first_order()
+        if self._rounds:
+            self._agree_on_cleared("another pass", "")
+        self._rounds += 1
+
+    def _agree_on_first_order(self) -> None:
+        """Set the first order: gradients come in the reverse of the order of first uses, and then
+        those of groups whose use was not seen. Where parameters are sharded all ranks use the same
+        groups."""
+        used = [
+            index for index in self._trace.first_uses()
+            if index in self._of and self._of[index].specs
+        ]  # fmt: skip
+        rest = [group.index for group in reversed(self._groups) if group.specs]
+        order = list(dict.fromkeys([*reversed(used), *rest]))
+        order.sort(key=lambda index: self._of[index].summed_over_blocks)
+        if not self._ranks.sharding.parameters:
+            order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
+        self._put_in_order(order)
+
+    def clear(self, group_index: int, indices: Sequence[int]) -> None:
+        """Note that users clear gradients of these, between rounds. After ranks have agreed all of
+        them can see what they clear; later on a gradient may not be known to a rank that has a part
+        of it, for it has taken another branch, or was idle."""
+        group = self._of.get(group_index)
+        if group is None:  # an expert that other ranks do not have, or some
+            if self.experts is not None:
+                self.experts.clear(group_index, indices)
+            return
+        seen = [index for index in indices if group.had[index]]
+        group.had[seen] = False
+        if self._rounds:
+            group.cleared[seen] = True
+        else:
+            for index in seen:
+                self._ranks.note(f"{group.specs[index].name}.grad is cleared")
+
+    def _agree_on_cleared(self, use: str, name: str) -> None:
+        """Drop on all ranks the gradients that users cleared on any rank since the last round.
+        Raises RankError if other ranks, which could see it, have not."""
+        any_here = [any(group.cleared.any() for group in self._groups)]
+        what = f"which gradients were cleared before {use}"
+        if not self._ranks.exchange(any_here, f"whether and {what}", name).any():
+            return
+        codes = np.concatenate([2 * group.cleared + group.had for group in self._groups])
+        rows = self._ranks.exchange(codes.tolist(), what, name)
+        start = 0
+        for group in self._groups:
+            stop = start + len(group.specs)
+            self._take_cleared(group, rows[:, start:stop])
+            start = stop
+
+    def _take_cleared(self, group: ReducedGradients, codes: np.ndarray) -> None:
+        cleared, kept = codes == 2, codes == 1  # by rank and parameter
+        for index in np.flatnonzero(cleared.any(axis=0) & kept.any(axis=0)):
+            ranks = np.array(self._ranks.in_world)
+            on, off = (ranks[each[:, index]].tolist() for each in (cleared, kept))
+            raise self._ranks.parted(
+                f"{group.specs[index].name}.grad is cleared on ranks {on} and kept on ranks {off}; "
+                "a gradient is all ranks' together: let all of them clear it"
+            )
+        group.forget_cleared(cleared.any(axis=0))
+        group.cleared[:] = False
+
+    def _put_in_order(self, order: list[int]) -> None:
+        self._order = order
+        self._places = {index: place for place, index in enumerate(order)}
+        self._is_agreed = True
+
+    def _bucket(self, group: ReducedGradients) -> torch.Tensor:
+        dtype = self._summed_dtype if self._folds(group) else self._dtype
+        if group.bucket is None:
+            group.await_last()
+            begun = sum(other.bucket is not None for other in self._groups)
+            while self._thread.pending + begun >= BUCKETS and not self.exchanges_tokens:
+                # one bucket is filled while another one is reduced: so much is planned for
+                if not self._thread.await_oldest():
+                    break
+            nbytes = group.numel * dtype.itemsize
+            name = f"{group.name}, to be reduced"
+            group.bucket = self._memory.pool.demand(nbytes, name, StateClass.STAGING)
+            for mark in self._memory.fences.claim(group.bucket.extent):
+                mark.before_compute()
+            group.landed = Transfer(f"the reduction of {group.name}", self._thread.lane)
+            group.clear_gaps(group.bucket.tensor.view(dtype))
+        return group.bucket.tensor.view(dtype)[: group.numel]
+
+    def _issue_ready(self) -> None:
+        while self._place < len(self._order):
+            head = self._of[self._order[self._place]]
+            if not head.is_complete:
+                later = self._order[self._place + 1 :]
+                behind = sum(self._of[index].is_complete for index in later)
+                if self._wait_for_complete_groups or behind < _MOST_BEHIND:
+                    return
+            self._issue_head()
+
+    def _issue_head(self) -> None:
+        head = self._of[self._order[self._place]]
+        self._place += 1
+        self._issuing = True
+        try:
+            self._issue(head)
+        finally:
+            self._issuing = False
+
+    def _issue(self, group: ReducedGradients) -> None:
+        """Reduce what is there of a group, with zeros for the rest."""
+        bucket = self._bucket(group)
+        for index, spec in enumerate(group.specs):
+            place = bucket[spec.offset : spec.stop]
+            here = (
+                group.bucket is not None and group.arrived[index] and not group.summed_over_blocks
+            )
+            kept = (
+                group.local.read(index) if group.local is not None and self._folds(group) else None
+            )
+            if kept is not None:
+                kept = kept.reshape(-1).to(bucket.device)
+                place.copy_(place + kept if here else kept)
+            elif not here:
+                place.zero_()
+        if self._folds(group):
+            group.forget_local()
+        group.issued = group.submitted = True
+        self._submit(group, bucket)
+        if group.when_issued is not None:
+            begin, group.when_issued = group.when_issued, None
+            begin()
+
+    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
+        """Call `begin` as soon as the reduction of a complete group is on its way: what waits for
+        it before that could wait for ever."""
+        group = self._of.get(index)
+        if group is None or group.issued:
+            begin()
+        else:
+            group.when_issued = begin
+
+    def _folds(self, group: ReducedGradients) -> bool:
+        """Return whether kept gradients are reduced in this round: alike on all ranks."""
+        return self._kept_passes or group.summed_over_blocks
+
+    def _submit(self, group: ReducedGradients, bucket: torch.Tensor) -> None:
+        lease, group.bucket = group.bucket, None
+        assert lease is not None, "the bucket's"
+        landed, ready = group.landed, mark_here(self._ranks.device)
+
+        def reduce(bucket: torch.Tensor) -> None:
+            ready.before_compute()
+            own = self._collectives.reduce(bucket, self._memory.workspace, group.name)
+            for number, part in enumerate(group.parts):
+                group.own.add(number, own[part.spec.offset : part.spec.stop])
+            group.own.close()
+            self._memory.fences.retire(lease.extent, (mark_here(self._ranks.device),))
+
+        def settle(ended: Transfer[None]) -> None:
+            with self._memory.pool.lock:
+                lease.free()
+            if ended.failure is not None:
+                landed.spread(ended.failure)
+            else:
+                group.own.landed.then(lambda _: landed.complete(None))
+
+        ended = self._thread.submit(f"the reduce-scatter of {group.name}", partial(reduce, bucket))
+        ended.then(settle)
+
+    # ---------------------------------------------------------------- between passes
+    def finish(self) -> None:
+        """End the backward pass in progress: reduce what is left of its round."""
+        if not self._open:
+            return
+        while self._place < len(self._order):
+            self._issue_head()
+        for group in self._groups:
+            group.begin_round()
+        self._place = 0
+        self._open = False
+
+    def take_nothing(self) -> None:
+        """Take part in a pass in which this rank has no gradients."""
+        if self.synchronising:
+            self._begin_round()
+            self.finish()
+        else:
+            self._kept_passes = True  # as on the others: what is reduced later is in fp32
+
+    def agree(self, use: str, name: str = "") -> None:
+        """Agree once per step, on every rank: all gradients that any rank has are reduced, and all
+        ranks know which parameters have some. `use` of them is the same on all ranks; `name` of one
+        is for errors."""
+        self.finish()
+        self._agree_on_cleared(use, name)
+        what = f"which gradients there are before {use}"
+        self._take_over(self._ranks.exchange(self._what_is_here(), what, name))
+        self._rounds = 0
+        for group in self._groups:
+            group.landed.wait()
+        if self.experts is not None:  # not before: it has the same workspace
+            self.experts.agree(use, name)
+
+    def _what_is_here(self) -> list[int]:
+        present = [int(passes > 0) for group in self._groups for passes in group.passes]
+        kept = [int(group.local is not None) for group in self._groups]
+        place = {index: number for number, index in enumerate(self._order_now())}
+        return [*present, *kept, *(place.get(g.index, len(place)) for g in self._groups)]
+
+    def _order_now(self) -> list[int]:
+        """Return the groups in the order of their last gradients; one without any stays behind the
+        group that it was behind. Groups that are only complete when the pass is over come last."""
+        order = list(self._arrivals)
+        before: int | None = None
+        for index in self._order or [group.index for group in reversed(self._groups)]:
+            if index not in self._arrivals:
+                order.insert(0 if before is None else order.index(before) + 1, index)
+            before = index
+        return sorted(order, key=lambda index: self._of[index].summed_over_blocks)
+
+    def _take_over(self, rows: np.ndarray) -> None:
+        """Take over `rows`, the messages of all ranks, by rank."""
+        anywhere, count = rows.max(axis=0), len(self._groups)
+        numbers = [group.index for group in self._groups]
+        kept = dict(zip(numbers, anywhere[-2 * count : -count].tolist(), strict=True))
+        places = dict(zip(numbers, rows[0][-count:].tolist(), strict=True))
+        start = 0
+        for group in self._groups:
+            stop = start + len(group.specs)
+            group.passes[:] = anywhere[start:stop]
+            start = stop
+        self._kept_passes = True  # the rest is reduced in fp32 and added
+        for group in self._groups:
+            if kept[group.index]:
+                self._issue(group)
+                group.begin_round()
+        for group in self._groups:  # updates in backward use them up, not at once on all ranks
+            group.had = (group.passes > 0) & (not self._wait_for_complete_groups)
+        self._kept_passes = False
+        self._arrivals.clear()
+        used = [group.index for group in self._groups if group.has_any]
+        if used:  # a step without any gradients says nothing of the next one
+            self._put_in_order(sorted(used, key=lambda index: (places[index], -index)))
+
+    @property
+    def forward_order(self) -> list[int]:
+        """Return the groups that were reduced in the last step, in about the order in which the
+        model uses them: the same on every rank."""
+        return self._order[::-1]
+
+    def discard(self) -> None:
+        """Drop gradients instead of a step: the round in progress is reduced all the same."""
+        for group in self._groups:
+            group.when_issued = None  # nothing is updated with it
+        self.finish()
+        for group in self._groups:
+            self.clear(group.index, range(len(group.specs)))
+        self._kept_passes = False
+        self._arrivals.clear()
+        if self.experts is not None:
+            self.experts.discard()
+
+    @property
+    def sharding(self) -> Sharding:
+        return self._ranks.sharding
+
+    def all_squares(self, squares: list[float]) -> np.ndarray:
+        """Return the sums of squares of parameters' parts on all ranks, one row each."""
+        return self._ranks.exchange_sums(squares)
+
+    def await_progress(self, *, in_backward: bool) -> bool:
+        """Wait for a reduction in progress, or begin one that others wait behind: for a pool that
+        is out of room. `in_backward`: the caller runs the backward pass."""
+        if self._thread.await_oldest():
+            return True
+        if self.experts is not None and self.experts.await_progress(in_backward=False):
+            return True
+        left = self._order[self._place :]
+        if not in_backward or self._issuing:
+            return False
+        if not left or self._of[left[0]].bucket is None:
+            return False
+        if self._wait_for_complete_groups and not self._trace.is_over(left[0]):
+            return False
+        self._issue_head()
+        return True
+
+    def orders(self) -> list[OrderedWork]:
+        """Return the thread of the reductions."""
+        return [self._thread]
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for the reductions in progress, for `timeout_s` at most."""
+        self._thread.drain(timeout_s)
+
+    def close(self) -> None:
+        self._thread.close()

@@ -1,0 +1,148 @@
+"""Ranks with different parts of the same parameters (tensor parallelism by DTensor).
+
+    mesh        tp 0        tp 1
+    dp 0        A0 b        A1 b       A: a DTensor in shards     b: whole everywhere (a plain
+    dp 1        A0 b        A1 b                                     parameter, or Replicate)
+
+ZeRO shards, gathers and reduces down a column (`Ranks`): A0 is to it a parameter like any other.
+Along a row the model's own collectives run, in its forward and backward; here is what a step needs
+along a row besides: one norm of all gradients, in which A0 and A1 add up and b counts once. All
+ranks get the same number, so all clip, skip and scale alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from offload.swap.threads.lanes import Lane, WaitFor
+from offload.tiers.errors import ConfigError, RankError, UnsupportedError
+from offload.zero.ranks.collectives import Group, all_gather_flat
+from offload.zero.ranks.ranks import control_device
+from offload.zero.tensors.local_tensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """This rank among those that have parts of the same parameters."""
+
+    group: Group  # of its own: the model's collectives do not come between
+    device: torch.device
+    lane: Lane = field(default_factory=lambda: Lane(WaitFor.RANKS))
+
+    @classmethod
+    def find(
+        cls, params: Iterable[tuple[str, torch.nn.Parameter]], data_ranks: Sequence[int],
+        device: torch.device, timeout_s: float,
+    ) -> TensorParallel | None:  # fmt: skip
+        """Return the mesh that a model's DTensors are on; None if there are none. `data_ranks` are
+        those with other data and the same parts. All ranks of the mesh have to call this.
+
+        Raises UnsupportedError for DTensors that cannot be trained, ConfigError if `data_ranks` and
+        the mesh have more than this rank in common.
+        """
+        found: tuple[int, ...] | None = None
+        for name, param in params:
+            if not is_dtensor(param):
+                continue
+            _check(name, param)
+            ranks = tuple(int(rank) for rank in param.device_mesh.mesh.flatten())
+            if found is not None and ranks != found:
+                raise UnsupportedError(
+                    f"{name} is a DTensor on the ranks {_listed(ranks)}, others of this model are "
+                    f"on {_listed(found)}; parallelise all of a model on one mesh dimension"
+                )
+            found = ranks
+        if found is None:
+            return None
+        if len(set(found) & set(data_ranks)) > 1:
+            raise ConfigError(
+                f"the model has DTensors on the ranks {_listed(found)}, which cannot have different"
+                " data as well; name the ranks that do: offload.initialize(model, config, "
+                'mesh=mesh["dp"]), with the data-parallel dimension of the mesh that '
+                "parallelize_module got the other one of"
+            )
+        group = dist.new_group(
+            list(found), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+        )
+        assert group is not None, "a DTensor with a part here is on this rank"
+        return cls(group, device)
+
+    def counted_elsewhere(self, params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
+        """Return the indices of those that are whole on every rank and counted by the first one."""
+        if self.group.rank() == 0:
+            return frozenset()
+        return frozenset(index for index, param in enumerate(params) if not _is_sharded(param))
+
+    def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
+        """Return the numbers of each rank, one row each: summed over ranks, they stand for the
+        whole model."""
+        sums = torch.tensor(mine, dtype=torch.float64, device=control_device(self.device))
+        rows = sums.new_empty(self.group.size() * len(mine))
+        with self._together("the all-gather of gradient norms"):
+            all_gather_flat(rows, sums, self.group)
+        return rows.cpu().numpy().reshape(-1, len(mine))
+
+    def agree_on(self, param: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        """Return initial values of a parameter's local part; if it is whole everywhere, the first
+        rank's."""
+        if _is_sharded(param):
+            return values
+        moved = values.detach().to(control_device(self.device), copy=True).contiguous()
+        with self._together("the broadcast of initial values"):
+            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=0)
+        return moved.to(values.device)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Inside, RankError is raised if another rank does not come."""
+        try:
+            with self.lane.waiting(what):
+                yield
+        except RuntimeError as error:
+            ranks = tuple(dist.get_process_group_ranks(self.group))
+            raise RankError(
+                f"rank {dist.get_rank()}: {what} among the ranks {_listed(ranks)} of the model's "
+                f"mesh failed: {error}; one of them has failed, or steps and uses of param.grad "
+                "are not alike on all of them",
+                ranks=ranks,
+            ) from error
+
+
+def _is_sharded(param: torch.nn.Parameter) -> bool:
+    return is_dtensor(param) and any(each.is_shard() for each in param.placements)
+
+
+def _check(name: str, param: DTensor) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = param.device_mesh
+    if mesh.ndim > 1:
+        raise UnsupportedError(
+            f"{name} is a DTensor on a mesh of {mesh.ndim} dimensions; parallelise the model on "
+            'one of them (parallelize_module(model, mesh["tp"], ...)) and leave data parallelism '
+            'to offload.initialize(model, config, mesh=mesh["dp"]) instead of fully_shard'
+        )
+    if any(type(each) not in (Shard, Replicate) for each in param.placements):
+        raise UnsupportedError(
+            f"{name} is a DTensor placed as {param.placements}; only Shard and Replicate are known"
+        )
+    if param.is_meta:
+        raise UnsupportedError(
+            f"{name} is a DTensor on the meta device; give it values before offload.initialize "
+            "(model.to_empty(device=...) and the model's own initialisation)"
+        )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,1 @@
+"""Blocks computed again in backward, and block by block over micro-batches."""

@@ -1,0 +1,1 @@
+"""The sharded optimizer: steps, updates, and the states of each chunk."""

@@ -1,0 +1,178 @@
+"""A chunk during an update: its bytes of every class of state, and where they are stepped.
+
+A chunk is stepped where its optimizer record lives. The CPU works on bytes in host memory, in place
+or staged through a buffer there. The device steps bytes that are at home or mirrored in its memory
+in place; others are first brought to host memory, as for the CPU, and copied to the device and
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from offload.kernels.cpu.noise import Noise, noise_of
+from offload.kernels.rules import Scalars
+from offload.swap.device.streams import CopyMark
+from offload.swap.states.state import HostPiece, State
+from offload.swap.threads.transfer import Transfer
+from offload.zero.groups.group import ParamGroup
+from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.records import RecordFormat
+
+
+@dataclass(slots=True)
+class Segment:
+    """Consecutive elements of a rank's part that are updated with the same hyperparameters. It is
+    never changed; a frozen dataclass takes five times as long to make."""
+
+    start: int
+    stop: int
+    scalars: Scalars
+    step: int  # number of updates of these elements, this one included
+    # Updates before this one, the oldest first, each with a gradient of zeros: its numbers and step
+    missed: Sequence[tuple[Scalars, int]] = ()
+    has_gradient: bool = True  # False: this one has a gradient of zeros, too
+
+    def runs(self) -> Iterator[Segment]:
+        """Yield the same updates, joined where one compiled loop can make them."""
+        if not self.missed:
+            yield self
+            return
+        steps = [*self.missed, (self.scalars, self.step)]
+        for _, each in groupby(steps, lambda step: step[0].loop):
+            *missed, (scalars, step) = each
+            graded = self.has_gradient and step == self.step
+            yield Segment(self.start, self.stop, scalars, step, missed, graded)
+
+
+@dataclass(slots=True)
+class GroupUpdate:
+    """One group's pending update."""
+
+    state: OptimizerState
+    segments: Sequence[Segment]
+    ready: Transfer[None]
+    done: Callable[[], None]  # called after the last chunk: gradients are not read any more
+    has_gradients: bool = True  # False: it reads none, and there need not be any
+    weight_writes: list[Transfer[None]] = field(default_factory=list)
+    begun: bool = False
+    begun_s: float = 0.0  # by `time.perf_counter`
+    chunks_left: int = 0  # once begun: those that are not on their way home
+    after: CopyMark = field(default_factory=CopyMark)  # of the model's stream, when submitted
+
+    @property
+    def group(self) -> ParamGroup:
+        return self.state.group
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether the update need not wait for other ranks."""
+        return self.state.gradients.is_reduced_locally or not self.has_gradients
+
+
+@dataclass(slots=True)
+class ChunkBytes:
+    """One class's bytes of a chunk."""
+
+    home: State
+    piece: int
+    before: Transfer[None] | None = None  # the bytes in host memory are valid once it is done
+    in_place: HostPiece | None = None  # in host memory, where `home` has them
+    staged: torch.Tensor | None = None  # in a buffer in host memory
+    arrival: Transfer[None] | None = None  # of what is staged; None: it is only written
+    on_device: torch.Tensor | None = None  # where `home` has them on the device
+    copied: torch.Tensor | None = None  # in a buffer on the device
+
+    @property
+    def nbytes(self) -> int:
+        span = self.home.span(self.piece)
+        return int(span.stop - span.start)
+
+    @property
+    def needed_on_host(self) -> bool:
+        """Whether the bytes pass through host memory. Must be called once `on_device` is known."""
+        return self.on_device is None or not self.home.at_home_on_device
+
+    def find_in_host_memory(self) -> None:
+        """Set `in_place` if the bytes are in host memory. Waits for bytes that have no copy
+        anywhere yet."""
+        self.in_place = self.home.host_piece(self.piece)
+        if self.in_place is None and self.before is not None and not self.before.done():
+            self.before.wait()
+            self.in_place = self.home.host_piece(self.piece)
+
+    def wait(self) -> torch.Tensor:
+        """Return the bytes in host memory (1D uint8), once they have arrived and nothing reads them
+        any more."""
+        if self.before is not None:
+            self.before.wait()
+        if self.in_place is not None:
+            return self.in_place.wait()
+        assert self.staged is not None, "started as one or the other"
+        if self.arrival is not None:
+            self.arrival.wait()
+        return self.staged
+
+    def device_bytes(self) -> torch.Tensor:
+        """Return the bytes on the device (1D uint8), valid in stream order."""
+        found = self.on_device if self.on_device is not None else self.copied
+        assert found is not None, "there, or copied there"
+        return found
+
+    def send_home(self) -> Transfer[None] | None:
+        """Start taking the changed bytes home; a transfer only if they were staged."""
+        if not self.needed_on_host:
+            return None  # they are in their home already
+        if self.in_place is not None:
+            self.home.wrote_piece(self.piece)
+            return None
+        assert self.staged is not None, "started as one or the other"
+        return self.home.write_piece(self.piece, self.staged)
+
+    def let_go(self) -> None:
+        """Drop all views of the home's memory."""
+        self.in_place = None
+        self.on_device = None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One chunk of one group's update: the same range of elements in every class of state."""
+
+    update: GroupUpdate
+    elements: range
+    record_format: RecordFormat
+    weight: ChunkBytes
+    record: ChunkBytes
+    gradient: ChunkBytes | None  # None: no gradient is read
+    buffer: torch.Tensor | None = None  # in host memory, for what is staged
+
+    @property
+    def by_device(self) -> bool:
+        """Whether the device steps it, because its record is at home there."""
+        return self.record.home.at_home_on_device
+
+    @property
+    def parts(self) -> tuple[ChunkBytes, ...]:
+        both = (self.weight, self.record)
+        return both if self.gradient is None else (*both, self.gradient)
+
+    def segments(self) -> Iterator[tuple[Segment, slice]]:
+        """Yield the chunk's segments, counted in elements from its start."""
+        for segment in self.update.segments:
+            lo = max(segment.start, self.elements.start) - self.elements.start
+            hi = min(segment.stop, self.elements.stop) - self.elements.start
+            if lo < hi:
+                for run in segment.runs():
+                    yield run, slice(lo, hi)
+
+    def noise(self, seed: int, step: int, span: slice) -> Noise:
+        """Return noise that depends on the seed, the group, the step and an element's place in the
+        group alone."""
+        noise = noise_of(seed, self.update.group.index, step)
+        first = self.update.state.part.trainable.start
+        return noise.at(first + self.elements.start + span.start)

@@ -1,0 +1,128 @@
+"""Chunks that the device steps, beside those that the CPU steps, with the same bits.
+
+    to device     ├ gradient 0 ┤├ gradient 1 ┤
+    update        .             ├ step 0 ┤.   ├ step 1 ┤
+    to host       .                       ├ weight 0 ┤ ├ weight 1 ┤
+
+All work is queued; the thread waits only for bytes that come from a file. A chunk's transfer is
+done when all its work is. Buffers are used in turn: the copy into a buffer waits, on its stream,
+until the previous content has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from offload.kernels.floats import Float
+from offload.kernels.gpu import triton_optimizer
+from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.threads.ranges import profiled
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.units import round_up
+from offload.zero.groups.bits import DTYPE_OF
+from offload.zero.step.chunks import Chunk, ChunkBytes, Segment
+from offload.zero.step.device_work import DeviceWork
+from offload.zero.step.records import ALIGN_NBYTES, RecordFormat
+
+# What a kernel on the device takes for the arrays of a record: 16-bit floats have a type there.
+_DTYPES = {
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.uint16): torch.bfloat16,
+    np.dtype(np.int16): torch.int16,
+    np.dtype(np.uint8): torch.uint8,
+}
+
+
+class DeviceUpdate:
+    """Steps chunks on the device. For the update thread, within the work's stream."""
+
+    def __init__(self, work: DeviceWork, own: Float, seed: int) -> None:
+        self._work = work
+        self._own = own
+        self._seed = seed
+        self._left = [CopyMark()] * len(work.buffers)
+        self._next = 0
+
+    def step(self, chunk: Chunk) -> Transfer[None]:
+        """Queue all of a chunk's work. When the transfer is done, the chunk's new bytes are at home
+        on the device, or in host memory, still to be sent home."""
+        missing = [
+            part for part in (chunk.weight, chunk.gradient)
+            if part is not None and part.on_device is None
+        ]  # fmt: skip
+        fetched = self._fetch(missing)
+        fetched.before_compute()
+        with profiled(f"update of {chunk.update.group.name}"):
+            self._run(chunk)
+        stepped = mark_here(self._work.stream.device)
+        for part in chunk.parts:
+            if part.on_device is not None:
+                part.home.used_device_piece(part.piece, stepped)
+        what = f"the step of {chunk.weight.home.name} on the device"
+        if not chunk.weight.home.at_home_on_device:
+            left = self._copy_back(chunk.weight, stepped)
+            ended = self._work.links.to_host.transfer(left, what)
+        else:
+            left = stepped
+            ended = self._work.links.to_device.transfer(fetched, what)
+        if missing:
+            self._left[self._next] = left
+            self._next = (self._next + 1) % len(self._left)
+        return ended
+
+    def _fetch(self, missing: Sequence[ChunkBytes]) -> CopyMark:
+        """Copy the parts that are not on the device from host memory into the next buffer."""
+        mark, offset = CopyMark(), 0
+        for part in missing:
+            end = offset + part.nbytes
+            part.copied = self._work.buffers[self._next][offset:end]
+            source = part.wait()[: part.nbytes]
+            before = (self._left[self._next],)
+            mark = self._work.links.to_device.copy(part.copied, source, after=before)
+            offset = round_up(end, ALIGN_NBYTES)
+        return mark
+
+    def _copy_back(self, weight: ChunkBytes, stepped: CopyMark) -> CopyMark:
+        target = weight.wait()[: weight.nbytes]
+        return self._work.links.to_host.copy(target, weight.device_bytes(), after=(stepped,))
+
+    def _run(self, chunk: Chunk) -> None:
+        numel, kept = len(chunk.elements), chunk.record_format
+        weights = chunk.weight.device_bytes()[: numel * self._own.nbytes].view(DTYPE_OF[self._own])
+        grads: torch.Tensor | None = None
+        if chunk.gradient is not None:
+            grad_float = chunk.update.state.gradients.format
+            grads = chunk.gradient.device_bytes()[: numel * grad_float.nbytes]
+            grads = grads.view(DTYPE_OF[grad_float])
+        arrays = _tensors(kept, chunk.record.device_bytes(), numel)
+        for segment, span in chunk.segments():
+            self._kernel(chunk, segment, span, weights, grads, arrays)
+
+    def _kernel(
+        self, chunk: Chunk, segment: Segment, span: slice, weights: torch.Tensor,
+        grads: torch.Tensor | None, arrays: dict[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        own = chunk.record_format.operands(arrays, span, segment.scalars)
+        given = grads[span] if grads is not None and segment.has_gradient else None
+        steps = [
+            *((None, *each) for each in segment.missed),
+            (given, segment.scalars, segment.step),
+        ]
+        for gradient, scalars, step in steps:
+            triton_optimizer.optimizer_step(
+                gradient, weights[span], own.states, scalars,
+                scales=own.scales, low=own.low, master=own.master,
+                noise=chunk.noise(self._seed, step, span),
+            )  # fmt: skip
+
+
+def _tensors(kept: RecordFormat, record: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
+    """Return the arrays of a record (1D uint8 on the device), each as long as its field says."""
+    found = {}
+    for field, start in zip(kept.fields, kept.offsets(numel)[:-1], strict=True):
+        stop = start + field.numel(numel) * field.dtype.itemsize
+        found[field.name] = record[start:stop].view(_DTYPES[field.dtype])
+    return found

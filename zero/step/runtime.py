@@ -1,0 +1,543 @@
+"""Trains the weights of a `WeightStore`: gradients, optimizer states, updates.
+
+A gradient comes to `_take`, the optimizer's step to `step`; weights are fetched by the store, which
+asks the update queue whether a group has to be updated first. `State` does all moves.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload.kernels.floats import Float
+from offload.kernels.variants import Master
+from offload.swap.states.state import State
+from offload.swap.states.trace import Trace
+from offload.swap.threads.lanes import Lane
+from offload.swap.threads.recorder import Recorder
+from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.swap.threads.worker import ParallelRunner
+from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.gradients.gradient_handles import GradientHandles
+from offload.zero.gradients.gradient_hooks import GradientHooks, refuse_graph
+from offload.zero.gradients.gradient_paths import DevicePartials
+from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.gradients.loss_scale import LossScale
+from offload.zero.groups.discovery import Discovery, Unit
+from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
+from offload.zero.hooks.handles import Keeper
+from offload.zero.hooks.pipeline_stages import check_schedule
+from offload.zero.hooks.session import in_backward
+from offload.zero.ranks.collectives import Wire
+from offload.zero.ranks.memory_alarm import MemoryAlarm
+from offload.zero.ranks.rank_weights import SharedMemory
+from offload.zero.ranks.rank_work import AnyRankWork, OneRank, RankWork
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.sharding import Part
+from offload.zero.ranks.tensor_parallel import TensorParallel
+from offload.zero.recompute.micro_batch_sums import GradientSums
+from offload.zero.recompute.micro_batches import MicroBatching
+from offload.zero.step.device_work import DeviceWork
+from offload.zero.step.hyper import HyperOf
+from offload.zero.step.optimizer_state import Gradients, OptimizerState
+from offload.zero.step.records import RecordFormat
+from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
+from offload.zero.step.update import ExpectedUses, UpdateQueue
+from offload.zero.tensors.local_tensors import spread_as
+from offload.zero.tensors.released import Values
+
+_LEAST_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
+
+
+class Homes(WeightHomes, Protocol):
+    """Makes all states of a group, each with the home that the placement gives it."""
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """The tier of saved activations; None if they stay on the device."""
+        ...
+
+    def gradients(
+        self, index: int, name: str, numel: int, itemsize: int, next_use: NextUse
+    ) -> State: ...
+
+    def record(
+        self, index: int, name: str, chunk: int, nbytes: int, next_use: NextUse
+    ) -> State: ...
+
+    def record_format(self, index: int, chunk: int) -> RecordFormat: ...
+
+    def device_work(self) -> DeviceWork:
+        """Return the device's streams and memory for updates and gradients beside the model."""
+        ...
+
+    def gradient_sums(self) -> torch.Tensor:
+        """Return room for the sums of `GradientSums`: fp32, 1D, where the model computes."""
+        ...
+
+    def shared_memory(self) -> SharedMemory:
+        """Return memory where the model computes, for buffers that belong to several ranks."""
+        ...
+
+    def left_nbytes(self) -> int | None:
+        """Return the bytes of memory that can be taken before this process is killed, if these are
+        few; otherwise None."""
+        ...
+
+    def check_memory(self) -> None:
+        """Raise LowMemoryError if these are few."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """The settings of a runtime."""
+
+    dtype: torch.dtype
+    device: torch.device
+    chunk_numel: int
+    seed: int = 0  # of stochastic rounding
+    accumulate_fp32: bool = False  # expect several backward passes per step
+    prefetch: int = 4  # groups fetched ahead
+    keep_records: bool = False  # memory is left for optimizer records until their next update
+    micro_batches: int = 1  # pieces of the batch that each block runs over before the next block
+    step_rules: StepRules = field(default_factory=StepRules)
+    wire: Wire = field(default_factory=Wire)  # in which format things go to other ranks
+
+
+def _next_update(trace: Trace, index: int) -> float:
+    return trace.next_cycle_use(index) + 0.5
+
+
+def _next_read(runtime: Runtime, index: int) -> float:
+    done = index in runtime.stepper.trials and not runtime.updates.is_pending(index)
+    return math.inf if done else _next_update(runtime.trace, index)
+
+
+class Runtime:
+    """Owns the groups of `discovery`. Its public methods are for the thread of the model."""
+
+    def __init__(
+        self, discovery: Discovery, options: RuntimeOptions, homes: Homes, run: ParallelRunner,
+        staging: Sequence[torch.Tensor], loss_scale: LossScale | None, ranks: Ranks | None = None,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> None:  # fmt: skip
+        """`ranks` are those that train together, if there are several. `tensor_parallel` are those
+        that have other parts of this rank's parameters, if they are parts."""
+        self.options = options
+        self.ranks = ranks
+        self.tensor_parallel = tensor_parallel
+        self.loss_scale = loss_scale
+        self._run_blocks = run.sharing(_LEAST_NORM_BLOCKS)
+        self._homes = homes
+        work = homes.device_work()
+        self._partials = DevicePartials(work.partials) if work.partials is not None else None
+        self._outbox = work.outbox
+        self._scaled_backward = False
+        self._scaling_all = False  # within `scaled_backward`
+        self._called = False  # ... for a forward
+        self.on_forward: Callable[[], None] | None = None  # the whole model is about to be called
+        self._backward_thread = 0  # the one that gave the last gradient
+        # before any copy of state has a place: it would part their memory for good
+        self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
+        self.rank_work: AnyRankWork = OneRank()
+        with ExitStack() as begun:  # threads, which end where one of these raises
+            if ranks is not None:
+                memory = homes.shared_memory()
+                ep_size = max((group.ep_size for group in discovery.groups), default=1)
+                self.rank_work = RankWork(ranks, memory, options.dtype, options.wire, ep_size)
+            begun.callback(lambda: self.rank_work.close())
+            self.store = WeightStore(
+                discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
+                ranks=self.rank_work, keeper=homes.keeper,
+            )  # fmt: skip
+            self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
+            self.group_of, self.versions = self.store.group_of, self.store.versions
+            shared = discovery.shape().shared if options.micro_batches > 1 else frozenset()
+            self._shared = shared  # used by several blocks, each over all micro-batches
+            self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
+            self.reductions = self.rank_work.reduce(
+                options.dtype, wait_for_complete_groups=options.step_rules.in_backward
+            )
+            self.updates = UpdateQueue(
+                self.own, run, options.seed, staging, self._expected_uses(), work
+            )  # fmt: skip
+            begun.callback(self.updates.close)
+            self.store.fetcher.updates = self.updates
+            self.stepper = Stepper(
+                self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
+                shared, self.reductions, tensor_parallel, self.store.tables,
+            )  # fmt: skip
+            self._alarm = MemoryAlarm(homes.left_nbytes)
+            self.stepper.norms.alarm = self._alarm
+            self.gradients = GradientHandles(
+                self.optimizer_states, self.stepper, self.rank_work, self._arrive,
+                self._comes_in_parts, self.store.one_thread.check_process, self.store.packed,
+            )  # fmt: skip
+            self.packed_gradients = self.gradients.packed
+            begun.pop_all()
+        self._micro_batching: MicroBatching | None = None
+        self._gradient_hooks: GradientHooks | None = None
+
+    # ---------------------------------------------------------------- building
+    def _optimizer_state(self, group: ParamGroup) -> OptimizerState:
+        index, layout, part = group.index, group.layout, self.store.part_of(group)
+
+        # homes live as long as files, and keep no model
+        this, trace = weakref.proxy(self), self.trace
+
+        next_update = partial(_next_update, trace, index)
+        next_read = partial(_next_read, this, index)
+
+        gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
+        chunks = layout.chunks(self.options.chunk_numel)
+        formats = [self._homes.record_format(index, chunk) for chunk in range(len(chunks))]
+        records = [
+            self._homes.record(index, group.name, chunk, format_.nbytes(len(elements)), next_update)
+            for chunk, (elements, format_) in enumerate(zip(chunks, formats, strict=True))
+        ]
+        steps = np.zeros(sum(spec.trainable for spec in layout.params), dtype=np.int64)
+        kept = OptimizerState(group, gradients, chunks, records, formats, steps, part)
+        group.has_masters = any(format_.master is not Master.NONE for format_ in formats)
+        # What is at home on the device is not updated where the CPU could wait for it: the model
+        # has to ask for it anew, so that its stream waits.
+        states = (group.state, gradients.state, *records)
+        group.permanent = (
+            kept.in_place and not group.has_masters and layout.ranks == 1
+            and not (group.table is not None and group.table.packed)  # which may miss steps
+            and not any(each.at_home_on_device for each in states)
+        )  # fmt: skip
+        return kept
+
+    def _gradients(
+        self, index: int, name: str, part: Part, next_read: NextUse, ep_size: int
+    ) -> Gradients:
+        options = self.options
+        several = index in self._shared
+        accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
+        specs = [each.spec for each in part.trained()]
+        own = GradientAccumulator(
+            name, specs, self.own, accumulate,
+            lambda itemsize: self._homes.gradients(
+                index, name, len(part.trainable), itemsize, next_read
+            ),
+            self._run_blocks, self._partials, self._outbox,
+            # of an expert the sum over `ep_size` ranks' tokens comes here, and no average
+            1.0 / ep_size,
+        )  # fmt: skip
+        work = self.rank_work if ep_size == 1 else self.rank_work.experts
+        if work is None:  # no other rank has the expert
+            return own
+        layout = part.layout
+
+        def local() -> GradientAccumulator:
+            """Make an accumulator of the whole group, before other ranks' gradients come to it."""
+            return GradientAccumulator(
+                name, [spec for spec in layout.params if spec.trainable], self.own, accumulate,
+                lambda itemsize: self._homes.gradients(
+                    index, f"{name}, not reduced,", layout.numel_trainable, itemsize, next_read
+                ),
+                self._run_blocks,
+            )  # fmt: skip
+
+        return work.gradients(
+            index, part, own, local, lambda: self.groups[index].wait_for_update(),
+            summed_over_blocks=several,
+        )  # fmt: skip
+
+    def start(self, model: nn.Module, values: Values, owner: object) -> None:
+        """Install the hooks: from here on `model` trains through this runtime, and keeps its
+        `owner`."""
+        self.store.start(model, values, owner, self._begin_forward)
+        if self.options.micro_batches > 1:
+            self._micro_batching = MicroBatching(
+                self.options.micro_batches, self.store.units, self._block_backward
+            )
+        found = [self.store.places_of(param) for param in model.parameters()]
+        self.stepper.norms.add_in(
+            [
+                [(group.index, index) for group, index in places] for places in found
+                if any(group.layout.params[index].trainable for group, index in places)
+            ]
+        )  # fmt: skip
+        self.gradients.prepare()
+        self._gradient_hooks = GradientHooks(self.store, self._take)
+
+    # ---------------------------------------------------------------- forward and backward
+    def _begin_forward(self) -> None:
+        self.store.check_usable()
+        if self.ranks is None and self.tensor_parallel is None:
+            self._homes.check_memory()
+        else:  # all ranks stop at the same forward, or they would wait for each other
+            self._alarm.check()
+        if self.on_forward is not None:
+            self.on_forward()
+        if not in_backward():  # where a backward that was announced has failed
+            self._scaled_backward = False
+        if not self._called:
+            self._called = True
+            check_schedule(self.options.step_rules)
+        self.gradients.drop_cleared()
+        self.gradients.note_set()
+        self.store.begin_forward()
+
+    def _expected_uses(self) -> ExpectedUses:
+        # the update thread keeps no model
+        fetcher, trace = weakref.proxy(self.store.fetcher), self.trace
+        return ExpectedUses(
+            of_parameters=lambda group: fetcher.next_use(group.index),
+            of_records=lambda group: _next_update(trace, group.index),
+            keep_records=self.options.keep_records,
+        )
+
+    def _take(self, group: int, index: int, param: torch.Tensor) -> None:
+        """Take a gradient that autograd has given, or has added to the handle that was there."""
+        state, key = self.optimizer_states[group], (group, index)
+        self.gradients.came(key)
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
+            gradient = param.grad
+            if gradient is None or self.gradients.is_current(key, gradient):
+                return
+            if self.gradients.is_set(key, gradient):
+                return
+            param.grad = None
+        if gradient.requires_grad:
+            refuse_graph(state.group.layout.params[index].name)
+        self.gradients.take(state, index, gradient)
+
+    def _arrive(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
+        """Take in a gradient of one parameter, of the whole pass or of a part of it."""
+        if self.loss_scale is not None and not self._scaled_backward:
+            raise StateError(
+                "precision fp16 scales the loss: call engine.backward(loss), or "
+                "engine.scale(loss).backward(), instead of loss.backward(); a GradScaler is not "
+                "needed"
+            )
+        self.rank_work.note_gradient()
+        group = state.group
+        if type(gradient) is not torch.Tensor:
+            gradient = spread_as(group.params[index], gradient)
+        if self._sums is not None and self._comes_in_parts(group):
+            self._sums.add(group, index, gradient)
+        else:
+            self._keep_gradient(group, index, gradient)
+
+    def _keep_gradient(
+        self, group: ParamGroup, index: int, gradient: torch.Tensor, *, more: bool = False
+    ) -> None:
+        state = self.optimizer_states[group.index]
+        self.stepper.check_arrival(state)
+        if group.pending is not None:
+            group.wait_for_update()  # of a graph older than the last step: that step still reads
+        self._backward_thread = threading.get_ident()
+        there = state.gradients.add(index, gradient)
+        if not more:
+            self.stepper.count_pass(state, index)
+        self.stepper.arrived(state, index, more=more or not there)
+
+    def _comes_in_parts(self, group: ParamGroup) -> bool:
+        return self._sums is not None and self._sums.takes(group)
+
+    @contextmanager
+    def _block_backward(self, indices: Sequence[int], more: bool) -> Iterator[None]:
+        """Hold a block's parameters around its backward over all micro-batches; each gives one
+        gradient at the end. `more`: the block was called again, and the backward of that call is to
+        come."""
+        assert self._sums is not None, "there are micro-batches"
+        groups = [self.groups[index] for index in indices]
+        own = [group for group in groups if group.index not in self._shared]
+        with self._sums.open(own):
+            with self.store.held(groups):
+                yield
+            for group in own:
+                for index, total in self._sums.totals(group):
+                    self._keep_gradient(group, index, total, more=more)
+
+    def held(self, unit: Unit) -> AbstractContextManager[None]:
+        """Hold the parameters of a block that is computed again in backward."""
+        if self._micro_batching is not None:  # `_block_backward` holds them
+            return nullcontext()
+        return self.store.computing(unit)
+
+    def await_progress(self) -> bool:
+        """Send home gradients of groups whose backward is not over (an expert without tokens never
+        gets its own), or wait for the group being updated: for a pool that is out of room. Returns
+        False if there is nothing to wait for."""
+        in_backward = threading.get_ident() == self._backward_thread
+        if in_backward:
+            closed = [state.gradients.close() for state in self.optimizer_states]
+            if any(closed):
+                return True
+        if self.reductions.await_progress(in_backward=in_backward):
+            return True
+        return self.updates.await_progress()
+
+    def idle(self) -> None:
+        """Take part in a forward and backward pass of the other ranks, without data here."""
+        self.store.check_usable()
+        for group in self.groups:
+            if group.ep_size > 1:
+                raise UnsupportedError(
+                    f"idle: {group.name} is one of experts that are spread over {group.ep_size} "
+                    "ranks, and computes other ranks' tokens; call the model without tokens (an "
+                    "empty batch) and backward() of a loss of 0, or set ep_size=1"
+                )
+        if self.reductions.has_others:
+            self._begin_forward()
+            self.stepper.idled()
+            self.rank_work.idle()
+            self.gradients.repeat()
+
+    @contextmanager
+    def scaled_backward(self) -> Iterator[float]:
+        """Yield the scale that the loss has to be multiplied with (1 without loss scaling). Raises
+        StateError if a part of it was multiplied already."""
+        self._scaled_backward = self._scaling_all = True
+        try:
+            yield self.loss_scale.scale if self.loss_scale is not None else 1.0
+        finally:
+            self._scaled_backward = self._scaling_all = False
+
+    def announce_scaled(self) -> None:
+        """Note, within a backward and before any gradient comes, that its loss was scaled."""
+        if self._scaling_all:
+            raise StateError(
+                "the loss would be multiplied with the loss scale twice: give engine.backward what "
+                "engine.scale was not given, or give all terms to engine.scale and call backward() "
+                "of their sum, each term in torch's own class"
+            )
+        if not self._scaled_backward:
+            self._scaled_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_announced)
+
+    def _end_announced(self) -> None:
+        self._scaled_backward = False
+
+    # ---------------------------------------------------------------- step
+    @uninterrupted
+    def step(self, hyper_of: HyperOf) -> StepOutcome:
+        """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
+        with self.store.one_thread:
+            return self._step(hyper_of)
+
+    def _step(self, hyper_of: HyperOf) -> StepOutcome:
+        recorder = self.store.recorder
+        if recorder is not None:
+            recorder.turn_to("step")
+        self.store.check_usable()
+        self._check_params()
+        self._refuse_amid_use()
+        self.store.adopt_changes()
+        self.gradients.collect()
+        self.rank_work.finish_pass()
+        outcome = self.stepper.step(hyper_of)
+        self.gradients.complete()
+        self.rank_work.refresh_updated()
+        if recorder is not None:
+            recorder.turn_to("between steps")
+            recorder.end_step(self.stepper.taken + self.stepper.skipped)
+        return outcome
+
+    @uninterrupted
+    def drop_cleared_gradients(self) -> None:
+        """Forget gradients that are not in `param.grad` any more, each as soon as a pending update
+        has read it."""
+        self.store.check_usable()
+        with self.store.one_thread:
+            self.gradients.drop_cleared()
+
+    def _refuse_amid_use(self) -> None:
+        for name in self.store.in_use():
+            raise StateError(
+                f"optimizer.step() while {name} is gathered: inside `with "
+                "engine.gathered(...)`, or amid a forward, an update would change what is "
+                "being read, and what is written there would undo it; leave the block first"
+            )
+
+    def _check_params(self) -> None:
+        for packed in self.store.packed:
+            packed.follow_requires_grad()
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self.groups:
+                for param, spec in zip(group.params, group.layout.params, strict=True):
+                    if param.requires_grad and not spec.trainable:
+                        raise UnsupportedError(
+                            f"{spec.name} was frozen when the engine was made and requires a "
+                            "gradient now; set requires_grad before offload.initialize"
+                        )
+
+    def begin_anew(self, loss_scale: LossScale | None) -> None:
+        """Count steps from the beginning, with that scale, once all gradients are cleared. Updates
+        that were made in backward stay."""
+        self.settle()
+        if not self.stepper.is_ahead:
+            self.drop_cleared_gradients()  # what the program holds keeps its values
+        self.stepper.begin_anew()
+        self.drop_cleared_gradients()
+        if self.loss_scale is not None and loss_scale is not None:
+            self.loss_scale.scale = loss_scale.scale
+            self.loss_scale.good_steps = loss_scale.good_steps
+
+    # ---------------------------------------------------------------- the whole
+    def lanes(self) -> list[Lane]:
+        """Return the lanes that the model's thread waits for, beside its states."""
+        meshed = [] if self.tensor_parallel is None else [self.tensor_parallel.lane]
+        return [self.updates.lane, *self.rank_work.lanes(), *meshed]
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Note in `recorder` what this thread and the lanes do from here on; None: no more."""
+        self.store.recorder = recorder
+        for lane in self.lanes():
+            lane.recorder = recorder
+
+    @interrupted_in_waits
+    def settle(self) -> None:
+        """Make every update by steps that were missed, wait for all that are pending and every byte
+        on its way; raises what went wrong."""
+        self.stepper.trials.take_back_all()
+        self.stepper.catch_up_all()
+        self.updates.settle()
+        for state in self.optimizer_states:
+            for each in (state.group.state, state.gradients.state, *state.records):
+                each.settle()
+
+    def ending(self) -> Callable[[], None]:
+        """Return a function that ends all threads. It keeps no model, unless an update is pending:
+        for an engine that is dropped together with its model."""
+        return partial(_end, weakref.ref(self.store), self.updates, self.rank_work.ending())
+
+    def close(self, why: str | None = None) -> None:
+        """Stop the update thread, remove the hooks, let go of all parameters (see
+        `WeightStore.close`)."""
+        self.store.refuse_use()
+        try:
+            self.rank_work.finish()  # gathering may wait for updates
+        finally:
+            self.updates.close()
+        if self._micro_batching is not None:
+            self._micro_batching.remove()
+        self.store.close(why)
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.remove()
+        self.gradients.clear("the engine is closed")
+
+
+def _end(store: weakref.ref[WeightStore], updates: UpdateQueue, ranks: Callable[[], None]) -> None:
+    alive = store()
+    if alive is not None:  # at the end of the program: what is finalised later finds it closed
+        alive.refuse_use()
+    try:
+        updates.close()
+    finally:
+        ranks()

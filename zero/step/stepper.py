@@ -1,0 +1,568 @@
+"""Steps: gradients accumulated, then one decision for all groups, then pending updates.
+
+A step knows the norm of all gradients before any weight changes (partial sums were fused into the
+copies), so clipping and skipping are exact; the update queue then updates the weights, behind the
+next forward:
+
+    backward k        step k       forward k+1
+    ├──────────────────┤│├──────────────────────┤
+                          ├ update 0 ┤├ 1 ┤├ 2 ┤     group 0 first, it is needed first
+
+Where nothing has to be known of all gradients together, a group's update may begin as soon as its
+last gradient is there, behind the rest of the backward (`StepRules.in_backward`):
+
+    backward k        step k       forward k+1
+    ├──────────────────┤│├──────────────────────┤
+         ├ 2 ┤├ 1 ┤├ 0 ┤
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from offload.kernels.rules import Scalars
+from offload.swap.states.trace import Trace
+from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import StateError
+from offload.tiers.old_bytes import OldBytes
+from offload.zero.experts.packed import ExpertTable
+from offload.zero.gradients.loss_scale import LossScale
+from offload.zero.gradients.nonfinite import NonfiniteSteps
+from offload.zero.gradients.norms import GradientNorms, Place, clip_coefficient
+from offload.zero.groups.group import ParamGroup
+from offload.zero.ranks.reduction import NoReductions, Reductions
+from offload.zero.ranks.tensor_parallel import TensorParallel
+from offload.zero.step.chunks import GroupUpdate, Segment
+from offload.zero.step.hyper import Hyper, HyperOf
+from offload.zero.step.missed_steps import MissedSteps, ZeroUpdates
+from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.trials import Terms, Trials
+from offload.zero.step.update import UpdateQueue, merge
+
+# By the hyperparameters' id (hashing them takes longer than the rest), the number of a parameter's
+# update and its grad_scale.
+_ScalarsOf = dict[tuple[int, int, float], tuple[Hyper, Scalars]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """Settings for a step's gradients: clipping, skipping, scaling, early updates."""
+
+    clip_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    max_skipped_steps: int = 50  # in a row
+    # Update each group as soon as it got `passes` gradients of every parameter. The loop must then
+    # run exactly that many backward passes per step, and take every step it has begun.
+    in_backward: bool = False
+    passes: int = 1
+    # for the old versions of groups that are updated on trial
+    trial_nbytes: OldBytes = field(default_factory=OldBytes)
+    free_nbytes: Callable[[], int] = lambda: 0  # on the disks, now
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The outcome of one step. The norm is of the unscaled gradients, before clipping."""
+
+    gradient_norm: float
+    skipped: bool
+
+
+class Stepper:
+    """Decides steps over `states`. For the thread of the model."""
+
+    def __init__(
+        self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
+        trace: Trace, loss_scale: LossScale | None,
+        summed_over_blocks: frozenset[int] = frozenset(),
+        reductions: Reductions | NoReductions | None = None,
+        tensor_parallel: TensorParallel | None = None, tables: Sequence[ExpertTable] = (),
+    ) -> None:  # fmt: skip
+        """Groups in `summed_over_blocks` get an unknown number of gradients and are never updated
+        ahead. `reductions` are with other ranks that have gradients of the same parameters,
+        `tensor_parallel` is there where some have those of other parts. `tables` are the model's
+        experts: those of a packed one make a step without a gradient when they are next needed."""
+        self._states = states
+        self._updates = updates
+        self._rules = rules
+        self._trace = trace
+        self._loss_scale = loss_scale
+        self.taken = self.skipped = 0
+        self._unstepped = False  # gradients arrived since the last step or zero_grad
+        self._lock = threading.RLock()
+        self._read_by_update: set[int] = set()
+        self._clear_after_update: set[int] = set()
+        self.nonfinite = NonfiniteSteps(rules.max_skipped_steps)
+        # in_backward: numbers as they are when the first group is complete, groups that are being
+        # updated ahead of their step, and gradients since the last step, per group and parameter
+        self.hyper_source: Callable[[], HyperOf] | None = None
+        # told which groups' gradients have no values any more, and why
+        self.on_used_up: Callable[[Sequence[int], str], None] = _no_handles
+        self._loss_scale_of_gradients = 1.0  # they were multiplied with it
+        self._idle_passes = 0  # since the last step
+        self.checks_passes = True  # False: whoever steps has counted them
+        self._short_step: int | None = None  # passes of the last step, if it had less than it says
+        self._hyper_ahead: HyperOf | None = None
+        self._ahead: set[int] = set()
+        self._summed_over_blocks = summed_over_blocks
+        self._reductions = NoReductions() if reductions is None else reductions
+        self.norms = GradientNorms(states, self._reductions, tensor_parallel)
+        self._arrived = [np.zeros_like(state.steps) for state in states]
+        self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
+        alone = not self._reductions.has_others
+        self._missed = MissedSteps(states, tables, alone=alone)
+        self.trials = Trials(states, rules.trial_nbytes, updates.withdraw, rules.free_nbytes)
+
+    @property
+    def has_unstepped_gradients(self) -> bool:
+        """Whether there are gradients that arrived since the last step, and were not dropped."""
+        return self._unstepped and any(state.gradients.has_any for state in self._states)
+
+    @property
+    def passes_since_step(self) -> int:
+        """The backward passes whose gradients wait for a step: the most that any parameter has."""
+        return max((int(each.max()) for each in self._passes if each.size), default=0)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self._rules.in_backward
+
+    @property
+    def loss_scale_of_gradients(self) -> float:
+        """The factor that accumulated gradients have to be divided by."""
+        return self._loss_scale_of_gradients
+
+    def check_arrival(self, state: OptimizerState) -> None:
+        """Raise StateError if the group's update has begun and would miss another gradient."""
+        if self._loss_scale is not None:
+            self._follow_loss_scale()
+        if state.group.index in self._ahead:
+            raise StateError(
+                f"{state.gradients.name} got another gradient after the update that used its last "
+                f"one: optimizer.in_backward counts on {self._rules.passes} backward pass(es) per "
+                "step; set gradient_accumulation_steps to their number, or in_backward: false"
+            )
+        self.trials.take_back([state.group.index])
+
+    def arrived(self, state: OptimizerState, index: int, *, more: bool = False) -> None:
+        """Note that a gradient of parameter `index` is in its accumulator. `more`: it is a part,
+        and the rest comes in the same backward pass."""
+        self._unstepped = True
+        self.norms.invalidate()
+        if more or state.group.index in self._summed_over_blocks:
+            return
+        arrived = self._arrived[state.group.index]
+        arrived[index] += 1
+        if self._rules.in_backward:
+            if (arrived >= self._rules.passes).all():
+                begin = partial(self._update_ahead, state)
+                self._reductions.when_issued(state.group.index, begin)
+        elif self.trials.on and (arrived == self.trials.passes).all():
+            self._reductions.when_issued(state.group.index, partial(self._try, state))
+
+    def count_pass(self, state: OptimizerState, index: int) -> None:
+        """Note that a parameter got all of its gradient of one backward pass."""
+        if state.group.index not in self._summed_over_blocks:
+            self._passes[state.group.index][index] += 1
+
+    def _follow_loss_scale(self) -> None:
+        """Rescale gradients that were multiplied with the scale of an earlier pass."""
+        assert self._loss_scale is not None, "asked by the caller"
+        scale = self._loss_scale.scale
+        before, self._loss_scale_of_gradients = self._loss_scale_of_gradients, scale
+        if scale == before:
+            return
+        for state in self._states:
+            for index in np.flatnonzero(state.gradients.passes):
+                state.gradients.scale(int(index), scale / before)
+
+    def _update_ahead(self, state: OptimizerState) -> None:
+        """Begin the update of one group before its step."""
+        if self._hyper_ahead is None:
+            assert self.hyper_source is not None, "set with the optimizer, before any backward"
+            self._hyper_ahead = self.hyper_source()
+        state.gradients.close()
+        with self._lock:
+            self._ahead.add(state.group.index)
+        self._submit([state], self._hyper_ahead, 1.0, first=True)
+        if state.group.state.in_place:
+            state.group.withhold()  # half an update must not be read
+
+    def _try(self, state: OptimizerState) -> None:
+        """Begin the update of one group before its step, if it can be undone."""
+        with self.trials.lock:  # who takes it back finds its update submitted
+            self._try_now(state)
+
+    def _try_now(self, state: OptimizerState) -> None:
+        if not state.parts or not self.trials.takes(state) or self._missed.lacks(state):
+            return
+        assert self.hyper_source is not None, "set with the optimizer, before any backward"
+        if self._hyper_ahead is None:
+            self._hyper_ahead = self.hyper_source()
+        terms = self._terms(state, self._hyper_ahead, 1.0 / self._loss_scale_of_gradients)
+        if None in terms.hypers or len(terms.having) < len(state.steps):
+            return
+        state.gradients.close()
+        if not self.trials.begin(state, terms):
+            return
+        update = self._group_update(state, terms, {}, {})
+        with self._lock:
+            self._read_by_update.add(state.group.index)
+        self._updates.submit([update], first=True)
+
+    def step(self, hyper_of: HyperOf) -> StepOutcome:
+        """Make the update of every group with gradients pending, or skip it.
+
+        Returns as soon as that is decided; parameters are read only after their own update. Raises
+        StateError, with nothing changed, if `hyper_of` differs from what updates ahead were made
+        with.
+        """
+        self._check_numbers_ahead(hyper_of)
+        self._check_passes()
+        self._unstepped = False
+        self.agree("a step")
+        for state in self._states:
+            state.gradients.close()
+        scale = self._loss_scale_of_gradients
+        total = self.norms.total(scale)
+        norm = float(total)
+        finite = math.isfinite(norm)
+        skip = not finite and self._rules.skip_nonfinite
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow=not finite)
+        passes = max((int(each.max()) for each in self._arrived if each.size), default=0)
+        clip = 1.0
+        redone = self.trials.counts.redone
+        if skip:
+            self.skipped += 1
+            self.trials.redo_all()
+        else:
+            self.taken += 1
+            clip = clip_coefficient(total, self._rules.clip_grad_norm)
+            self._submit_rest(hyper_of, clip / scale)
+        changed = skip or clip != 1.0
+        others = not changed and self.trials.counts.redone > redone
+        self.trials.decide_next(passes, changed=changed, numbers_changed=others)
+        self._note_nonfinite(finite, skip)
+        self._trace.end_cycle()
+        self._end_ahead()
+        return StepOutcome(norm, skip)
+
+    def _check_numbers_ahead(self, hyper_of: HyperOf) -> None:
+        for index in sorted(self._ahead):
+            assert self._hyper_ahead is not None, "set with the first update ahead"
+            group = self._states[index].group
+            for param, spec in zip(group.params, group.layout.params, strict=True):
+                used, now = self._hyper_ahead(param), hyper_of(param)
+                if spec.trainable and used != now:
+                    raise StateError(
+                        f"the update of {spec.name} began during backward, and since then "
+                        f"{_changed(used, now)}: optimizer.in_backward uses param groups as they "
+                        "are in backward; change them before backward or after step(), where "
+                        "schedulers are stepped, or set in_backward: false. That update cannot be "
+                        "undone: to go on, put the param groups back as they were and call step() "
+                        "again, or load a checkpoint"
+                    )
+
+    def _end_ahead(self) -> None:
+        """Finish the groups updated ahead of this step: their gradients are used up."""
+        with self._lock:
+            ahead = sorted(self._ahead)
+            self._ahead.clear()
+            self._clear_after_update |= self._read_by_update.intersection(ahead)
+            ended = [index for index in ahead if index not in self._read_by_update]
+        self._forget_passes()
+        self.on_used_up(ahead, "the update in backward has used it up")
+        for index in ended:
+            self._states[index].gradients.clear()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, each as soon as a pending update has read it.
+
+        Raises StateError if updates have begun ahead of a step that was never taken.
+        """
+        self._refuse_to_drop(self._ahead)
+        self.trials.take_back_all()
+        self._unstepped = False
+        self.norms.invalidate()
+        self._reductions.discard()
+        for state in self._states:
+            self._clear(state)
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        self._hyper_ahead = None
+        self._idle_passes = 0
+        for passes in (*self._passes, *self._arrived):
+            passes[:] = 0
+
+    def drop(self, state: OptimizerState, indices: Sequence[int]) -> None:
+        """Forget the gradients of some parameters of a group, as `zero_grad` does."""
+        self._refuse_to_drop(self._ahead & {state.group.index})
+        self.trials.take_back([state.group.index])
+        self.norms.invalidate()
+        self._reductions.finish()
+        self._reductions.clear(state.group.index, indices)
+        state.gradients.drop(indices)
+        if not state.gradients.holds_any:  # ... of other ranks, too
+            self._clear(state)
+
+    def _refuse_to_drop(self, ahead: set[int]) -> None:
+        if ahead:
+            raise StateError(
+                "zero_grad before step: optimizer.in_backward has used these gradients already; "
+                "call optimizer.step() after every backward, or set in_backward: false"
+            )
+
+    def _clear(self, state: OptimizerState) -> None:
+        with self._lock:
+            if state.group.index in self._read_by_update:
+                self._clear_after_update.add(state.group.index)
+                return
+        if state.gradients.holds_any:
+            state.gradients.clear()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether updates have begun ahead of a step."""
+        return bool(self._ahead)
+
+    def begin_anew(self) -> None:
+        """Begin anew, as before any step and without gradients. For settled states."""
+        self.forget("training began anew since")
+        self.taken = self.skipped = 0
+        self.nonfinite = NonfiniteSteps(self._rules.max_skipped_steps)
+
+    def forget(self, why: str = "a checkpoint was loaded since") -> None:
+        """Forget all gradients and the updates begun ahead of a step: a load is about to replace
+        the weights that they changed. For settled states."""
+        self.trials.take_back_all()
+        self._unstepped = False
+        self.nonfinite.end_row()
+        self._reductions.discard()
+        self.norms.invalidate()
+        having = [state for state in self._states if state.gradients.holds_any]
+        self._end_ahead()
+        self.on_used_up(range(len(self._states)), why)
+        for state in having:
+            if state.gradients.holds_any:
+                state.gradients.clear()
+            if state.group.state.in_place:
+                state.group.gather()  # an update ahead withheld it
+
+    def gradient_norm_of(self, places: Sequence[Place]) -> torch.Tensor:
+        """Return the 2-norm of one parameter's gradient, 0-dim, fp32; of a packed one, `places` are
+        its rows'. On several ranks all must ask, and one exchange answers them until a gradient
+        changes."""
+        return self.norms.of(places, self._loss_scale_of_gradients)
+
+    def idled(self) -> None:
+        """Note that this rank took part in a pass without data."""
+        self._idle_passes += 1
+
+    def agree(self, use: str, name: str = "") -> None:
+        """Apply all ranks' clearing and reduce what is left to reduce, even if no gradient has come
+        since the norms were computed."""
+        self._wait_for_reading_updates()
+        self._reductions.agree(use, name)
+        self.norms.invalidate()
+
+    def changed(self) -> None:
+        """Note that a gradient was written or scaled."""
+        self._unstepped = True
+        self.norms.invalidate()
+
+    def _check_passes(self) -> None:
+        """Check how many passes come before a step against `gradient_accumulation_steps`. It gates
+        nothing, so a loop that counts on that (as with DeepSpeed) would step too often."""
+        if not self.checks_passes:
+            return
+        passes = self.passes_since_step + self._idle_passes
+        is_short = 0 < passes < self._rules.passes
+        short_before = self._short_step is not None or self.taken + self.skipped == 0
+        if is_short and short_before:
+            raise StateError(
+                f"gradient_accumulation_steps: {self._rules.passes} says that so many backward "
+                f"passes come before each optimizer.step(), and this step came after {passes}; it "
+                "neither skips steps nor divides the loss. Call optimizer.step() and zero_grad() "
+                f"after every {self._rules.passes} passes and divide the loss by "
+                f"{self._rules.passes}, or set gradient_accumulation_steps: {passes}"
+            )
+        self._short_step = passes if is_short else None
+
+    def _wait_for_reading_updates(self) -> None:
+        """Wait for updates: a group has one at a time, and zero_grad counts from its call."""
+        with self._lock:
+            reading = sorted(self._read_by_update - self._ahead)
+        reading = [index for index in reading if index not in self.trials]
+        for index in reading:
+            self._states[index].group.wait_for_update()
+
+    def _note_nonfinite(self, finite: bool, skip: bool) -> None:
+        if finite:
+            self.nonfinite.end_row()
+            return
+        names = self.norms.nonfinite(self._loss_scale_of_gradients)
+        scale = None if self._loss_scale is None else self._loss_scale.scale
+        step = self.taken + self.skipped
+        self.nonfinite.note(step, names, self.norms.numel, skipped=skip, scale=scale)
+
+    def _submit_rest(self, hyper_of: HyperOf, grad_scale: float) -> None:
+        """Submit every group with gradients that is not being updated yet."""
+        first = self._reductions.forward_order or self._trace.first_uses()
+        order = {index: rank for rank, index in enumerate(first)}
+        having = [state for state in self._states if state.gradients.has_any]
+        done = self._ahead | set(self._keep_trials(hyper_of, grad_scale))
+        rest = [state for state in having if state.group.index not in done]
+        rest.sort(key=lambda state: order.get(state.group.index, len(order)))
+        with_gradients = {state.group.index for state in having}
+        self._missed.begin_step(hyper_of)
+        self._submit(rest, hyper_of, grad_scale)
+        for state in having:
+            state.group.await_or_withhold()
+        for group in self._missed.end_step(with_gradients):
+            group.fall_behind(self._catch_up_one)
+        self.catch_up(self._missed.overdue())
+
+    def _keep_trials(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
+        """Yield the groups whose update on trial is that of this step."""
+        for index in self.trials:
+            state = self._states[index]
+            terms = self._terms(state, hyper_of, grad_scale)
+            if self.trials.keeps(index, terms):
+                state.steps[list(terms.having)] += 1
+                state.group.invalidate()
+                yield index
+
+    def _submit(
+        self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float, *,
+        first: bool = False,
+    ) -> None:  # fmt: skip
+        scalars: _ScalarsOf = {}
+        updates = []
+        for state in states:
+            terms = self._terms(state, hyper_of, grad_scale)
+            missed = self._missed.take(state, terms.having)
+            state.group.caught_up()
+            updates.append(self._group_update(state, terms, missed, scalars))
+            state.steps[list(terms.having)] += 1
+            state.group.invalidate()
+        with self._lock:
+            self._read_by_update.update(state.group.index for state in states)
+        here = [update for update in updates if update.state.parts]
+        self._updates.submit(here, first=first)
+        for update in updates:  # other ranks have all of the group that is updated
+            if not update.state.parts:
+                update.state.gradients.landed.then(partial(_end, update))
+
+    def _terms(self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float) -> Terms:
+        gradients = state.gradients
+        hypers = [hyper_of(param) for param in state.group.params]
+        having = [i for i in np.flatnonzero(gradients.passes).tolist() if hypers[i] is not None]
+        scales = [grad_scale * gradients.factor(index) for index in having]
+        return Terms(tuple(having), tuple(hypers[index] for index in having), tuple(scales))
+
+    def _group_update(
+        self, state: OptimizerState, terms: Terms, missed: ZeroUpdates, scalars: _ScalarsOf
+    ) -> GroupUpdate:
+        """Return the next update of a group. Changes nothing."""
+        group, segments = state.group, []
+        missed = dict(missed)
+        steps = state.steps[list(terms.having)].tolist()
+        for index, hyper, scale, before_ in zip(
+            terms.having, terms.hypers, terms.scales, steps, strict=True
+        ):
+            part, step = state.parts.get(index), before_ + 1
+            assert hyper is not None, "in a param group"
+            key = (id(hyper), step, scale)
+            if key not in scalars:
+                scalars[key] = hyper, hyper.scalars(step, scale)
+            before = missed.pop(index, ())
+            if part is not None:
+                spec = part.spec
+                segments.append(Segment(spec.offset, spec.stop, scalars[key][1], step, before))
+        segments += _without_gradients(state, missed)
+        ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
+        return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
+
+    # ---------------------------------------------------------------- missed steps
+    @uninterrupted
+    def catch_up(self, groups: Sequence[ParamGroup]) -> None:
+        """Begin an update of each of the groups that missed steps. No gradient is read."""
+        updates = []
+        for group in groups:
+            state = self._states[group.index]
+            missed = self._missed.take(state)
+            group.caught_up()
+            segments = merge(_without_gradients(state, missed))
+            ready: Transfer[None] = Transfer(f"the steps that {group.name} missed")
+            if segments:
+                updates.append(GroupUpdate(state, segments, ready, _nothing, has_gradients=False))
+        if updates:
+            self._updates.submit(updates)
+
+    def catch_up_all(self) -> None:
+        """Catch up, as `catch_up` does, with the steps that any group has missed."""
+        self.catch_up(self._missed.behind())
+
+    def _catch_up_one(self, group: ParamGroup) -> None:
+        self.catch_up([group])
+
+    def _update_done(self, index: int) -> None:
+        """Note, on the update thread, that the group's gradients are not read any more."""
+        with self._lock:
+            ahead = index in self._ahead
+        if ahead:
+            self._states[index].gradients.spend()
+        with self._lock:
+            clear = index in self._clear_after_update
+            if not clear:
+                self._read_by_update.discard(index)
+        if clear:
+            # A step that comes meanwhile waits for this update: it must not see what is cleared.
+            self._states[index].gradients.clear()
+            with self._lock:
+                self._clear_after_update.discard(index)
+                self._read_by_update.discard(index)
+
+
+def _without_gradients(state: OptimizerState, updates: ZeroUpdates) -> list[Segment]:
+    """Return the segments of updates without gradients, for the parameters in this rank's part."""
+    segments = []
+    for index, (*before, (scalars, step)) in updates.items():
+        part = state.parts.get(index)
+        if part is not None:
+            spec = part.spec
+            segments.append(
+                Segment(spec.offset, spec.stop, scalars, step, before, has_gradient=False)
+            )
+    return segments
+
+
+def _nothing() -> None:
+    """Do nothing: no gradient was read."""
+
+
+def _no_handles(groups: Sequence[int], why: str) -> None:
+    """Do nothing: there are no handles of gradients."""
+
+
+def _end(update: GroupUpdate, _: Transfer[None]) -> None:
+    update.done()
+
+
+def _changed(used: Hyper | None, now: Hyper | None) -> str:
+    """Return the change of one parameter's hyperparameters, as half a sentence."""
+    if used is None or now is None:
+        return f"it was {'added to' if used is None else 'taken out of'} the param groups"
+    pairs = zip(used.numbers, now.numbers, strict=True)
+    changes = [f"{name} was set from {a} to {b}" for (name, a), (_, b) in pairs if a != b]
+    return ", ".join(changes)

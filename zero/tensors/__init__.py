@@ -1,0 +1,1 @@
+"""Parameters while their values are in a tier."""
