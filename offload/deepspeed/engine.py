@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from offload.config.paths import StrPath, path_of
 from offload.deepspeed.batches import Batches
 from offload.deepspeed.fp16_loss import ScalingLoss, plain
 from offload.deepspeed.hints import missing_method
+from offload.deepspeed.outputs import with_tensors
 from offload.deepspeed.registry import ENGINES
 from offload.deepspeed.saved import load_saved, save_all, save_weights
 from offload.deepspeed.settings import Settings
@@ -61,10 +63,12 @@ class EngineModule(nn.Module):
         self._batches = settings.batches
         self._boundary: bool | None = None  # as the loop has set it
         self._in_no_sync = self._in_backward = self._step_applied = False
+        self._returned = ""  # the class of the last outputs
         self._passes_seen = 0  # since the last step: backward passes that were divided
         self._passes_counted = 0  # ... of the model, at the last call of step
         self._grad_norm: float | None = None
         self.offload.runtime.stepper.checks_passes = False
+        self.offload.runtime.multiply_gradients(ranks if settings.sums_over_ranks else 1)
         if optimizer is not None and self.fp16_enabled():
             engine.before_close(model.register_forward_hook(_with_scaling_losses).remove)
         ENGINES.add(self)
@@ -74,46 +78,47 @@ class EngineModule(nn.Module):
         """Return the model's outputs."""
         if self._settings.casts_inputs:
             inputs, kwargs = pytree.tree_map(_half, (inputs, kwargs))
+        watches = torch.is_grad_enabled() and self._batches.steps > 1
+        again = watches and _comes_from_outputs((inputs, kwargs))
         with self._autocast():
             outputs = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled() and (self._batches.steps > 1 or self._sums):
-            return pytree.tree_map_only(torch.Tensor, self._watched, outputs)
-        return outputs
+        if not watches:
+            return outputs
+        self._returned = type(outputs).__name__
+        return with_tensors(outputs, partial(self._watched, again=again))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._settings.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def _watched(self, output: torch.Tensor) -> Any:
+    def _watched(self, output: torch.Tensor, *, again: bool) -> Any:
         """Return `output` with the same values; its gradient in a backward that the user starts is
-        divided as `backward` divides the loss."""
+        divided as `backward` divides the loss. `again`: it is computed from such outputs."""
         if not output.requires_grad:
             return output
-        watched = _Watched.apply(plain(output), self)
+        watched = _Watched.apply(plain(output), self, again)
         return watched.as_subclass(type(output)) if type(output) is ScalingLoss else watched
 
-    def _averaged(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a loss, or its gradient, divided by the passes of a step; if the configuration
-        asks for a sum over ranks, multiplied by their number, since the engine averages."""
-        divided = value / self._batches.steps if self._batches.steps > 1 else value
-        return self._summed(divided)
+    def _divided(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a loss, or its gradient, divided by the passes of a step."""
+        return value / self._batches.steps if self._batches.steps > 1 else value
 
-    def _summed(self, value: torch.Tensor) -> torch.Tensor:
-        return value * self.world_size if self._sums else value
-
-    @property
-    def _sums(self) -> bool:
-        return self._settings.sums_over_ranks and self.world_size > 1
-
-    def gradient_of(self, gradient: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, gradient: torch.Tensor, *, again: bool) -> torch.Tensor:
         """Return the gradient of an output as the model takes it: unchanged if an engine's
-        `backward` has divided the loss, and in torch.autograd.grad, which sets no gradients."""
+        `backward` has divided the loss, and in torch.autograd.grad, which sets no gradients. Raise
+        StateError if it will be divided `again`."""
         if not self._reaches_parameters():
             return gradient
         self._passes_seen += 1
         if any(engine._in_backward for engine in ENGINES):
             return gradient
-        return self._averaged(gradient)
+        if again:
+            raise StateError(
+                "loss.backward() goes through outputs of an engine that engine(...) was given, and "
+                "would divide the gradient by gradient_accumulation_steps once more at each; call "
+                "engine.backward(loss), which divides the loss"
+            )
+        return self._divided(gradient)
 
     def _reaches_parameters(self) -> bool:
         """Whether the running backward accumulates gradients of this model."""
@@ -140,12 +145,11 @@ class EngineModule(nn.Module):
                 "other tensors"
             )
         loss = plain(loss)
-        divided = loss / self._batches.steps if scale_wrt_gas and self._batches.steps > 1 else loss
-        summed = self._summed(divided)
+        divided = self._divided(loss) if scale_wrt_gas else loss
         self._in_backward = True
         try:
             with self.offload.runtime.scaled_backward() as scale:
-                (summed if scale == 1.0 else summed * scale).backward(retain_graph=retain_graph)
+                (divided if scale == 1.0 else divided * scale).backward(retain_graph=retain_graph)
         finally:
             self._in_backward = False
         self._passes_seen += 1
@@ -221,7 +225,8 @@ class EngineModule(nn.Module):
             raise StateError(
                 "gradients came from a backward that began at no output of engine(...), so the "
                 f"loss was not divided by gradient_accumulation_steps: {self._batches.steps}; call "
-                "engine.backward(loss), or compute the loss from what engine(...) returns"
+                f"engine.backward(loss). If the loss comes from the {self._returned} that "
+                "engine(...) returned, its tensors are in an object that cannot be looked into"
             )
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
@@ -471,13 +476,35 @@ class _Watched(torch.autograd.Function):
     """The identity over the same memory; see `EngineModule._watched`."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, engine: EngineModule) -> torch.Tensor:
-        ctx.engine = engine
+    def forward(
+        ctx: Any, output: torch.Tensor, engine: EngineModule, again: bool
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.engine, ctx.again = engine, again
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.engine.gradient_of(gradient), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.engine.gradient_of(gradient, again=ctx.again), None, None
+
+
+def _comes_from_outputs(inputs: Any) -> bool:
+    """Whether the graph of a tensor in `inputs` goes through a watched output of some engine."""
+    nodes: list[Any] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        nodes.append(tensor.grad_fn)
+        return tensor
+
+    with_tensors(inputs, note)
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, _Watched._backward_cls):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(before for before, _ in node.next_functions)
+    return False
 
 
 def _with_scaling_losses(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
@@ -487,7 +514,7 @@ def _with_scaling_losses(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
         is_loss = output.requires_grad and output.numel() == 1 and output.is_floating_point()
         return output.as_subclass(ScalingLoss) if is_loss else output
 
-    return pytree.tree_map_only(torch.Tensor, scaling, outputs)
+    return with_tensors(outputs, scaling)
 
 
 def _half(value: Any) -> Any:

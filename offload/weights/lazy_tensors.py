@@ -14,6 +14,7 @@ initialisation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,19 +206,20 @@ class LazyTensor(torch.Tensor):
 
     memory: _Memory
     views: tuple[_Moved, ...]  # of the memory, one of the other; their first argument is left out
+    like: torch.Tensor  # on the meta device; shares its storage where this one shares memory
 
     @staticmethod
     def __new__(
         cls, memory: _Memory, like: torch.Tensor, views: tuple[_Moved, ...] = ()
     ) -> LazyTensor:
-        """`like` (on the meta device) has the shape and strides."""
+        """`like` (on the meta device) has its shape, strides and offset."""
         # To torch it is on the meta device, and only says that it is on the CPU: else torch would
         # do `ordinary.data = lazy` without asking us, and crash when that is looked at.
         made: LazyTensor = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("meta"),
-            dispatch_device=True,
+            cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
+            dtype=like.dtype, device=torch.device("meta"), dispatch_device=True,
         )  # fmt: skip
-        made.memory, made.views = memory, views
+        made.memory, made.views, made.like = memory, views, like
         return made
 
     @classmethod
@@ -243,6 +245,27 @@ class LazyTensor(torch.Tensor):
     def value(self) -> torch.Tensor:
         """Return the values, read now, as an ordinary tensor."""
         return self.source.read(rounded=True)
+
+    @property
+    def in_ram(self) -> bool:
+        """Whether the memory is in RAM: what was written to, or put in its place."""
+        return isinstance(self.memory.source, _Held)
+
+    def read_memory(self) -> None:
+        """Read the whole memory that this tensor is a view of; it is in RAM from then on."""
+        if not self.in_ram:
+            self.memory.source = _Held(self.memory.source.read(rounded=True))
+
+    def held(self) -> torch.Tensor:
+        """An ordinary tensor over the memory in RAM, which its other views share."""
+        assert isinstance(self.memory.source, _Held), "the caller asks first"
+        return self.view_in(self.memory.source.value)
+
+    def view_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the view of another memory that this tensor is of its own."""
+        for view in self.views:
+            memory = view.on((memory, *view.args), view.kwargs)
+        return memory
 
     def row(self, number: int) -> LazyTensor:
         """Return row `number` of the first dimension. Only the values of that row are read."""
@@ -289,7 +312,9 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         if id(self) not in memo:
-            made = LazyTensor(_Memory(self.source), _meta_of(self))
+            source = _Held(self.held().clone()) if self.in_ram else self.source
+            like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+            made = LazyTensor(_Memory(source), like)
             vars(made).update((k, v) for k, v in vars(self).items() if k not in _OWN_ATTRIBUTES)
             vars(made).update(_is_param=getattr(self, "_is_param", False))
             memo[id(self)] = made.requires_grad_(self.requires_grad)
@@ -344,10 +369,7 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any], written: list[LazyTenso
     def given(value: Any) -> Any:
         if not isinstance(value, LazyTensor) or id(value.memory) not in new:
             return _value_of(value)
-        found = new[id(value.memory)]
-        for view in value.views:
-            found = view.on((found, *view.args), view.kwargs)
-        return found
+        return value.view_in(new[id(value.memory)])
 
     result = func(*pytree.tree_map(given, args), **pytree.tree_map(given, kwargs))
     for tensor in written:
@@ -362,13 +384,11 @@ def _set_data(tensor: LazyTensor, new: torch.Tensor) -> None:
     if not isinstance(new, LazyTensor):
         new = LazyTensor(_Memory(_Held(new.detach())), torch.empty_like(new, device="meta"))
     torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
-    tensor.memory, tensor.views = new.memory, new.views
+    tensor.memory, tensor.views, tensor.like = new.memory, new.views, new.like
 
 
 def _meta_of(value: Any) -> Any:
-    if not isinstance(value, LazyTensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value.like if isinstance(value, LazyTensor) else value
 
 
 def _source_of(value: Any) -> Any:
@@ -381,27 +401,42 @@ def _value_of(value: Any) -> Any:
 
 # -------------------------------------------------------------------------------- in a model
 class LazyWeights:
-    """The lazy parameters of a model, taken out of it and replaced by parameters on the meta
-    device. These are the same objects: references to them stay valid."""
+    """The lazy parameters of a model, taken out of it: parameters on the meta device are there
+    instead, and ordinary ones for those in RAM. The same objects: references to them stay valid.
+    What shared memory still does: RAM, or a storage on the meta device."""
 
     def __init__(self, model: nn.Module, only: torch.dtype | None = None) -> None:
         """`only`: parameters in other formats are read now, and stay in the model."""
         self._only = only
         self._taken: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
+        params = [param for param in model.parameters() if isinstance(param, LazyTensor)]
+        buffers = [each for each in model.buffers() if isinstance(each, LazyTensor)]
+        real = [*(param for param in params if not managed(param, only)), *buffers]
+        self._users = Counter(id(each.memory) for each in [*params, *buffers])
+        made = {id(tensor): self._real(tensor) for tensor in real}
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if isinstance(buffer, LazyTensor):
-                    module._buffers[name] = buffer.value()
-        for param in dict.fromkeys(model.parameters()):
-            if isinstance(param, LazyTensor):
-                self._take(param)
+                    module._buffers[name] = made[id(buffer)]
+        for param in params:
+            self._take(param, made.get(id(param)))
 
-    def _take(self, param: Any) -> None:
-        values = _meta_of(param) if managed(param, self._only) else param.value()
-        other: Any = nn.Parameter(values, requires_grad=param.requires_grad)
+    def _real(self, tensor: LazyTensor) -> torch.Tensor:
+        """Its values, in memory that others share where they shared its own."""
+        if self._users[id(tensor.memory)] > 1:
+            tensor.read_memory()
+        return tensor.held() if tensor.in_ram else tensor.value()
+
+    def _take(self, param: Any, values: torch.Tensor | None) -> None:
+        """`values` are those of a parameter that is not managed."""
+        if values is None and param.in_ram:
+            values = param.held()
+        other: Any = nn.Parameter(
+            param.like if values is None else values, requires_grad=param.requires_grad
+        )
         vars(other).update((k, v) for k, v in vars(param).items() if k not in _OWN_ATTRIBUTES)
         _swap(param, other)  # now `other` is the lazy one
-        if managed(other, self._only):
+        if values is None:
             self._taken[id(param)] = param, other
 
     def __enter__(self) -> LazyWeights:
@@ -438,7 +473,7 @@ class LazyWeights:
         return tensor
 
 
-_OWN_ATTRIBUTES = frozenset({"memory", "views", "_is_param"})
+_OWN_ATTRIBUTES = frozenset({"memory", "views", "like", "_is_param"})
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -8,12 +8,16 @@ import dataclasses
 import json
 import logging
 import warnings
+from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 
 import offload.deepspeed as deepspeed
 from offload.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -136,14 +140,11 @@ class TwoOutputs(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.net, self.kind = model(), kind
+        self.net, self.kind, self.make = model(), kind, RETURNED[kind][0]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         out = self.net(x)
-        loss = mse(out, y)
-        if self.kind == "object":
-            return Pair(loss, out)
-        return {"tuple": (loss, out), "dict": {"loss": loss, "out": [out]}}[self.kind]
+        return self.make(mse(out, y), out)
 
 
 @dataclasses.dataclass
@@ -152,25 +153,125 @@ class Pair:
     out: torch.Tensor
 
 
-def gradient_by_hand(engine: Any, *, use: str) -> torch.Tensor:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    loss: torch.Tensor
+    out: torch.Tensor
+
+
+class Named(NamedTuple):
+    loss: torch.Tensor
+    out: torch.Tensor
+
+
+class Dict(dict[str, Any]):
+    pass
+
+
+class List(list[Any]):
+    pass
+
+
+class Tuple(tuple[Any, ...]):
+    pass
+
+
+class Itself:
+    def __init__(self, loss: torch.Tensor, out: torch.Tensor) -> None:
+        self.inner, self.me = [Pair(loss, out)], self
+
+
+def fields(found: Any) -> Any:
+    return found.loss, found.out
+
+
+# How an object is made of a loss and an output, and where they are in it.
+RETURNED: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda loss, out: (loss, out), lambda found: found),
+    "dict": (
+        lambda loss, out: {"loss": loss, "out": [out]},
+        lambda found: (found["loss"], found["out"][0]),
+    ),
+    "namedtuple": (Named, fields),
+    "dataclass": (Pair, fields),
+    "frozen dataclass": (Slots, fields),
+    "in a list": (
+        lambda loss, out: [{"of": Slots(loss, out)}], lambda found: fields(found[0]["of"])
+    ),
+    "transformers": (
+        lambda loss, out: CausalLMOutput(loss=loss, logits=out),
+        lambda found: (found["loss"], found.logits),
+    ),
+    "dict of its own": (
+        lambda loss, out: Dict(loss=loss, out=out), lambda found: (found["loss"], found["out"])
+    ),
+    "UserDict": (
+        lambda loss, out: UserDict(loss=loss, out=out), lambda found: (found["loss"], found["out"])
+    ),
+    "list of its own": (lambda loss, out: List([loss, out]), lambda found: found),
+    "tuple of its own": (lambda loss, out: Tuple([loss, out]), lambda found: found),
+    "namespace": (lambda loss, out: SimpleNamespace(loss=loss, out=out), fields),
+    "itself": (Itself, lambda found: fields(found.inner[0])),
+    "distribution": (
+        lambda loss, out: (loss, torch.distributions.Normal(out, 1.0)),
+        lambda found: (found[0], found[1].mean),
+    ),
+    "function": (lambda loss, out: lambda: (loss, out), lambda found: found()),
+}  # fmt: skip
+
+
+def gradient_by_hand(engine: Any, kind: str, *, use: str) -> torch.Tensor:
     x, y = batch(0)
     outputs = engine(x, y)
-    loss = outputs[0] if isinstance(outputs, tuple) else outputs["loss"]
-    out = outputs[1] if isinstance(outputs, tuple) else outputs["out"][0]
+    assert type(outputs) is type(RETURNED[kind][0](x.sum(), x))
+    loss, out = RETURNED[kind][1](outputs)
     {"loss": loss, "both": loss + out.sum(), "out": mse(out, y)}[use].backward()
     found = deepspeed.utils.safe_get_full_grad(engine.module.net[0].weight)
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dict"])
-@pytest.mark.parametrize("use", ["loss", "both", "out"])
-def test_each_way_to_the_model_is_divided_once(kind: str, use: str) -> None:
-    with initialized(TwoOutputs(kind)) as engine:
-        found = gradient_by_hand(engine, use=use)
-    with initialized(TwoOutputs(kind), {**BASE, "gradient_accumulation_steps": 1}) as engine:
-        whole = gradient_by_hand(engine, use=use)
-    assert torch.allclose(found * 3, whole)
+@pytest.mark.parametrize("kind", [kind for kind in RETURNED if kind != "function"])
+def test_each_way_to_the_model_is_divided_once(kind: str) -> None:
+    """By 4, a power of 2: with the bits of plain PyTorch."""
+    with initialized(TwoOutputs(kind), {**BASE, "gradient_accumulation_steps": 4}) as engine:
+        for use in ("loss", "both", "out"):
+            found = gradient_by_hand(engine, kind, use=use)
+            engine.zero_grad()
+            plain = TwoOutputs("tuple")
+            loss, out = plain(*batch(0))
+            whole = {"loss": loss, "both": loss + out.sum(), "out": mse(out, batch(0)[1])}[use]
+            (whole / 4).backward()
+            assert torch.equal(found, plain.net[0].weight.grad)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.Linear(IN, IN)
+
+    def forward(self, x: torch.Tensor, state: Any) -> Any:
+        state = SimpleNamespace(h=torch.tanh(self.cell(x) + state.h))
+        return state.h.sum(), state
+
+
+def test_an_output_that_is_an_input_is_divided_once_or_refused() -> None:
+    def loss_of(net: Any) -> torch.Tensor:
+        x = batch(0)[0]
+        _, state = net(x, SimpleNamespace(h=torch.zeros(())))
+        found: torch.Tensor = net(x, state)[0]
+        return found
+
+    plain = Recurrent()
+    (loss_of(plain) / 3).backward()
+    with initialized(Recurrent()) as engine:
+        with pytest.raises(StateError, match=r"once more at each; call engine\.backward"):
+            loss_of(engine).backward()
+        engine.zero_grad()
+        engine.backward(loss_of(engine))
+        found = deepspeed.utils.safe_get_full_grad(engine.module.cell.weight)
+        assert torch.equal(found, plain.cell.weight.grad)
 
 
 def test_gradients_that_are_asked_for_are_not_divided() -> None:
@@ -202,11 +303,11 @@ def test_an_output_may_be_changed_in_place() -> None:
 
 
 def test_outputs_that_cannot_be_watched_are_refused_where_nothing_divides_them() -> None:
-    with initialized(TwoOutputs("object")) as engine:
-        engine.backward(engine(*batch(0)).loss)
+    with initialized(TwoOutputs("function")) as engine:
+        engine.backward(engine(*batch(0))()[0])
         engine.step()
-        engine(*batch(1)).loss.backward()
-        with pytest.raises(StateError, match="was not divided"):
+        engine(*batch(1))()[0].backward()
+        with pytest.raises(StateError, match=r"not divided .* the function that .* looked into"):
             engine.step()
 
 

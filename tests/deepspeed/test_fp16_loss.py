@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ class WithLoss(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         out = self.inner(x)
         return {"loss": nn.functional.mse_loss(out, y), "out": out}
+
+
+class WithObject(WithLoss):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return SimpleNamespace(**super().forward(x, y))
 
 
 def half(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +70,15 @@ def test_a_loss_scales_itself(steps: int, through_module: bool) -> None:
         most = 0.0 if steps == 1 else 1e-2 * by_engine.norm()
         assert (by_engine - by_hand).norm() <= most
         assert by_engine.any()
+
+
+def test_a_loss_in_an_object_scales_itself() -> None:
+    with initialized(WithObject(tiny(model())), FP16) as engine:
+        engine(*half(0)).loss.backward()
+        found = gradients(engine.module)
+    with initialized(WithLoss(tiny(model())), FP16) as engine:
+        engine.backward(engine(*half(0))["loss"])
+        assert all(map(torch.equal, found, gradients(engine.module)))
 
 
 def test_what_is_added_to_a_loss_is_scaled_too() -> None:

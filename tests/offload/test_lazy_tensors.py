@@ -66,6 +66,7 @@ def test_what_moves_elements_is_noted_and_done_later(name: str, lazy: dict[str, 
     assert (found.shape, found.dtype, found.stride()) == (
         expected.shape, expected.dtype, expected.stride(),
     )  # fmt: skip
+    assert found.storage_offset() == expected.storage_offset()
     assert bits(found.value()) == bits(expected)
 
 

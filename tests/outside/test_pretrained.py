@@ -315,6 +315,25 @@ def test_a_model_can_be_changed_before_it_trains(change: Any, llama: Path, tmp_p
         assert step_losses(model, engine.optimizer) == pytest.approx(expected, abs=1e-5)
 
 
+def by_data(model: Any) -> None:
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data
+
+
+def by_a_parameter(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight[:].detach())
+
+
+@pytest.mark.parametrize("tie", [by_data, by_a_parameter])
+def test_weights_tied_by_their_memory_are_refused_by_name(
+    tie: Any, llama: Path, tmp_path: Path
+) -> None:
+    for load in (CAUSAL.from_pretrained, offload.open_pretrained):
+        model = load(llama)
+        tie(model)
+        with pytest.raises(UnsupportedError, match=r"embed_tokens\.weight and lm_head\.weight are"):
+            offload.initialize(model, config(tmp_path, HOST))
+
+
 def test_after_a_budget_error_the_model_can_be_given_again(llama: Path, tmp_path: Path) -> None:
     model: Any = offload.open_pretrained(llama)
     with pytest.raises(BudgetError):

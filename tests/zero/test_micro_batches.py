@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,46 @@ def test_an_output_without_a_batch_dimension_is_refused(tmp_path: Path) -> None:
     with (
         offload.initialize(Model(), split(tmp_path, "Counting")) as engine,
         pytest.raises(UnsupportedError, match=r"cannot join an output of shape \(\)"),
+    ):
+        engine.module(torch.randn(4, WIDTH, device=ON))
+
+
+@dataclasses.dataclass
+class Rows:
+    rows: Tensor
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: Rows(x), "cannot join a Rows"),
+        (lambda x: (x, [Rows(x)]), "cannot join a Rows"),
+        (lambda x: (x, x.detach().sum().item()), "cannot join outputs that differ between pieces"),
+    ],
+)  # fmt: skip
+def test_an_output_that_is_no_tensor_is_refused_by_its_type(
+    tmp_path: Path, returned: Any, message: str, training: bool
+) -> None:
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return returned(super().forward(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(WIDTH, WIDTH), Block(WIDTH, WIDTH)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                found = block(x)
+                x = found.rows if isinstance(found, Rows) else found[0]
+            return x
+
+    with (
+        offload.initialize(Model(), split(tmp_path, "Block")) as engine,
+        torch.set_grad_enabled(training),
+        pytest.raises(UnsupportedError, match=message),
     ):
         engine.module(torch.randn(4, WIDTH, device=ON))
 

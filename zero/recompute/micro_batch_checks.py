@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.utils.checkpoint
@@ -62,6 +63,14 @@ def refuse_chosen_gradients(unit: Unit) -> None:
             "under micro_batches, since the gradients of all its parameters would be accumulated "
             "as well; call loss.backward(), or set micro_batches: 1"
         )
+
+
+def refuse_output(what: str, name: str) -> NoReturn:
+    """UnsupportedError for what the block `name` returned."""
+    raise UnsupportedError(
+        f"{name}: micro_batches cannot join {what}; return tensors, in tuples, lists and dicts, or "
+        f"{SMALLER_BATCHES}"
+    )
 
 
 def refuse_outer_checkpoint(unit: Unit) -> None:

@@ -48,6 +48,7 @@ from offload.zero.recompute.micro_batch_checks import (
     refuse_batch_norm,
     refuse_chosen_gradients,
     refuse_outer_checkpoint,
+    refuse_output,
 )
 from offload.zero.recompute.sample_mixing import refuse_mixing
 
@@ -297,18 +298,22 @@ class _Whole:
     def put(
         self, number: int, pieces: _Pieces, output: tuple[list[Any], pytree.TreeSpec], name: str
     ) -> list[torch.Tensor]:
-        """Copy a piece's outputs, which are flattened, to their place; return its tensors."""
+        """Copy a piece's outputs, which are flattened, to their place; its tensors.
+        UnsupportedError for others than tensors that are not the same for every piece."""
         leaves, structure = output
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         span = pieces.spans[number]
         check_joinable(tensors, span, name)
+        others = [None if isinstance(x, torch.Tensor) else pieces.whole_of(x) for x in leaves]
+        for leaf, other in zip(leaves, others, strict=True):
+            if other is leaf and is_split_argument(leaf):
+                refuse_output(f"a {type(leaf).__name__}", name)
         if self.structure is None:
-            self.structure = structure
+            self.structure, self.leaves = structure, others
             self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            self.leaves = [
-                None if isinstance(x, torch.Tensor) else pieces.whole_of(x) for x in leaves
-            ]
             self.outputs = [t.new_empty((self.batch, *t.shape[1:])) for t in tensors]
+        elif structure != self.structure or others != self.leaves:
+            refuse_output("outputs that differ between pieces in more than tensors", name)
         for whole, tensor in zip(self.outputs, tensors, strict=True):
             whole[span] = tensor.detach()
         return tensors
