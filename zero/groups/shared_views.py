@@ -22,8 +22,8 @@ _SOMEWHERE = 1 << 20  # the address of a storage without memory: NumPy takes 0 f
 
 
 def refuse_shared_views(model: nn.Module) -> None:
-    """Raise UnsupportedError for two parameters, or a trainable one and a buffer, with an element in
-    common; on the meta device, where each would get values of its own, also for other buffers.
+    """Raise UnsupportedError for two parameters, or a trainable one and a buffer, with an element
+    in common; on the meta device, where each would get values of its own, also for other buffers.
     Parts of one memory that are apart are fine."""
     for a, b in _touching(model):
         if not _shares(a, b):
