@@ -73,7 +73,9 @@ def source_of(trainer: Trainer, mixin: type) -> str:
         for name in "create_optimizer", "get_optimizer_cls_and_kwargs":
             if name in vars(each) and each not in (mixin, Trainer):
                 return f"{each.__name__}.{name}"
-    return "optimizers=" if trainer.optimizer_cls_and_kwargs is None else "optimizer_cls_and_kwargs="
+    return (
+        "optimizers=" if trainer.optimizer_cls_and_kwargs is None else "optimizer_cls_and_kwargs="
+    )
 
 
 def _refuse_outside(

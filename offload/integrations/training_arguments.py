@@ -82,13 +82,11 @@ def named_keys(source: Source) -> dict[str, Any]:
 
 def arguments_for(config: OffloadConfig) -> dict[str, Any]:
     """Return the optimizer's numbers as the TrainingArguments that say the same."""
-    numbers = config.optimizer.numbers
-    return {
-        name: value
-        for key, names in _NUMBERS.items()
-        if key in numbers
-        for name, value in zip(names, numbers[key] if len(names) > 1 else [numbers[key]], strict=True)
-    }
+    found: dict[str, Any] = {}
+    for key, value in config.optimizer.numbers.items():
+        names = _NUMBERS.get(key, ())
+        found.update(zip(names, value if len(names) > 1 else [value], strict=False))
+    return found
 
 
 def _is_named(args: TrainingArguments, name: str) -> bool:

@@ -88,6 +88,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     combined.
     """
 
+    optimizer: Any
+
     def __init__(self, *args: Any, offload: Source | Engine | None = None, **kwargs: Any) -> None:
         self._offload = offload
         self._engine: Engine | None = None
@@ -132,8 +134,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if model is None:
             return self.engine  # raises
         if isinstance(self._offload, Engine):
-            own = self._own = self.engine.optimizer
-            self.optimizer = self.optimizer or own
+            self._own = self.engine.optimizer
+            self.optimizer = self.optimizer or self._own
         own = self._own
         is_served = own is not None and self._serves(own, model)
         if not is_served and isinstance(self.optimizer, OffloadOptimizer):
@@ -369,11 +371,11 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return groups_only(optimizer.type), numbers  # Trainer's param groups have the decay
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.create_optimizer = lambda *_: self.optimizer  # it has been called
+        vars(self)["create_optimizer"] = lambda *_: self.optimizer  # it has been called
         try:
             return super()._prepare_for_training(*args, **kwargs)
         finally:
-            del self.create_optimizer
+            del vars(self)["create_optimizer"]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         with changed_arguments(self.args, max_grad_norm=self._max_norm):
