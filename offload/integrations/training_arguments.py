@@ -50,7 +50,7 @@ def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> 
     counterpart here.
     """
     config = OffloadConfig.load(source)  # its errors name file, line and key
-    named = named_keys(source) if isinstance(source, OffloadConfig) else load_source(source).value
+    named = named_keys(source)
     merged = {
         **named,
         "device": _pick(named, args, "device", args.device.type),
@@ -67,15 +67,26 @@ def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> 
     return OffloadConfig.load({**config.to_dict(), **known})
 
 
-def named_keys(config: OffloadConfig) -> dict[str, Any]:
-    """Return the keys of a configuration in memory that are not at their default."""
-    named = config.model_dump(mode="json", exclude_defaults=True)
-    defaults = KINDS[config.optimizer.type].defaults
+def named_keys(source: Source) -> dict[str, Any]:
+    """Return the keys that a configuration names; of one in memory, those not at their default."""
+    if not isinstance(source, OffloadConfig):
+        return dict(load_source(source).value)
+    named = source.model_dump(mode="json", exclude_defaults=True)
+    defaults = KINDS[source.optimizer.type].defaults
     optimizer = {
         key: value for key, value in named.get("optimizer", {}).items()
-        if key not in defaults or getattr(config.optimizer, key) != defaults[key]
+        if key not in defaults or getattr(source.optimizer, key) != defaults[key]
     }  # fmt: skip
     return {**named, "optimizer": optimizer}
+
+
+def arguments_for(config: OffloadConfig) -> dict[str, Any]:
+    """Return the optimizer's numbers as the TrainingArguments that say the same."""
+    found: dict[str, Any] = {}
+    for key, value in config.optimizer.numbers.items():
+        names = _NUMBERS.get(key, ())
+        found.update(zip(names, value if len(names) > 1 else [value], strict=False))
+    return found
 
 
 def _is_named(args: TrainingArguments, name: str) -> bool:

@@ -32,8 +32,15 @@ from offload.checkpoint.weights import stream_weights
 from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.integrations.adapters import AdapterSave, is_adapted
-from offload.integrations.training_arguments import Source, named_keys, settle
-from offload.optimizers.optimizer import OffloadOptimizer
+from offload.integrations.trainer_optimizer import (
+    GroupsOnly,
+    changed_arguments,
+    client_of,
+    groups_only,
+    source_of,
+)
+from offload.integrations.training_arguments import Source, arguments_for, named_keys, settle
+from offload.optimizer import OffloadOptimizer
 from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
@@ -81,12 +88,16 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     combined.
     """
 
+    optimizer: Any
+
     def __init__(self, *args: Any, offload: Source | Engine | None = None, **kwargs: Any) -> None:
         self._offload = offload
         self._engine: Engine | None = None
         self._own: OffloadOptimizer | None = None  # the optimizer that this trainer trains with
+        self._is_fresh = False  # `_own` was made for a training that has not begun
         self._max_norm = math.inf
         super().__init__(*args, **kwargs)
+        self._brought = None if isinstance(self.optimizer, OffloadOptimizer) else self.optimizer
         if isinstance(self.optimizer, OffloadOptimizer):
             self._offload = self._engine_of(self.optimizer, offload)
         self._refuse()
@@ -110,27 +121,56 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         here = [each for each in tiers_of(model) if isinstance(each, Engine)]
         if len(here) == 1 and here[0].module is model:
             return self._adopted(here[0])
+        if isinstance(self.optimizer, OffloadOptimizer):
+            self.optimizer = self._brought
+        self._ask(model)
+        self._is_fresh = True
         return self._made(model)
 
     def _training_engine(self) -> Engine:
-        """Return the engine with this trainer's optimizer: the one that it has trained with, if no
-        other trainer has taken the model since."""
-        if isinstance(self._offload, Engine) or self.model is None:
+        """Return the engine with the optimizer that `create_optimizer` sets up, which is called
+        once for each training, as in plain Trainer. It may keep the one of the last training."""
+        model = self.model
+        if model is None:
+            return self.engine  # raises
+        if isinstance(self._offload, Engine):
+            self._own = self.engine.optimizer
+            self.optimizer = self.optimizer or self._own
+        own = self._own
+        is_served = own is not None and self._serves(own, model)
+        if not is_served and isinstance(self.optimizer, OffloadOptimizer):
+            self.optimizer = self._brought
+            if own is not None and own.engine.module is model:
+                _log.warning(
+                    "the optimizer begins anew, with the model's weights: its states went when "
+                    "the engine was closed, or another trainer took the model"
+                )
+        if not (is_served and self._is_fresh):
+            self._ask(model)
+        self._is_fresh = False
+        if is_served and self.optimizer is own:
             return self.engine
-        before, engine = self._own, self._engine
-        is_open = engine is not None and not engine.is_closed and engine.module is self.model
-        if engine is not None and is_open and engine.optimizer is before:
-            return engine
-        if before is not None and before.engine.module is self.model:
-            _log.warning(
-                "the optimizer begins anew, with the model's weights: its states went when the "
-                "engine was closed, or another trainer took the model"
+        if isinstance(self._offload, Engine):
+            raise UnsupportedError(
+                f"{source_of(self, OffloadMixin)} makes another optimizer than that of the engine "
+                "that the trainer was given; give the trainer a configuration (offload=...), and "
+                "it makes the engine with those param groups"
             )
-        return self._made(self.model)
+        return self._made(model)
+
+    @staticmethod
+    def _serves(own: OffloadOptimizer, model: nn.Module) -> bool:
+        engine: Engine = own.engine
+        return not engine.is_closed and engine.module is model and engine.optimizer is own
+
+    def _ask(self, model: nn.Module) -> None:
+        """Call `create_optimizer`, in which the arguments have the configuration's numbers."""
+        with changed_arguments(self.args, **arguments_for(self._settled(model))):
+            self.create_optimizer()
 
     def _made(self, model: nn.Module) -> Engine:
         engine = self._make_engine(model)
-        self._own = engine.optimizer
+        self.optimizer = self._own = engine.optimizer
         return self._adopted(engine)
 
     def _adopted(self, engine: Engine) -> Engine:
@@ -165,23 +205,22 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return optimizer.engine
 
     def _make_engine(self, model: nn.Module) -> Engine:
+        """Make the engine from the trainer's optimizer, which has made no step."""
         config = self._settled(model)
+        client = client_of(self, OffloadMixin, model)
+        if not isinstance(client.given, GroupsOnly):  # whose numbers the configuration has
+            named = dict(named_keys(self._source()).get("optimizer") or {})
+            config = OffloadConfig.load({**config.to_dict(), "optimizer": client.merged(named)})
         if self.accelerator.native_amp:  # around the model's forward, as in plain Trainer
             self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        decayed = set(self.get_decay_parameter_names(model))
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [
-            {
-                "params": [p for name, p in trained if name in decayed],
-                "weight_decay": config.optimizer.weight_decay,
-            },
-            {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
-        ]
         update = {
             "clip_grad_norm": None,  # by Trainer, which logs the norm
             "gradient_accumulation_steps": self._passes(config),
         }
-        return engine_for(model, config.model_copy(update=update), parameters=groups)
+        engine = engine_for(model, config.model_copy(update=update), parameters=client.groups)
+        is_made_here = self.lr_scheduler is None or self._created_lr_scheduler
+        client.lend(engine, [] if is_made_here else [self.lr_scheduler])
+        return engine
 
     def _passes(self, config: OffloadConfig) -> int:
         """Return the backward passes of a step: fewer than configured if data are too few."""
@@ -219,13 +258,16 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
             )
 
     def _settled(self, model: nn.Module | None) -> OffloadConfig:
+        return settle(self._source(), self.args, model)
+
+    def _source(self) -> Source:
         source = self._offload
         if isinstance(source, Engine):
             made = source.config
-            source = {**named_keys(made), "precision": made.precision, "device": made.device}
-        elif source is None:
-            source = getattr(self.args, "offload", None) or {}
-        return settle(source, self.args, model)
+            return {**named_keys(made), "precision": made.precision, "device": made.device}
+        if source is None:
+            return getattr(self.args, "offload", None) or {}
+        return source
 
     def _refuse(self) -> None:
         args = self.args
@@ -263,12 +305,14 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
                 "TrainingArguments(save_on_each_node=True): the first rank writes what all ranks "
                 "have, once; leave it out, and let all machines read output_dir"
             )
-        foreign = self.optimizer is not None and not isinstance(self.optimizer, OffloadOptimizer)
-        if foreign or self.optimizer_cls_and_kwargs is not None:
+        if self._brought is not None and self.model is not None:
+            client_of(self, OffloadMixin, self.model)
+        saving = super()._save_optimizer_and_scheduler
+        if not _is_trainers(saving):
             raise UnsupportedError(
-                "optimizers= and optimizer_cls_and_kwargs= bring an optimizer of their own, and "
-                "only the engine's keeps its states in the tiers; leave them out, and set "
-                "optimizer: in offload's configuration"
+                f"{saving.__qualname__} saves the optimizer's states, and the engine streams them "
+                "into a folder; write what else belongs to a checkpoint in _save_checkpoint, or in "
+                "a callback's on_save"
             )
 
     # ---------------------------------------------------------------- Trainer's methods
@@ -312,11 +356,30 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.optimizer = self._training_engine().optimizer
-        return self.optimizer
+        """Make the param groups, and no states: the engine takes them over when training begins."""
+        with changed_arguments(self.args, **arguments_for(self._settled(self.model))):
+            made: torch.optim.Optimizer = super().create_optimizer(model)
+        return made
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        theirs = super().get_optimizer_cls_and_kwargs
+        if theirs is not transformers.Trainer.get_optimizer_cls_and_kwargs:
+            found: tuple[Any, Any] = theirs(args, model)
+            return found
+        optimizer = self._settled(self.model).optimizer
+        numbers = {k: v for k, v in optimizer.numbers.items() if k != "weight_decay"}
+        return groups_only(optimizer.type), numbers  # Trainer's param groups have the decay
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self)["create_optimizer"] = lambda *_: self.optimizer  # it has been called
+        try:
+            return super()._prepare_for_training(*args, **kwargs)
+        finally:
+            del vars(self)["create_optimizer"]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self._max_norm)
+        with changed_arguments(self.args, max_grad_norm=self._max_norm):
+            norm: Tensor = super()._clip_grad_norm(model)
         if self.engine.watching is not None:
             self.engine.watching.log(gradient_norm=norm)
         return norm
@@ -340,12 +403,21 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        if not self._load_states(Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
+        self._load(Path(resume_from_checkpoint), super()._load_from_checkpoint, *given)
 
     def _load_best_model(self) -> None:
-        if not self._load_states(Path(self.state.best_model_checkpoint)):
-            super()._load_best_model()
+        self._load(Path(self.state.best_model_checkpoint), super()._load_best_model)
+
+    def _load(self, folder: Path, theirs: Any, *args: Any) -> None:
+        """Load by the engine, or as Trainer does. A method of a trainer between the two is called
+        before the engine's states are loaded."""
+        is_trainers = _is_trainers(theirs)
+        if is_trainers and self._load_states(folder):
+            return
+        theirs(*args)
+        if not is_trainers and (folder / STATES).is_dir():
+            self.engine.load_checkpoint(folder / STATES)
 
     def _load_states(self, folder: Path) -> bool:
         """Load the engine's states, or the weights of a checkpoint without them; return False if
@@ -360,9 +432,9 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # of a plain Trainer, or none
         folder = None if checkpoint is None else Path(checkpoint)
         if folder is None or not (folder / STATES).is_dir():
-            super()._load_optimizer_and_scheduler(checkpoint)  # of a plain Trainer, or none
             return
         # the states came with the weights; making the scheduler has changed the learning rates
         with CheckpointReader(folder / STATES) as reader:
@@ -371,6 +443,12 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
             restore_numbers(group, record.numbers)
         states = torch.load(folder / _SCHEDULER, weights_only=True)
         self.lr_scheduler.load_state_dict(states)
+
+
+def _is_trainers(method: Any) -> bool:
+    """Whether a bound method is transformers.Trainer's own, and not that of a trainer between it
+    and the mixin."""
+    return getattr(transformers.Trainer, method.__name__, None) is method.__func__
 
 
 class OffloadTrainer(OffloadMixin):

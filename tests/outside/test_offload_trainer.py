@@ -463,20 +463,6 @@ def test_several_gpus_in_one_process_are_refused(
         make(ours.OffloadTrainer, tmp_path / "run")
 
 
-def test_an_optimizer_that_a_subclass_makes_is_refused(
-    tmp_path: Path, open_engines: list[Any]
-) -> None:
-    class Own(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
-        def create_optimizer(self, model: Any = None) -> Any:
-            self.optimizer = torch.optim.SGD(self.model.parameters())
-            return self.optimizer
-
-    trainer = make(Own, tmp_path / "run", offload=settings(tmp_path), **SHORT)
-    open_engines.append(trainer)
-    with pytest.raises(UnsupportedError, match=r"only engine\.optimizer"):
-        trainer.train()
-
-
 def test_a_loss_of_a_subclass_is_scaled_under_fp16(tmp_path: Path, open_engines: list[Any]) -> None:
     class Own(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

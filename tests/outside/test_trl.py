@@ -198,3 +198,50 @@ def test_with_the_mixin_adapters_train_and_their_files_are_pefts(
     assert logged(again) == whole
     assert_same_bits(values_of(again.model), weights)
     again.engine.close()
+
+
+# --------------------------------------------------------------------------- every method
+LOADS_MORE = {"GRPOTrainer": {"_load_optimizer_and_scheduler"}}  # called beside the mixin's
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer", "RewardTrainer"])
+def test_no_trainer_of_trl_overrides_what_the_mixin_replaces(name: str) -> None:
+    """`test_trainer_setup` shows that the other methods of the mixin call the trainer's."""
+    from offload.integrations.transformers import OffloadMixin
+
+    kind = getattr(trl, name)
+    between = [each for each in kind.__mro__ if issubclass(each, transformers.Trainer)]
+    theirs = {method for each in between[:-1] for method in vars(each)}
+    common = theirs & vars(OffloadMixin).keys() - {"__init__", "__module__", "__doc__"}
+    assert common - {"training_step", "__firstlineno__", "__static_attributes__"} == LOADS_MORE.get(
+        name, set()
+    )
+
+
+def test_grpos_entropy_coefficient_resumes(tmp_path: Path) -> None:
+    """It is loaded with the optimizer."""
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path), **KEYS | {"max_steps": 1, "eval_strategy": "no"} | {
+            "num_generations": 2, "max_completion_length": 4, "use_adaptive_entropy": True,
+            "save_steps": 1, "gradient_accumulation_steps": 1,
+        },
+    )  # fmt: skip
+    rows = datasets.Dataset.from_dict(
+        {"prompt": sentences(8, 3, 5, torch.Generator().manual_seed(1))}
+    )
+
+    def trainer() -> Any:
+        return mixed(trl.GRPOTrainer)(
+            tiny_llama(), reward_funcs=lambda completions, **_: [1.0] * len(completions),
+            args=args, train_dataset=rows, processing_class=tokenizer(), offload={},
+        )  # fmt: skip
+
+    first, again = trainer(), trainer()
+    first.train()
+    first.engine.close()
+    again.entropy_coef = -1.0
+    again._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    again.create_optimizer_and_scheduler(1)
+    again._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
+    assert again.entropy_coef == first.entropy_coef
+    again.engine.close()

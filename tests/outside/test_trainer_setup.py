@@ -1,0 +1,416 @@
+"""What a trainer sets up by itself trains through an engine as without one, or is refused by name:
+its optimizer, its param groups, and every method that it overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import ConfigError, UnsupportedError
+from tests.outside.test_offload_trainer import SHORT, accelerate, make, ours, settings
+from tests.outside.trainer_cases import (
+    Rows,
+    assert_close,
+    logged,
+    quiet,
+    tiny_llama,
+    transformers,
+    values_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+# --------------------------------------------------------------------------- set-ups
+def layer_wise(base: Any) -> Any:
+    class LayerWise(base):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            rates = {"layers.0.": 0.0, "layers.1.": 3e-4, "layers.2.": 1e-3}
+            groups = [
+                {"params": [p for n, p in self.model.named_parameters() if part in n], "lr": rate}
+                for part, rate in rates.items()
+            ]
+            rest = [
+                p for n, p in self.model.named_parameters() if not any(part in n for part in rates)
+            ]
+            groups.append({"params": rest, "weight_decay": 0.3})
+            self.optimizer = torch.optim.AdamW(groups, lr=5e-4, betas=(0.8, 0.99))
+            return self.optimizer
+
+    return LayerWise
+
+
+def changed_groups(base: Any) -> Any:
+    class ChangedGroups(base):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            super().create_optimizer()
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.5
+            return self.optimizer
+
+    return ChangedGroups
+
+
+def other_class(base: Any) -> Any:
+    class OtherClass(base):  # type: ignore[misc]
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+            return torch.optim.SGD, {"lr": args.learning_rate * 10, "momentum": 0.9}
+
+    return OtherClass
+
+
+def own_groups(base: Any) -> Any:
+    """As sentence-transformers' learning_rate_mapping."""
+
+    class OwnGroups(base):  # type: ignore[misc]
+        def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+            kind, numbers = super().get_optimizer_cls_and_kwargs(args, model)
+            mlp = [p for n, p in self.model.named_parameters() if "mlp" in n]
+            rest = [p for n, p in self.model.named_parameters() if "mlp" not in n]
+            groups = [{"params": mlp, "lr": 1e-4}, {"params": rest}, {"params": []}]
+            return kind, {**numbers, "optimizer_dict": groups}
+
+    return OwnGroups
+
+
+def frozen_inside(base: Any) -> Any:
+    class FrozenInside(base):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            made = super().create_optimizer()
+            self.model.model.layers[0].requires_grad_(requires_grad=False)  # they are in the groups
+            return made
+
+    return FrozenInside
+
+
+def left_out(base: Any) -> Any:
+    """Parameters that need gradients count in the norm, and are not updated."""
+
+    class LeftOut(base):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.Adam(self.model.model.layers.parameters(), lr=1e-3)
+            return self.optimizer
+
+    return LeftOut
+
+
+def added_group(base: Any) -> Any:
+    class AddedGroup(base):  # type: ignore[misc]
+        def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+            return [name for name, _ in model.named_parameters() if "norm" in name]
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is not None:
+                return self.optimizer
+            self.model.model.norm.requires_grad_(requires_grad=False)
+            super().create_optimizer()
+            self.model.model.norm.requires_grad_(requires_grad=True)
+            self.optimizer.add_param_group({"params": self.model.model.norm.weight, "lr": 0.02})
+            return self.optimizer
+
+    return AddedGroup
+
+
+def by_trainers_numbers(base: Any) -> Any:
+    class ByTrainersNumbers(base):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            kind, numbers = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            groups = [{
+                "params": [p for p in self.model.parameters() if p.requires_grad],
+                "weight_decay": self.args.weight_decay,
+            }]  # fmt: skip
+            self.optimizer = kind(groups, **numbers)
+            return self.optimizer
+
+    return ByTrainersNumbers
+
+
+SETUPS = {
+    each.__name__: each
+    for each in (
+        layer_wise, changed_groups, other_class, own_groups, frozen_inside, left_out, added_group,
+        by_trainers_numbers,
+    )
+}  # fmt: skip
+ORDERS: dict[str, Callable[[Any], Any]] = {
+    "behind": lambda setup: type("Mine", (ours.OffloadMixin, setup(transformers.Trainer)), {}),
+    "front": lambda setup: setup(ours.OffloadTrainer),
+}
+
+
+@pytest.mark.sample("layer_wise-front", "own_groups-behind", "frozen_inside-front")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_an_optimizer_that_a_trainer_sets_up_trains_as_without_an_engine(
+    setup: str, order: str, tmp_path: Path
+) -> None:
+    """Twice: the second training has the optimizer that plain Trainer has there."""
+    plain = make(SETUPS[setup](transformers.Trainer), tmp_path / "plain", **SHORT)
+    trainer = make(
+        ORDERS[order](SETUPS[setup]), tmp_path / "run", offload=settings(tmp_path), **SHORT
+    )
+    before = values_of(plain.model)
+    for _ in range(2):
+        plain.train()
+        trainer.train()
+        assert_close(logged(trainer), logged(plain))
+    weights = values_of(trainer.model)
+    assert_close(weights, values_of(plain.model))
+    moved = {name for name in weights if not torch.equal(weights[name], before[name])}
+    still = [name for name in weights if "layers.0." in name and name not in moved]
+    assert bool(still) == (setup in ("layer_wise", "frozen_inside"))
+    trainer.engine.close()
+
+
+def test_a_second_training_has_the_param_groups_of_its_stage(tmp_path: Path) -> None:
+    """The head alone first, then all; `create_optimizer` is called once for each training."""
+
+    def staged(base: Any) -> Any:
+        class Staged(base):  # type: ignore[misc]
+            calls = 0
+
+            def create_optimizer(self, model: Any = None) -> Any:
+                self.calls += 1
+                self.model.requires_grad_(requires_grad=self.calls > 1)
+                self.model.model.norm.requires_grad_(requires_grad=True)
+                trained = [p for p in self.model.parameters() if p.requires_grad]
+                self.optimizer = torch.optim.AdamW(trained, lr=1e-3 * self.calls)
+                return self.optimizer
+
+        return Staged
+
+    plain = make(staged(transformers.Trainer), tmp_path / "plain", **SHORT)
+    trainer = make(
+        staged(ours.OffloadTrainer), tmp_path / "run", offload=settings(tmp_path), **SHORT
+    )
+    for calls in 1, 2:
+        for each in plain, trainer:
+            each.evaluate()
+            each.train()
+            assert each.calls == calls
+        assert_close(logged(trainer), logged(plain))
+    assert_close(values_of(trainer.model), values_of(plain.model))
+    trainer.engine.close()
+
+
+def test_a_set_up_optimizer_resumes(tmp_path: Path) -> None:
+    keys = {**SHORT, "save_strategy": "steps", "save_steps": 2}
+    plain = make(layer_wise(transformers.Trainer), tmp_path / "plain", **keys)
+    plain.train()
+    for folder in "run", "plain":  # a plain Trainer's checkpoint, too
+        trainer = make(
+            layer_wise(ours.OffloadTrainer), tmp_path / "run", offload=settings(tmp_path), **keys
+        )
+        if folder == "run":
+            trainer.train()
+            trainer.engine.close()
+            trainer = make(
+                layer_wise(ours.OffloadTrainer), tmp_path / "run", offload=settings(tmp_path),
+                **keys,
+            )  # fmt: skip
+        trainer.train(resume_from_checkpoint=str(tmp_path / folder / "checkpoint-2"))
+        assert_close(logged(trainer), logged(plain))
+        assert_close(values_of(trainer.model), values_of(plain.model))
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize("brought", ["optimizers", "optimizer_cls_and_kwargs"])
+def test_an_optimizer_that_the_program_brings_trains_with_its_scheduler(
+    brought: str, tmp_path: Path
+) -> None:
+    def trainer_of(kind: Any, name: str, **keys: Any) -> Any:
+        args = transformers.TrainingArguments(output_dir=str(tmp_path / name), **SHORT)
+        model = tiny_llama()
+        if brought == "optimizers":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+            given: Any = (optimizer, schedule)
+        else:
+            given = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+        return kind(model, args, train_dataset=Rows(72, seed=1), **{brought: given}, **keys)
+
+    plain = trainer_of(transformers.Trainer, "plain")
+    trainer = trainer_of(ours.OffloadTrainer, "run", offload=settings(tmp_path))
+    for each in plain, trainer:
+        each.train()
+    assert_close(logged(trainer), logged(plain))
+    rates = [
+        [entry["learning_rate"] for entry in each.state.log_history if "learning_rate" in entry]
+        for each in (trainer, plain)
+    ]
+    assert rates[0] == rates[1]
+    assert_close(values_of(trainer.model), values_of(plain.model))
+    trainer.engine.close()
+
+
+def test_the_configurations_numbers_reach_what_a_trainer_sets_up(tmp_path: Path) -> None:
+    """The arguments are as they were afterwards."""
+    optimizer = {"type": "adamw", "lr": 3e-3, "weight_decay": 0.1, "betas": [0.8, 0.9]}
+    keys = {**SHORT, "learning_rate": 5e-5, "weight_decay": 0.0}
+    given = settings(tmp_path, optimizer=optimizer)
+    trainer = make(
+        by_trainers_numbers(ours.OffloadTrainer), tmp_path / "run", offload=given, **keys
+    )
+    trainer.create_optimizer()
+    trainer.train()
+    assert (trainer.args.learning_rate, trainer.args.weight_decay) == (5e-5, 0.0)
+    plain = make(
+        by_trainers_numbers(transformers.Trainer), tmp_path / "plain",
+        **{**SHORT, "adam_beta1": 0.8, "adam_beta2": 0.9},
+    )  # fmt: skip
+    plain.train()
+    assert_close(logged(trainer), logged(plain))
+    trainer.engine.close()
+
+
+# --------------------------------------------------------------------------- every method
+HONOURED = {  # the mixin adds to them, and calls the trainer's
+    "_build_accelerator_args", "_clip_grad_norm", "_inner_training_loop", "_load_best_model",
+    "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_prepare_for_training",
+    "call_model_init", "create_optimizer", "evaluation_loop", "get_optimizer_cls_and_kwargs",
+    "save_model", "training_step",
+}  # fmt: skip
+REFUSED = {"_save_optimizer_and_scheduler"}  # in a trainer behind the mixin
+NOT_OURS = {"_move_model_to_device"}  # the engine moves the model
+
+
+def test_every_method_of_trainer_that_the_mixin_has_is_in_the_table() -> None:
+    """All others are the trainer's, as they are."""
+    methods = {name for name, value in vars(ours.OffloadMixin).items() if callable(value) or
+               isinstance(value, staticmethod)}  # fmt: skip
+    theirs = set(dir(transformers.Seq2SeqTrainer)) - set(dir(object))
+    assert (methods & theirs) - {"__init__", "__module__"} == HONOURED | REFUSED | NOT_OURS
+
+
+def recording(base: Any, called: set[str], *but: str) -> Any:
+    """A trainer that overrides all methods of Trainer, and notes which are called."""
+
+    def override(name: str, value: Any) -> Any:
+        if isinstance(value, staticmethod):
+
+            def static(*args: Any, **kwargs: Any) -> Any:
+                called.add(name)
+                return getattr(base, name)(*args, **kwargs)
+
+            return staticmethod(static)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return getattr(super(kind, self), name)(*args, **kwargs)
+
+        return method
+
+    kind: Any = type(
+        "Recording", (base,),
+        {
+            name: override(name, value)
+            for name, value in vars(transformers.Trainer).items()
+            if not name.startswith("__") and name not in but
+            and isinstance(value, staticmethod | type(override))
+        },
+    )  # fmt: skip
+    return kind
+
+
+def test_every_method_that_a_trainer_overrides_is_called_as_without_an_engine(
+    tmp_path: Path,
+) -> None:
+    keys = {
+        **SHORT, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_steps": 1,
+        "eval_strategy": "steps", "load_best_model_at_end": True,
+    }  # fmt: skip
+    plain, behind, front = (set[str]() for _ in range(3))
+    statics = "get_optimizer_cls_and_kwargs"
+    kinds = {
+        "plain": recording(transformers.Trainer, plain),
+        "behind": type("Behind", (ours.OffloadMixin, recording(transformers.Trainer, behind,
+                                                               *REFUSED)), {}),
+        "front": recording(ours.OffloadTrainer, front, statics),  # as above, by the mixin's
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        for resume in None, str(tmp_path / name / "checkpoint-1"):
+            own = {} if name == "plain" else {"offload": settings(tmp_path)}
+            trainer = make(kind, tmp_path / name, **keys, **own)
+            trainer.train(resume_from_checkpoint=resume)
+            trainer.predict(Rows(2, seed=3))
+            if name != "plain":
+                trainer.engine.close()
+    assert HONOURED - {"call_model_init"} <= plain
+    assert plain - behind == REFUSED | NOT_OURS
+    warned = "_issue_warnings_after_load"  # of what is an error here
+    assert plain - front == {statics, warned}
+
+
+# --------------------------------------------------------------------------- refused by name
+class HeadOutside(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
+    def create_optimizer(self, model: Any = None) -> Any:
+        super().create_optimizer()
+        self.loss = nn.ModuleDict({"classifier": nn.Linear(4, 2)})
+        self.optimizer.add_param_group({"params": self.loss.parameters()})
+        return self.optimizer
+
+
+class ClassWithoutRule(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+        return torch.optim.RMSprop, {"lr": 1e-3}
+
+
+class NoOptimizer(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
+    def create_optimizer(self, model: Any = None) -> Any:
+        return torch.optim.AdamW(self.model.parameters())
+
+
+class SavesStates(transformers.Trainer):  # type: ignore[misc]
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "what"),
+    [
+        (HeadOutside, {}, r"HeadOutside\.create_optimizer .*loss\.classifier\.weight"),
+        (ClassWithoutRule, {}, r"ClassWithoutRule\.get_optimizer_cls_and_kwargs: RMSprop"),
+        (NoOptimizer, {}, r"NoOptimizer\.create_optimizer .*self\.optimizer is None"),
+        (ours.OffloadTrainer, {"optimizers": (torch.optim.Rprop([nn.Parameter(torch.ones(2))]),
+                                              None)}, "optimizers=: Rprop"),
+        (type("Mine", (ours.OffloadMixin, SavesStates), {}), {},
+         r"SavesStates\._save_optimizer_and_scheduler"),
+    ],
+)  # fmt: skip
+def test_what_cannot_train_through_the_engine_is_refused_by_name(
+    kind: Any, keys: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=what):
+        make(kind, tmp_path / "run", offload=settings(tmp_path), **{**SHORT, **keys}).train()
+
+
+def test_another_optimizer_than_that_of_a_given_engine_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with offload.initialize(model, settings(tmp_path)) as engine:
+        trainer = make(layer_wise(ours.OffloadTrainer), tmp_path / "run", model, offload=engine,
+                       **{**SHORT, "learning_rate": 1e-3, "weight_decay": 0.01})  # fmt: skip
+        with pytest.raises(UnsupportedError, match=r"LayerWise\.create_optimizer makes another"):
+            trainer.train()
+
+
+def test_a_number_of_a_set_up_optimizer_beside_another_in_the_configuration_is_an_error(
+    tmp_path: Path,
+) -> None:
+    given = settings(tmp_path, optimizer={"type": "adamw", "betas": [0.5, 0.6]})
+    trainer = make(layer_wise(ours.OffloadTrainer), tmp_path / "run", offload=given, **SHORT)
+    with pytest.raises(ConfigError, match=r"optimizer\.betas"):
+        trainer.train()
