@@ -87,20 +87,20 @@ def _model_of(source: StrPath | nn.Module) -> Any:
 
 def _check(saved: ModelInHubFormat, change: Change) -> None:
     """Raise UnsupportedError if codes would change values that the model computes with."""
-    kept = None if saved.owner is None else saved.owner.config.storage
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if saved.owner is not None and not alone:
+    if saved.owners and not alone:
         raise UnsupportedError(
             "of a model on several ranks none writes a folder by itself; save a checkpoint, "
             "and write it with offload checkpoint export --storage"
         )
     target = change.target
-    if kept is None or kept.weights != target.weights.name:
+    stored = [owner.config.storage for owner in saved.owners]
+    if all(each is None or each.weights != target.weights.name for each in stored):
         return
     experts = any(not change.skips(packed) for packed in saved.experts.values())
     if not target.keeps_codes(saved.dtype, expert=experts):
         raise UnsupportedError(
-            f"the model computes with weights in {kept.weights}, which {target.library} would "
-            f"round to other values of {saved.dtype}; write another format, or compress the "
-            "model's folder"
+            f"the model computes with weights in {target.weights.name}, which {target.library} "
+            f"would round to other values of {saved.dtype}; write another format, or compress "
+            "the model's folder"
         )

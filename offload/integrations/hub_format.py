@@ -18,7 +18,7 @@ there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +27,15 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from offload.checkpoint.weights import stream_weights
+from offload.checkpoint.weights import Take, stream_weights
 from offload.display.progress import progress
+from offload.engine import Engine
 from offload.integrations.weight_files import Write
+from offload.lazy_tensors import LazyTensor
+from offload.taking_over import tiers_of
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import UnsupportedError
-from offload.weights.lazy_tensors import LazyTensor
-from offload.zero.groups.layout import ParamSpec
-from offload.zero.hooks.hooks import UnitHooks
-
-if TYPE_CHECKING:
-    from offload.engine import Engine
+from offload.zero.layout import ParamSpec
 
 _PIECE_NUMEL = 1 << 22
 Described = Mapping[str, tuple[Iterable[int], torch.dtype]]  # a state dict: shapes, dtypes
@@ -95,78 +93,19 @@ class HubFormat:
                 write(target, _bytes(converted[target]))
 
 
-class EngineInHubFormat:
-    """The tensors to save of an engine's model: `tensors` has them by name on the meta device."""
-
-    def __init__(self, engine: Engine, *, hub_format: bool) -> None:
-        model = engine.module
-        assert isinstance(model, PreTrainedModel)
-        self._engine = engine
-        self._sources: dict[str, list[str]] = {}  # names of a parameter's, by its first name
-        self._others: dict[str, Tensor] = {}  # that are in no tier
-        described = remove_tied_weights_from_state_dict(self._describe(model), model)
-        own = {name: (tensor.shape, tensor.dtype) for name, tensor in described.items()}
-        self._format = HubFormat(model, own, hub_format=hub_format)
-        self.tensors = self._format.tensors
-
-    def _describe(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """Return the model's state dict on the meta device."""
-        store, ignored = self._engine.runtime.store, model._keys_to_ignore_on_save or ()
-        described = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if name in ignored:
-                continue
-            if not isinstance(value, Tensor):
-                raise UnsupportedError(
-                    f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
-                    "pass save_pretrained a state_dict= without it"
-                )
-            spec = store.spec_of(value)
-            shape, dtype = value.shape, value.dtype
-            if spec is None:
-                self._others[name] = value
-            else:
-                self._sources.setdefault(spec.name, []).append(name)
-                shape, dtype = torch.Size(spec.shape), store.dtype
-            described[name] = torch.empty(shape, dtype=dtype, device="meta")
-        return described
-
-    def write(self, write: Write) -> None:
-        """Write every tensor's bytes, in any order of tensors. With several ranks, the one that
-        writes calls it; `stream_weights` describes the others' part."""
-
-        def take(spec: ParamSpec, elements: range, raw: Tensor) -> None:
-            for name in self._sources.get(spec.name, ()):
-                self._format.take(name, elements, raw, write)
-
-        stream_weights(self._engine, take)
-        for name, tensor in self._others.items():
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._format.take(name, range(tensor.numel()), raw, write)
-
-
-def owner_of(model: PreTrainedModel) -> TieredModel | None:
-    """Return the tiers that a model is in; None if it is in none."""
-    owners = (UnitHooks.owner_of(module) for module in model.modules())
-    return next((each for each in owners if isinstance(each, TieredModel)), None)
-
-
 class ModelInHubFormat:
-    """The tensors to save of a transformers model; `tensors`: by name, on the meta device."""
+    """The tensors to save of a transformers model: its own, each from where it is. `tensors` has
+    them by name on the meta device, `owners` are the tiers that some of them are in."""
 
     def __init__(self, model: PreTrainedModel, *, hub_format: bool = True) -> None:
-        """Describe the tensors of `model`; `owner` becomes the tiers that it is in, if any."""
-        self.owner = owner_of(model)
-        ignored = model._keys_to_ignore_on_save or ()
-        state = {
-            name: tensor for name, tensor in model.state_dict(keep_vars=True).items()
-            if name not in ignored
-        }  # fmt: skip
-        described = {name: self._described(tensor) for name, tensor in state.items()}
-        kept = remove_tied_weights_from_state_dict(dict(described), model)
-        self._state = {name: state[name] for name in kept}
+        """Raise UnsupportedError for an entry of the state dict that is not a tensor."""
+        self.owners = tiers_of(model)
+        self._sources: dict[tuple[int, str], list[str]] = {}  # names, by owner and parameter
+        self._others: dict[str, Tensor] = {}  # that are in no tier
+        described = remove_tied_weights_from_state_dict(self._describe(model), model)
+        self._others = {n: value for n, value in self._others.items() if n in described}
+        own = {name: (tensor.shape, tensor.dtype) for name, tensor in described.items()}
         self.dtype = next(t.dtype for t in described.values() if t.is_floating_point())
-        own = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
         self._format = HubFormat(model, own, hub_format=hub_format)
         self.tensors = self._format.tensors
 
@@ -178,47 +117,72 @@ class ModelInHubFormat:
     def experts(self) -> dict[str, str]:
         return self._format.experts
 
-    def _described(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same shape and format on the meta device. Tied tensors need not be
-        the same object: transformers knows them by name."""
-        spec = None if self.owner is None else self.owner.store.spec_of(tensor)
-        if spec is None or self.owner is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return torch.empty(spec.shape, dtype=self.owner.store.dtype, device="meta")
+    def _describe(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the model's state dict on the meta device."""
+        ignored = model._keys_to_ignore_on_save or ()
+        described = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if name in ignored:
+                continue
+            if not isinstance(value, Tensor):
+                raise UnsupportedError(
+                    f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
+                    "pass save_pretrained a state_dict= without it"
+                )
+            described[name] = self._described(name, value)
+        return described
+
+    def _described(self, name: str, value: Tensor) -> Tensor:
+        for number, owner in enumerate(self.owners):
+            spec = owner.store.spec_of(value)
+            if spec is not None:
+                self._sources.setdefault((number, spec.name), []).append(name)
+                return torch.empty(spec.shape, dtype=owner.store.dtype, device="meta")
+        self._others[name] = value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def write(self, write: Write) -> None:
-        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        """Write every tensor's bytes, in any order of tensors. With several ranks, the one that
+        writes calls it; `stream_weights` describes the others' part."""
+        for number, owner in enumerate(self.owners):
+
+            def take(spec: ParamSpec, elements: range, raw: Tensor, number: int = number) -> None:
+                for name in self._sources.get((number, spec.name), ()):
+                    self._format.take(name, elements, raw, write)
+
+            if isinstance(owner, Engine):
+                stream_weights(owner, take)
+            else:
+                _stream_dispatched(owner, take)
+        nbytes = sum(tensor.nbytes for tensor in self._others.values())
         with progress("saving weights", nbytes) as came:
-            for name, first, piece in self._pieces():
-                raw = piece.contiguous().view(-1).view(torch.uint8)
-                self._format.take(name, range(first, first + piece.numel()), raw, write)
-                came(raw.numel())
-
-    def _pieces(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield the elements of each tensor, 1D and in order: its name, the number of the first
-        element, and a piece."""
-        places: dict[int, list[tuple[str, int]]] = {}
-        for name, tensor in self._state.items():
-            if self.owner is None or self.owner.store.spec_of(tensor) is None:
-                yield from _pieces_of(name, tensor)
-                continue
-            for number, row in enumerate(self.owner.store.rows_of(tensor)):
-                places.setdefault(id(row), []).append((name, number))
-        for group in self.owner.store.groups if self.owner is not None else ():
-            with self.owner.gathered(*group.params):  # type: ignore[union-attr]
-                for row in group.params:
-                    for name, number in places.get(id(row), ()):
-                        yield name, number * row.numel(), row.detach().cpu().reshape(-1)
+            for name, tensor in self._others.items():
+                first = 0
+                for piece in _pieces_of(tensor):
+                    elements = range(first, first + piece.numel())
+                    self._format.take(name, elements, _bytes(piece), write)
+                    came(piece.nbytes)
+                    first = elements.stop
 
 
-def _pieces_of(name: str, tensor: Any) -> Iterator[tuple[str, int, Tensor]]:
-    if not isinstance(tensor, LazyTensor):
-        yield name, 0, tensor.detach().cpu().reshape(-1)
-        return
-    first = 0
-    for piece in tensor.pieces(_PIECE_NUMEL):
-        yield name, first, piece
-        first += piece.numel()
+def _stream_dispatched(owner: TieredModel, take: Take) -> None:
+    """As `stream_weights`, of a dispatched model: one group at a time."""
+    store = owner.store
+    with progress("saving weights", sum(group.state.nbytes for group in store.groups)) as came:
+        for group in store.groups:
+            with owner.gathered(*group.params):
+                for param in group.params:
+                    spec, first = store.whole_of(param)
+                    values = param.detach().cpu()
+                    take(spec, range(first, first + values.numel()), _bytes(values))
+            came(group.state.nbytes)
+
+
+def _pieces_of(tensor: Tensor) -> Iterator[Tensor]:
+    if isinstance(tensor, LazyTensor):
+        yield from tensor.pieces(_PIECE_NUMEL)
+    else:
+        yield tensor.detach().cpu()
 
 
 class _Valueless(Tensor):

@@ -173,7 +173,8 @@ def _opened(
                 module._buffers[name] = buffer.value()
     from offload.integrations.pretrained_save import StreamedSave  # which needs transformers
 
-    StreamedSave.install(model)
+    for module in model.modules():
+        StreamedSave.install(module)  # also the base model alone
     return model  # type: ignore[no-any-return]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ from offload.checkpoint.disk import make_folder, storage_errors, sync_files
 from offload.checkpoint.weights import stream_weights
 from offload.config.paths import StrPath
 from offload.engine import Engine
-from offload.integrations.hub_format import EngineInHubFormat, ModelInHubFormat, owner_of
+from offload.integrations.hub_format import ModelInHubFormat
 from offload.integrations.weight_files import write_shards
+from offload.lazy_tensors import LazyTensor
+from offload.taking_over import tiers_of
+from offload.tiered_model import TieredModel
 from offload.tiers.errors import PathError
 from offload.weights.lazy_tensors import LazyTensor
 
@@ -70,44 +73,42 @@ class StreamedSave:
         call = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **kwargs)
         call.apply_defaults()
         given = {name: value for name, value in call.arguments.items() if name != "self"}
-        owner = owner_of(model)
-        if _goes_its_own_way(model, owner, given):
+        owners = tiers_of(model)
+        if _goes_its_own_way(model, owners, given):
             PreTrainedModel.save_pretrained(model, *args, **kwargs)
             return
-        ranks = owner.runtime.ranks if isinstance(owner, Engine) else None
-        writes = ranks is None or ranks.rank == 0
+        engines = [each for each in owners if isinstance(each, Engine)]
+        ranks = next((each.runtime.ranks for each in engines), None)
         if ranks is None and not given["is_main_process"]:
             return
-        if owner is None:
-            _check_elsewhere(model, given["save_directory"])
-        folder, size = Path(given["save_directory"]), given["max_shard_size"]
-        if writes:  # config, generation config, a custom model's code; old shards are removed
-            others = {**given, **given.get("kwargs", {}), "state_dict": {}, "is_main_process": True}
-            others.pop("kwargs", None)
-            with storage_errors("creating", folder):
-                make_folder(folder, parents=True)
-            PreTrainedModel.save_pretrained(model, **others)
-            sync_files(folder)
-        variant, hub_format = given["variant"], given["save_original_format"]
-        if isinstance(owner, Engine):
-            save_weights(
-                owner, folder, size, variant=variant, hub_format=hub_format, writes=writes
-            )  # fmt: skip
+        if ranks is not None and ranks.rank > 0:
+            for each in engines:  # this rank's part of what the first one writes
+                stream_weights(each, lambda *_: None)
             return
+        folder = Path(given["save_directory"])
+        _check_elsewhere(model, folder)
+        # config, generation config, a custom model's code; old shards are removed
+        others = {**given, **given.get("kwargs", {}), "state_dict": {}, "is_main_process": True}
+        others.pop("kwargs", None)
+        with storage_errors("creating", folder):
+            make_folder(folder, parents=True)
+        PreTrainedModel.save_pretrained(model, **others)
+        sync_files(folder)
         write_shards(
-            ModelInHubFormat(model, hub_format=hub_format), folder, size, variant=variant,
+            ModelInHubFormat(model, hub_format=given["save_original_format"]), folder,
+            given["max_shard_size"], variant=given["variant"],
             metadata={"total_parameters": model.num_parameters()},
         )  # fmt: skip
 
 
-def _goes_its_own_way(model: PreTrainedModel, owner: Any, given: Mapping[str, Any]) -> bool:
-    in_memory = owner is None and not any(
-        isinstance(tensor, LazyTensor) for tensor in model.parameters()
-    )
+def _goes_its_own_way(
+    model: PreTrainedModel, owners: Sequence[TieredModel], given: Mapping[str, Any]
+) -> bool:
+    in_memory = not owners and not any(isinstance(each, LazyTensor) for each in model.parameters())
     several = dist.is_initialized() and dist.get_world_size() > 1
     return (
         in_memory
-        or (several and not isinstance(owner, Engine))
+        or (several and not (owners and all(isinstance(each, Engine) for each in owners)))
         or given["state_dict"] is not None
         or given["push_to_hub"]
         or given["distributed_checkpoint"]
@@ -117,27 +118,15 @@ def _goes_its_own_way(model: PreTrainedModel, owner: Any, given: Mapping[str, An
     )
 
 
-def _check_elsewhere(model: PreTrainedModel, folder: StrPath) -> None:
+def _check_elsewhere(model: PreTrainedModel, folder: Path) -> None:
     """Raise PathError if weights would be written over the files that they are read from."""
-    own = model.name_or_path  # no folder where it was moved, or was relative to another one
-    if os.path.isdir(folder) and os.path.isdir(own) and os.path.samefile(folder, own):
+    if not any(isinstance(each, LazyTensor) for each in model.parameters()) or not folder.is_dir():
+        return
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    # no folder where it was moved, or was relative to another one
+    own = {name for each in models for name in (each.name_or_path, each.config.name_or_path)}
+    if any(os.path.isdir(each) and os.path.samefile(folder, each) for each in own):
         raise PathError(
             f"{folder} has the files that this model's weights are read from; name another folder, "
             "or save it when it is dispatched"
         )
-
-
-def save_weights(
-    engine: Engine, folder: Path, max_shard_size: int | str, *,
-    variant: str | None, hub_format: bool, writes: bool,
-) -> None:  # fmt: skip
-    """Write the safetensors files of an engine's model, and their index if there are several.
-    Without `writes`, this rank only sends its part."""
-    if not writes:
-        stream_weights(engine, lambda *_: None)
-        return
-    assert isinstance(engine.module, PreTrainedModel)
-    write_shards(
-        EngineInHubFormat(engine, hub_format=hub_format), folder, max_shard_size, variant=variant,
-        metadata={"total_parameters": engine.module.num_parameters()},
-    )  # fmt: skip

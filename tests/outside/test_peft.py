@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import offload
+from tests.outside.test_pretrained_save import assert_same_files
 from tests.outside.trainer_cases import (
     LENGTH,
     PLACEMENTS,
@@ -120,7 +121,14 @@ def test_lora_goes_into_a_model_whose_weights_are_still_in_files(
     model = adapted(kind, offload.open_pretrained(tmp_path / "base"))
     with offload.initialize(model, settings(tmp_path, PLACEMENTS["nvme"])) as engine:
         assert_close(train(model, engine.optimizer), expected)
-        assert_close(values_of(model), values_of(expected_model))
+        trained = values_of(model)
+        assert_close(trained, values_of(expected_model))
+        expected_model.load_state_dict(trained)
+        with engine.gathered(model):
+            merged = model.merge_and_unload()
+        for name, each in ("found", merged), ("expected", expected_model.merge_and_unload()):
+            each.save_pretrained(tmp_path / name)
+    assert_same_files(tmp_path / "found", tmp_path / "expected")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
