@@ -186,10 +186,10 @@ class TieredModel(abc.ABC):
         return first.of(params, self._tensor_parallel)
 
     def _give_out_values(self) -> None:
-        """`state_dict` has values, until the model is given away again."""
+        """`state_dict` and copies have values, and conversions are asked for, until it is closed."""
         self.state_dicts = StateDictHooks(self.module, self.store, self.values)
-        self.store.on_reuse.append(self.state_dicts.remove)
-        self.store.on_reuse.append(Copies(self.module, self.store, self._copied).remove)
+        self.store.on_close.append(self.state_dicts.remove)
+        self.store.on_close.append(Copies(self.module, self.store, self._copied).remove)
         self.store.on_close.append(Conversions(self.module, self.store).remove)
 
     def _attach_experts(self) -> None:
@@ -531,12 +531,12 @@ def _say_slow(precision: str, device: torch.device) -> None:
 def _take_over(model: nn.Module, *, takes_values: bool) -> None:
     """Of closed engines: modules whose parameters are gone, and come from `weights`."""
     closed = Refusal.of(model)
-    if closed and not takes_values:
+    if not takes_values and any(each.lacks(model) for each in closed):
         raise StateError(
-            "this model was in tiers before, which were closed, and its parameters are gone; say "
-            "with weights= where their values are (safetensors files; of "
-            'engine.save_checkpoint("checkpoint"): weights="checkpoint", and then '
-            "engine.load_checkpoint), or build the model anew"
+            "this model was in tiers before, which were closed, and its parameters are gone; fill "
+            "them with model.load_state_dict(...), or say with weights= where their values are "
+            '(safetensors files; of engine.save_checkpoint("checkpoint"): weights="checkpoint", '
+            "and then engine.load_checkpoint)"
         )
     for each in closed:
         each.lift(model)
