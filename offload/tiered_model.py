@@ -186,7 +186,7 @@ class TieredModel(abc.ABC):
         return first.of(params, self._tensor_parallel)
 
     def _give_out_values(self) -> None:
-        """`state_dict` and copies have values, and conversions are asked for, until it is closed."""
+        """`state_dict` and copies have values, and conversions ask, until it is closed."""
         self.state_dicts = StateDictHooks(self.module, self.store, self.values)
         self.store.on_close.append(self.state_dicts.remove)
         self.store.on_close.append(Copies(self.module, self.store, self._copied).remove)
@@ -297,10 +297,10 @@ class TieredModel(abc.ABC):
         others, all on the CPU.
 
         `keep`: "host", tensors in RAM; "file", tensors that are read from a private file in the
-        first folder of `nvme.paths`; "drop", no values: the model can be given to
-        `offload.initialize` or `offload.dispatch` again with `weights=`. By default "host" where
-        the parameters fit into the RAM that the configuration gave to the tiers and into what is
-        free, else, and on several ranks, "drop"; a later use of the model is an error that says
+        first folder of `nvme.paths`; "drop", no values: `model.load_state_dict` fills them, or
+        `offload.initialize` and `offload.dispatch` take the model with `weights=`. By default
+        "host" where the parameters fit into the RAM that the configuration gave to the tiers and
+        into what is free, else, and on several ranks, "drop"; a later use of the model is an error that says
         why.
 
         BudgetError, PathError or NoSpaceError where "host" or "file" have no room, and what a

@@ -1,8 +1,9 @@
 """Hooks that a closed engine leaves on its model: calling a unit raises, as the parameters are
 gone.
 
-The modules can be given to another engine, which has to bring values: the parameters then are what
-they were before, on the meta device.
+A parameter that is given values is an ordinary one again (`load_state_dict`, `to_empty`), and the
+hooks go with the last of them. Or another engine gets the modules, and has to bring values: the
+parameters without any are on the meta device then.
 """
 
 from __future__ import annotations

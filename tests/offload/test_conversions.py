@@ -27,7 +27,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "double": (lambda m: m.double(), r"\.double\(\) .*tiers hold fp32, bf16 and fp16"),
     "float": (lambda m: m.float(), None),
     "to fp32": (lambda m: m.to(torch.float32), None),
-    "to fp16": (lambda m: m.to(torch.float16), r"\.to\(\) .*precision: fp16"),
+    "to fp16": (
+        lambda m: m.to(torch.float16),
+        r"\.to\(\) .*precision: fp16.*a pipeline that casts",
+    ),
     "to meta": (lambda m: m.to("meta"), r"\.to\(\) .*on meta.*close the engine"),
     "cpu": (lambda m: m.cpu(), None),
     "to_empty": (lambda m: m.to_empty(device="cpu"), None),
