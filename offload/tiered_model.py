@@ -300,8 +300,8 @@ class TieredModel(abc.ABC):
         first folder of `nvme.paths`; "drop", no values: `model.load_state_dict` fills them, or
         `offload.initialize` and `offload.dispatch` take the model with `weights=`. By default
         "host" where the parameters fit into the RAM that the configuration gave to the tiers and
-        into what is free, else, and on several ranks, "drop"; a later use of the model is an error that says
-        why.
+        into what is free, else, and on several ranks, "drop"; a later use of the model is an error
+        that says why.
 
         BudgetError, PathError or NoSpaceError where "host" or "file" have no room, and what a
         pending update raises: it is open then, as before. On several ranks all pass the same
