@@ -193,10 +193,10 @@ class TieredModel(abc.ABC):
         return first.of(params, self._tensor_parallel)
 
     def _give_out_values(self) -> None:
-        """Let `state_dict` return values, until the model is given away again."""
+        """`state_dict` and copies have values, and conversions ask, until it is closed."""
         self.state_dicts = StateDictHooks(self.module, self.store, self.values)
-        self.store.on_reuse.append(self.state_dicts.remove)
-        self.store.on_reuse.append(Copies(self.module, self.store, self._copied).remove)
+        self.store.on_close.append(self.state_dicts.remove)
+        self.store.on_close.append(Copies(self.module, self.store, self._copied).remove)
         self.store.on_close.append(Conversions(self.module, self.store).remove)
 
     def _attach_experts(self) -> None:
@@ -306,11 +306,11 @@ class TieredModel(abc.ABC):
         others, all on the CPU.
 
         `keep`: "host", tensors in RAM; "file", tensors that are read from a private file in the
-        first folder of `nvme.paths`; "drop", no values: the model can be given to
-        `offload.initialize` or `offload.dispatch` again with `weights=`. By default "host" where
-        the parameters fit into the RAM that the configuration gave to the tiers and into what is
-        free, else, and on several ranks, "drop"; a later use of the model is an error that says
-        why.
+        first folder of `nvme.paths`; "drop", no values: `model.load_state_dict` fills them, or
+        `offload.initialize` and `offload.dispatch` take the model with `weights=`. By default
+        "host" where the parameters fit into the RAM that the configuration gave to the tiers and
+        into what is free, else, and on several ranks, "drop"; a later use of the model is an error
+        that says why.
 
         Raises BudgetError, PathError or NoSpaceError if "host" or "file" have no room, and the
         error of a pending update: it stays open then. On several ranks all pass the same
@@ -540,12 +540,12 @@ def _take_over(model: nn.Module, *, takes_values: bool) -> None:
     """Take over modules of closed engines, whose parameters are gone and come from `weights`.
     Raises StateError unless `takes_values`."""
     closed = Refusal.of(model)
-    if closed and not takes_values:
+    if not takes_values and any(each.lacks(model) for each in closed):
         raise StateError(
-            "this model was in tiers before, which were closed, and its parameters are gone; say "
-            "with weights= where their values are (safetensors files; of "
-            'engine.save_checkpoint("checkpoint"): weights="checkpoint", and then '
-            "engine.load_checkpoint), or build the model anew"
+            "this model was in tiers before, which were closed, and its parameters are gone; fill "
+            "them with model.load_state_dict(...), or say with weights= where their values are "
+            '(safetensors files; of engine.save_checkpoint("checkpoint"): weights="checkpoint", '
+            "and then engine.load_checkpoint)"
         )
     for each in closed:
         each.lift(model)

@@ -3,20 +3,22 @@
 Parameters in tiers have the format and the device that the configuration says. What would change
 either is refused at the call, by name and before anything is changed; what changes neither does
 what it does to any model, buffers included. All of them call `Module._apply`, here one that asks
-first.
+first. `Module.compile` asks, too: a module around others cannot be compiled as one graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.store import WeightStore
+from offload.zero.compilers import refuse_one_graph
+from offload.zero.store import WeightStore
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -30,12 +32,17 @@ class Conversions:
         self._modules = [each for each in model.modules() if any(self._managed(each))]
         for module in self._modules:
             vars(module)["_apply"] = _Asking(module, self)
+            inner = any(any(self._managed(child)) for child in module.children())
+            if inner and getattr(module.compile, "__func__", None) is nn.Module.compile:
+                vars(module)["compile"] = partial(_compile, module)
 
     def remove(self) -> None:
         """Let the modules convert by themselves again."""
         for module in self._modules:
             if isinstance(vars(module).get("_apply"), _Asking):
                 del vars(module)["_apply"]
+            if getattr(vars(module).get("compile"), "func", None) is _compile:
+                del vars(module)["compile"]
 
     def _managed(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for param in module.parameters():
@@ -107,11 +114,17 @@ def _refuse_others(call: str, name: str, is_now: torch.Tensor, becomes: torch.Te
         change = f"{becomes.dtype}, and it is {dtype}"
         remedy = "tiers hold fp32, bf16 and fp16"
         if becomes.dtype in _FORMATS:
-            remedy = f"set precision: {_FORMATS[becomes.dtype]} in the configuration"
+            remedy = (
+                f"open the model in that format, with precision: {_FORMATS[becomes.dtype]} in the "
+                "configuration; a pipeline that casts its components then changes nothing"
+            )
         remedy += "; for converted copies, take model.state_dict()"
     else:
         change = f"a tensor on {becomes.device}, and it is computed with on {device}"
-        remedy = f"set device: {becomes.device.type} in the configuration"
+        remedy = (
+            f"set device: {becomes.device.type} in the configuration, and leave out what moves "
+            "models to save memory (a pipeline's enable_model_cpu_offload): tiers do that"
+        )
         if becomes.is_meta:
             remedy = "to drop the values, close the engine, or offload.dispatched(model)"
     raise UnsupportedError(
@@ -140,6 +153,13 @@ def _parameters_stay() -> Iterator[None]:
     finally:
         future.set_overwrite_module_params_on_conversion(overwrite)
         future.set_swap_module_params_on_conversion(swap)
+
+
+def _compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`Module.compile`."""
+    if kwargs.get("fullgraph"):
+        refuse_one_graph(f"{type(module).__name__}.compile(fullgraph=True)")
+    nn.Module.compile(module, *args, **kwargs)
 
 
 class _Asking:

@@ -32,7 +32,7 @@ _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value,
 # ... and attributes that engines set, where what they set is of ours
 _ATTRIBUTES = (
     "_apply", "__reduce_ex__", "__deepcopy__", "save_pretrained", "_offload_expert_weights",
-    "_is_accelerate_prepared", "on_chosen",
+    "_is_accelerate_prepared", "on_chosen", "compile",
 )  # fmt: skip
 
 

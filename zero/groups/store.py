@@ -79,7 +79,6 @@ class WeightStore:
         self.trace = self.fetcher.trace
         self.one_thread = OneThread()
         self.unusable: str | None = None  # why nothing may be read or computed (a torn load)
-        self.on_reuse: list[Callable[[], None]] = []  # called when another engine gets the model
         self.on_close: list[Callable[[], None]] = []
         self.closed = ENGINE  # what is said of it once it is closed
         self.groups: list[ParamGroup] = []
@@ -361,11 +360,7 @@ class WeightStore:
         own += [(packed.param, packed.own_class) for packed in self.packed]
         if why is not None:
             text = self.closed.without_values(why)
-            Refusal(self.units, own, self.on_reuse, text)
-            self._released.close(text)
-        else:
-            for each in self.on_reuse:
-                each()
+            self._released.close(text, Refusal(self.units, own, text).note_filled)
         for each in self.on_close:
             each()
         for group in self.groups:

@@ -1,13 +1,14 @@
 """Hooks that a closed engine leaves on its model: calling a unit raises, as the parameters are
 gone.
 
-The modules can be given to another engine, which has to bring values: the parameters then are what
-they were before, on the meta device.
+A parameter that is given values is an ordinary one again (`load_state_dict`, `to_empty`), and the
+hooks go with the last of them. Or another engine gets the modules, and has to bring values: the
+parameters without any are on the meta device then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,9 @@ class Closed:
     def without_values(self, why: str) -> str:
         """The error of a use of parameters that were dropped."""
         return (
-            f"{self.what}, and the model's parameters are gone ({why}); build the model anew, or "
-            f"give it to offload.initialize or offload.dispatch with weights= ({self.keep} would "
-            "have kept them)"
+            f"{self.what}, and the model's parameters are gone ({why}); fill them with "
+            "model.load_state_dict(...), or give the model to offload.initialize or "
+            f"offload.dispatch with weights= ({self.keep} would have kept them)"
         )
 
 
@@ -53,24 +54,29 @@ DISPATCHED = Closed(
 
 
 class Refusal:
-    """A hook on the units of a closed engine."""
+    """A hook on the units of a closed engine, for as long as their parameters have no values."""
 
     def __init__(
-        self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]],
-        also: Sequence[Callable[[], None]], text: str,
+        self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]], text: str
     ) -> None:  # fmt: skip
-        """`params` with their own classes; `also` is called when the model is given away. `text`
-        is what a call raises."""
+        """`params` with their own classes. `text` is what a call raises."""
         self._text = text
-        self._params = params
-        self._also = also
+        self._params = {id(param): (param, own) for param, own in params}  # without values
         self._handles = {
             id(unit.module): unit.module.register_forward_pre_hook(self, prepend=True)
             for unit in units
         }
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        raise StateError(self._text)
+        if self.lacks(module):
+            raise StateError(self._text)
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is self:  # others are in their place (load_state_dict(assign=True))
+                del module._forward_pre_hooks[number]
+
+    def __reduce__(self) -> Any:
+        """Of a module that has other parameters by now: the copy refuses nothing."""
+        return Refusal, ((), (), self._text)
 
     @staticmethod
     def of(model: nn.Module) -> list[Refusal]:
@@ -79,7 +85,19 @@ class Refusal:
         return list(dict.fromkeys(hook for hook in hooks if isinstance(hook, Refusal)))
 
     def has(self, param: nn.Parameter) -> bool:
-        return any(param is each for each, _ in self._params)
+        """Whether it is one of those without values."""
+        return id(param) in self._params
+
+    def lacks(self, module: nn.Module) -> bool:
+        """Whether a module has a parameter without values."""
+        return any(map(self.has, module.parameters()))
+
+    def note_filled(self, param: nn.Parameter) -> None:
+        """A parameter has values again; with the last of them the hooks go."""
+        self._params.pop(id(param), None)
+        if not self._params:
+            for handle in self._handles.values():
+                handle.remove()
 
     def lift(self, model: nn.Module) -> None:
         """Let another engine take over the closed engine's modules and parameters in `model`.
@@ -88,12 +106,10 @@ class Refusal:
         """
         here = {id(param) for param in model.parameters()}
         with torch._C.DisableTorchFunctionSubclass():
-            for param, own in self._params:
+            for param, own in self._params.values():
                 if id(param) in here:
                     param.__class__ = own
                     _empty(param)
-        for each in self._also:
-            each()
         for module in model.modules():
             handle = self._handles.pop(id(module), None)
             if handle is not None:

@@ -9,14 +9,27 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from torch import nn
 from torch._C._dynamo import eval_frame as _eval_frame
 
-_NEEDED = {"disable", "decorators"}
+from offload.tiers.errors import UnsupportedError
+
+_NEEDED = {"disable"}
+
+# Also what PyTorch says of a graph that would have to include one of these functions.
+_NO_GRAPH = (
+    "parameters in tiers are fetched and released before and after modules, so modules around "
+    "others cannot be one graph; leave fullgraph=True out, which compiles what is between, or "
+    "compile so the layers that have no others in them (model.head.compile(fullgraph=True))"
+)
 
 # With what this thread compiles frames, if it does. Where PyTorch does not say, it might.
 _compiler_of_frames: Callable[[], Any] = getattr(_eval_frame, "get_eval_frame_callback", object)
+_RUN_AS_IT_IS = _eval_frame._FrameExecStrategy(
+    _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -32,7 +45,6 @@ def uncompiled(function: Function) -> Function:
             # it may be half imported, or a stand-in (`planning/compiler_free`)
             if compiler is None or not vars(compiler).keys() >= _NEEDED:
                 return function(*args, **kwargs)
-            compiler.decorators.skip(call)  # or it is compiled for every object that has it
             disabled = compiler.disable(function)
         elif not is_active():  # nothing to switch off, which would take longer
             return function(*args, **kwargs)
@@ -42,9 +54,26 @@ def uncompiled(function: Function) -> Function:
 
 
 def break_graph(function: Function) -> Function:
-    """Keep `function` out of graphs; the functions it calls may be compiled separately."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    """`function` is part of no graph; the functions it calls may be compiled separately."""
+    marked: Any = function
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _NO_GRAPH
+    # called by what is not compiled it would be one by itself, anew for every object that has it
+    _eval_frame.set_code_exec_strategy(marked.__code__, _RUN_AS_IT_IS)
     return function
+
+
+def refuse_one_graph(what: str, cause: BaseException | None = None) -> NoReturn:
+    """Of what would have to be compiled as a whole."""
+    raise UnsupportedError(f"{what}: {_NO_GRAPH}") from cause
+
+
+def explain(error: BaseException, name: str, module: nn.Module) -> None:
+    """UnsupportedError if the cause of `error` is that a module was to be compiled as a whole."""
+    if type(error).__module__ == "torch._dynamo.exc" and _NO_GRAPH in str(error):
+        refuse_one_graph(
+            f"torch.compile(fullgraph=True) of {name or 'the model'} ({type(module).__name__})",
+            error,
+        )
 
 
 @break_graph

@@ -423,6 +423,7 @@ class _Guard:
             return run(*args, **kwargs)
         except BaseException as error:
             leave_checkpoints(error)
+            compilers.explain(error, self._name, self._module)
             if isinstance(error, (RuntimeError, ValueError)):
                 explain_dtypes(error, self._name, self._module, (args, kwargs))
             raise
