@@ -31,11 +31,11 @@ from offload.checkpoint.weights import Take, stream_weights
 from offload.display.progress import progress
 from offload.engine import Engine
 from offload.integrations.weight_files import Write
-from offload.lazy_tensors import LazyTensor
 from offload.taking_over import tiers_of
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import UnsupportedError
-from offload.zero.layout import ParamSpec
+from offload.weights.lazy_tensors import LazyTensor
+from offload.zero.groups.layout import ParamSpec
 
 _PIECE_NUMEL = 1 << 22
 Described = Mapping[str, tuple[Iterable[int], torch.dtype]]  # a state dict: shapes, dtypes

@@ -19,11 +19,9 @@ from transformers import PreTrainedModel
 
 from offload.checkpoint.disk import make_folder, storage_errors, sync_files
 from offload.checkpoint.weights import stream_weights
-from offload.config.paths import StrPath
 from offload.engine import Engine
 from offload.integrations.hub_format import ModelInHubFormat
 from offload.integrations.weight_files import write_shards
-from offload.lazy_tensors import LazyTensor
 from offload.taking_over import tiers_of
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import PathError

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from offload.client_optimizers import CLASSES, ClientOptimizer
 from offload.config.optimizer_kinds import KINDS
+from offload.optimizers.client import CLASSES, ClientOptimizer
 from offload.tiers.errors import StateError, UnsupportedError
 
 _NAMED = 3  # parameters that an error names

@@ -40,7 +40,7 @@ from offload.integrations.trainer_optimizer import (
     source_of,
 )
 from offload.integrations.training_arguments import Source, arguments_for, named_keys, settle
-from offload.optimizer import OffloadOptimizer
+from offload.optimizers.optimizer import OffloadOptimizer
 from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
@@ -371,11 +371,11 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return groups_only(optimizer.type), numbers  # Trainer's param groups have the decay
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        vars(self)["create_optimizer"] = lambda *_: self.optimizer  # it has been called
+        self.__dict__["create_optimizer"] = lambda *_: self.optimizer  # it has been called
         try:
             return super()._prepare_for_training(*args, **kwargs)
         finally:
-            del vars(self)["create_optimizer"]
+            del self.__dict__["create_optimizer"]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         with changed_arguments(self.args, max_grad_norm=self._max_norm):

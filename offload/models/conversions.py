@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.compilers import refuse_one_graph
-from offload.zero.store import WeightStore
+from offload.zero.groups.store import WeightStore
+from offload.zero.hooks.compilers import refuse_one_graph
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
