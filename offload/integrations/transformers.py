@@ -371,11 +371,11 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return groups_only(optimizer.type), numbers  # Trainer's param groups have the decay
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        vars(self)["create_optimizer"] = lambda *_: self.optimizer  # it has been called
+        self.__dict__["create_optimizer"] = lambda *_: self.optimizer  # it has been called
         try:
             return super()._prepare_for_training(*args, **kwargs)
         finally:
-            del vars(self)["create_optimizer"]
+            del self.__dict__["create_optimizer"]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         with changed_arguments(self.args, max_grad_norm=self._max_norm):
