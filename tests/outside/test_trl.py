@@ -221,7 +221,7 @@ def test_no_trainer_of_trl_overrides_what_the_mixin_replaces(name: str) -> None:
 def test_grpos_entropy_coefficient_resumes(tmp_path: Path) -> None:
     """It is loaded with the optimizer."""
     args = trl.GRPOConfig(
-        output_dir=str(tmp_path), **KEYS | {"max_steps": 1, "eval_strategy": "no"} | {
+        output_dir=str(tmp_path), **ARGUMENTS | {"max_steps": 1, "eval_strategy": "no", "bf16": False} | {
             "num_generations": 2, "max_completion_length": 4, "use_adaptive_entropy": True,
             "save_steps": 1, "gradient_accumulation_steps": 1,
         },
