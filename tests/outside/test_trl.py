@@ -220,12 +220,12 @@ def test_no_trainer_of_trl_overrides_what_the_mixin_replaces(name: str) -> None:
 
 def test_grpos_entropy_coefficient_resumes(tmp_path: Path) -> None:
     """It is loaded with the optimizer."""
-    args = trl.GRPOConfig(
-        output_dir=str(tmp_path), **ARGUMENTS | {"max_steps": 1, "eval_strategy": "no", "bf16": False} | {
-            "num_generations": 2, "max_completion_length": 4, "use_adaptive_entropy": True,
-            "save_steps": 1, "gradient_accumulation_steps": 1,
-        },
-    )  # fmt: skip
+    keys = {
+        "max_steps": 1, "eval_strategy": "no", "bf16": False, "num_generations": 2,
+        "max_completion_length": 4, "use_adaptive_entropy": True, "save_steps": 1,
+        "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    args = trl.GRPOConfig(output_dir=str(tmp_path), **ARGUMENTS | keys)
     rows = datasets.Dataset.from_dict(
         {"prompt": sentences(8, 3, 5, torch.Generator().manual_seed(1))}
     )
