@@ -678,4 +678,4 @@ def test_the_built_in_model_is_that_of_the_example() -> None:
 
 def test_the_child_runs_this_very_package() -> None:
     paths = child.child_environment()["PYTHONPATH"].split(":")
-    assert (Path(paths[0]) / "offload" / "child.py").is_file()
+    assert (Path(paths[0]) / "offload/process/child.py").is_file()
