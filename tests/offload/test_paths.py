@@ -252,13 +252,13 @@ def copy(given: Given, folder: Path) -> Any:
     offload.checkpoint.copy(source, given("checkpoint.copy(destination)", folder / "b"))
 
 
-@gives("recording.Recording.write(path)")
+@gives("runs.recording.Recording.write(path)")
 def record(given: Given, folder: Path) -> Any:
     with an_engine() as engine:
         with engine.record() as recording:
             engine.module(torch.ones(2)).sum().backward()
             engine.optimizer.step()
-        recording.write(given("recording.Recording.write(path)", folder / "trace.json"))
+        recording.write(given("runs.recording.Recording.write(path)", folder / "trace.json"))
     return names_in(folder)
 
 
