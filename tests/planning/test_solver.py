@@ -252,12 +252,12 @@ def test_an_open_host_budget_is_what_is_free_without_the_reserve():
     """Not a share of it: what RAM would hold is not spilt to a disk."""
     for about in (None, gpu_known()):
         budgets = solved({}, about, gpu=4 * GIB, host=64 * GIB).best.plan.budgets
-        assert budgets[Tier.HOST] == pytest.approx(0.95 * 64 * GIB, rel=1e-6)
+        assert budgets[Tier.HOST] == pytest.approx(0.95 * 64 * GIB, rel=1e-5)
     little = solved({}, gpu_known(), gpu=4 * GIB, host=2 * GIB).best.plan.budgets
     assert little[Tier.HOST] == pytest.approx(0.7 * 2 * GIB, rel=1e-5)
     libraries = replace(gpu_known(), baseline=replace(NO_LIBRARIES, ram_nbytes=4 * GIB))
     beside = solved({}, libraries, gpu=4 * GIB, host=64 * GIB).best.plan.budgets
-    assert beside[Tier.HOST] == pytest.approx(0.95 * 60 * GIB, rel=1e-6)
+    assert beside[Tier.HOST] == pytest.approx(0.95 * 60 * GIB, rel=1e-5)
 
 
 def test_on_a_cpu_unknown_activations_have_a_share_of_ram():
