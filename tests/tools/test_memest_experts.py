@@ -213,15 +213,6 @@ def test_a_dense_model_has_nothing_to_spread(capsys: Any) -> None:
     assert "has no experts that move one by one" in " ".join(capsys.readouterr().err.split())
 
 
-def test_scale_goes_through_ranks_that_have_all_experts(small: str, capsys: Any) -> None:
-    options = [small, *ON, "--nodes", "2", "-o", "zero.stage=1", "--ep-size", "4"]
-    found = asked(capsys, "scale", *options)
-    assert [point["ranks"] for point in found["series"][0]["points"]] == [4, 8, 16]
-    assert any("ep_size=4" in note for note in found["notes"])
-    assert run("scale", small, *ON, "--nodes", "1", "--ep-size", "16") == 2
-    assert "--ep-size 16 divides none" in " ".join(capsys.readouterr().err.split())
-
-
 def test_other_systems_spread_their_experts_too(small: str, capsys: Any) -> None:
     held = {}
     for ep_size in ("1", "4"):

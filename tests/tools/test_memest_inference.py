@@ -240,11 +240,8 @@ def test_what_contradicts_is_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["compare", "scale"])
-def test_other_systems_are_compared_in_training_alone(
-    command: str, folder: Path, capsys: Any
-) -> None:
-    assert run(command, str(folder), "--inference", "--profile", "DGX H100") == 2
+def test_other_systems_are_compared_in_training_alone(folder: Path, capsys: Any) -> None:
+    assert run("compare", str(folder), "--inference", "--profile", "DGX H100") == 2
     assert "is of training alone" in capsys.readouterr().err
 
 
