@@ -134,7 +134,7 @@ def test_on_a_tight_machine_train_plan_and_memest_choose_the_same_plan(
         read_profile(gpu="none", ram="64GiB", nvme="4GiB"), here=True, ram_nbytes=nbytes,
         ram_free_nbytes=nbytes, own_ram=True,
     )  # fmt: skip
-    for module in ("homes", "runs.forecast"):
+    for module in ("memory.tier_manager", "runs.forecast"):
         monkeypatch.setattr(f"offload.{module}.this_machine", lambda *_: profile.hardware())
     monkeypatch.setattr("offload.runs.forecast.known_speeds", lambda *_: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # libraries of default size
