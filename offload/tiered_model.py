@@ -360,7 +360,10 @@ class TieredModel(abc.ABC):
         except Exception as error:
             if keep is not None:
                 raise
-            self._why_dropped = str(error)  # a pending update's failure, which can be of any type
+            self._why_dropped = str(error)
+            if not isinstance(error, BudgetError | StateError):
+                # a pending update failed, with an error of any type: closing is no place to lose it
+                _log.warning("the parameters went with the tiers: %s", error)
             return None
         return partial(self._take, back, place, is_wanted=keep is not None)
 

@@ -29,7 +29,7 @@ from offload.zero.hooks.hooks import installed_call
 
 _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and
           "hooks" in name]  # fmt: skip
-# ... and attributes that engines set, where what they set is of ours
+# ... and attributes of modules that engines set
 _ATTRIBUTES = (
     "_apply", "__reduce_ex__", "__deepcopy__", "save_pretrained", "_offload_expert_weights",
     "_is_accelerate_prepared", "on_chosen", "compile",

@@ -316,7 +316,9 @@ def test_a_step_may_count_updates_that_have_not_begun(
     assert all(value.isfinite().all() for value in found[0].values())
 
 
-def test_why_an_update_on_trial_failed_is_what_is_raised(tmp_path: Path) -> None:
+def test_why_an_update_on_trial_failed_is_what_is_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = offload.initialize(
         Model(random.Random(1)), {"placement": ON_NVME, "nvme": {"paths": [str(tmp_path)]}}
     )
@@ -339,6 +341,7 @@ def test_why_an_update_on_trial_failed_is_what_is_raised(tmp_path: Path) -> None
     with pytest.raises(OSError, match="the disk is gone"):
         engine.settle()
     engine.close()
+    assert "went with the tiers: the disk is gone" in caplog.text
 
 
 def test_without_memory_for_old_weights_updates_wait_for_the_step(tmp_path: Path) -> None:
