@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.checkpoint.background import BackgroundSaves
+from offload.checkpoint.engine.background import BackgroundSaves
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of, path_text
 from offload.memory.tier_manager import TieredHomes
@@ -58,7 +58,7 @@ from offload.zero.tensors.local_tensors import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from offload.checkpoint.run_state import Carried
+    from offload.checkpoint.engine.run_state import Carried
     from offload.config.optimizer import OptimizerConfig
     from offload.loggers import AnyLogger
     from offload.runs.own_run import OwnRun
@@ -525,7 +525,7 @@ class Engine(TieredModel):
 
         Raises UnsupportedError for objects without such a state, StateError for a name in use.
         """
-        from offload.checkpoint.run_state import check_carried, check_unnamed
+        from offload.checkpoint.engine.run_state import check_carried, check_unnamed
 
         self._check_open()
         check_unnamed(self.carried, objects)
@@ -593,7 +593,7 @@ class Engine(TieredModel):
         DTensors, whose `state_dict()` is complete.
         """
         from offload.checkpoint import save, save_behind
-        from offload.checkpoint.stores import refuse_url
+        from offload.checkpoint.format.stores import refuse_url
 
         refuse_url(path_text(path, "path"), "save_checkpoint")
         path = Path(path)
@@ -648,7 +648,7 @@ class Engine(TieredModel):
         another checkpoint is loaded.
         """
         from offload.checkpoint import load
-        from offload.checkpoint.stores import refuse_url
+        from offload.checkpoint.format.stores import refuse_url
 
         refuse_url(path_text(path, "path"), "load_checkpoint")
         path = Path(path)

@@ -42,6 +42,8 @@ MEMEST_ROOMS: list[set[str]] = [
 PLANNING_ROOMS: list[set[str]] = [
     {"plan"}, {"activations"}, {"step"}, {"machine"}, {"choice"},
 ]  # fmt: skip
+# The same of `checkpoint/`; the format knows no engine.
+CHECKPOINT_ROOMS: list[set[str]] = [{"format"}, {"foreign"}, {"engine"}]
 LAYERS = {"tiers", "swap", "kernels", "zero", "tools"}  # linked: `test_house` knows them
 
 
@@ -110,8 +112,12 @@ def test_no_import_runs_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "rooms"), [("offload.planning", PLANNING_ROOMS), (MEMEST, MEMEST_ROOMS)]
-)
+    ("package", "rooms"),
+    [
+        ("offload.checkpoint", CHECKPOINT_ROOMS), ("offload.planning", PLANNING_ROOMS),
+        (MEMEST, MEMEST_ROOMS),
+    ],
+)  # fmt: skip
 def test_no_import_among_rooms_runs_up(package: str, rooms: list[set[str]]) -> None:
     def room_of(module: str) -> int:
         name = module.removeprefix(f"{package}.").split(".")[0]

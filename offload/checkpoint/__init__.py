@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.steps import latest, prune, step_path
+from offload.checkpoint.format.steps import latest, prune, step_path
 from offload.config.paths import StrPath, path_of
 from offload.swap.io.hands import waiting
 
 if TYPE_CHECKING:
-    from offload.checkpoint.background import BackgroundSaves
+    from offload.checkpoint.engine.background import BackgroundSaves
     from offload.engine import Engine
 
 __all__ = ["copy", "latest", "load", "prune", "save", "save_behind", "step_path"]
@@ -44,7 +44,7 @@ def save(engine: Engine, path: StrPath, state: Mapping[str, Any] | None = None) 
     NoSpaceError and StorageError for errors of the disk; CheckpointError if a stopped process has
     locked the folder. The old checkpoint is intact then.
     """
-    from offload.checkpoint.saving import save_engine
+    from offload.checkpoint.engine.saving import save_engine
 
     with waiting(engine.config.nvme.timeout_s):
         save_engine(engine, path_of(path, "path"), state)
@@ -57,7 +57,7 @@ def save_behind(
     """Like `save`, but return once the state is fixed, and write it while the engine trains;
     `done()` is called on another thread when it is complete. Returns False, after logging the
     reason once, if that is impossible: nothing was begun then."""
-    from offload.checkpoint.background import BackgroundSave, why_not
+    from offload.checkpoint.engine.background import BackgroundSave, why_not
 
     reason = why_not(engine)
     if reason:
@@ -76,7 +76,7 @@ def copy(source: StrPath, destination: StrPath) -> int:
     upload is sent. At a URL it is complete once its manifest is there, which comes last. PathError
     where both are folders, or the URL has one already; CheckpointError, StorageError as for a load.
     """
-    from offload.checkpoint.stores import copy_checkpoint
+    from offload.checkpoint.format.stores import copy_checkpoint
 
     return copy_checkpoint(source, destination)
 
@@ -95,7 +95,7 @@ def load(engine: Engine, path: StrPath) -> dict[str, Any]:
     StorageError, is met half-way and leaves a mixture, so the engine then refuses to train, read or
     save (StateError) until a load succeeds. `offload checkpoint verify` looks without loading.
     """
-    from offload.checkpoint.loading import load_engine
+    from offload.checkpoint.engine.loading import load_engine
 
     with waiting(engine.config.nvme.timeout_s):
         return load_engine(engine, path_of(path, "path"))

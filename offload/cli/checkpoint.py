@@ -15,7 +15,7 @@ from offload.display.plain_text import echo
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload.checkpoint.manifest import Manifest
+    from offload.checkpoint.format.manifest import Manifest
 
 checkpoint_app = typer.Typer(
     cls=GuardedGroup, help="Look into, check and export checkpoints.", no_args_is_help=True
@@ -46,7 +46,7 @@ class Dtype(enum.StrEnum):
 @checkpoint_app.command()
 def inspect(path: Folder) -> None:
     """Print the content of PATH: groups, parameters, bytes, steps. Only the manifest is read."""
-    from offload.checkpoint.reader import CheckpointReader
+    from offload.checkpoint.format.reader import CheckpointReader
     from offload.display.console import PlainConsole
 
     with CheckpointReader(path) as reader:
@@ -61,8 +61,8 @@ def inspect(path: Folder) -> None:
 def verify(path: Folder) -> None:
     """Compare every byte of PATH with its hash. The exit code is 1, and the damage is named, if a
     byte differs or PATH was saved as another step."""
-    from offload.checkpoint.reader import CheckpointReader
-    from offload.checkpoint.steps import other_step
+    from offload.checkpoint.format.reader import CheckpointReader
+    from offload.checkpoint.format.steps import other_step
     from offload.tiers.units import format_bytes
 
     with CheckpointReader(path) as reader:
@@ -117,7 +117,7 @@ def export(
     a transformers model is one that from_pretrained opens."""
     from functools import partial
 
-    from offload.checkpoint.exporting import export as run
+    from offload.checkpoint.foreign.exporting import export as run
     from offload.integrations.changed_weights import Change
     from offload.integrations.hub_export import write_hub_format
     from offload.quantised.writing import Target
@@ -141,7 +141,7 @@ def export(
 def _check_folder(path: Path, out: Path) -> None:
     """Raise ConfigError if codes would be written outside of a transformers folder, their only
     format."""
-    from offload.checkpoint.reader import CheckpointReader
+    from offload.checkpoint.format.reader import CheckpointReader
     from offload.tiers.errors import ConfigError
 
     if out.suffix == ".safetensors":

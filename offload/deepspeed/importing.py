@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from offload import __version__
-from offload.checkpoint.composing import Composer, fields_of, group_of, numbers_of
-from offload.checkpoint.folder import PendingFolder
-from offload.checkpoint.manifest import (
+from offload.checkpoint.format.composing import Composer, fields_of, group_of, numbers_of
+from offload.checkpoint.format.folder import PendingFolder
+from offload.checkpoint.format.manifest import (
     BUFFERS,
     BufferRecord,
     LossScaleRecord,
@@ -27,8 +27,8 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
-from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.plain_values import check_plain
+from offload.checkpoint.format.plain_values import check_plain
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.config.optimizer_kinds import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.saved import imported_run, last_tag, write_latest

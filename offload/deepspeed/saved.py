@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.checkpoint import bounded_json
-from offload.checkpoint.disk import entries, is_folder, is_there, storage_errors
-from offload.checkpoint.exporting import export
-from offload.checkpoint.folder import adopt, discard
-from offload.checkpoint.manifest import RunRecord
-from offload.checkpoint.on_all_ranks import on_all
-from offload.checkpoint.plain_values import check_plain, unpacked
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.user_state import run_of, state_in
+from offload.checkpoint.engine.on_all_ranks import on_all
+from offload.checkpoint.foreign.exporting import export
+from offload.checkpoint.format import bounded_json
+from offload.checkpoint.format.disk import entries, is_folder, is_there, storage_errors
+from offload.checkpoint.format.folder import adopt, discard
+from offload.checkpoint.format.manifest import RunRecord
+from offload.checkpoint.format.plain_values import check_plain, unpacked
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.user_state import run_of, state_in
 from offload.runs.metrics import write_whole
 from offload.swap.io.hands import patiently
 from offload.swap.io.maker_marks import marked

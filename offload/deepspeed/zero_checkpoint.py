@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.model_files import own_file
-from offload.checkpoint.torch_archive import ArchivedTensor, Opaque, Window, read_archive
+from offload.checkpoint.foreign.model_files import own_file
+from offload.checkpoint.foreign.torch_archive import ArchivedTensor, Opaque, Window, read_archive
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from offload.checkpoint.disk import make_folder, storage_errors
-from offload.checkpoint.weights import stream_weights
+from offload.checkpoint.engine.weights import stream_weights
+from offload.checkpoint.format.disk import make_folder, storage_errors
 from offload.config.paths import StrPath, path_of, path_text
 from offload.engine import Engine
 from offload.integrations.weight_files import OwnNames, remove_other_shards, write_shards
@@ -136,7 +136,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
 
         Raise StateError while gradients wait for a step: save where `sync_gradients` is true.
         """
-        from offload.checkpoint.model import check_stepped
+        from offload.checkpoint.engine.model import check_stepped
 
         if output_dir is not None:
             output_dir = path_text(output_dir, "output_dir")

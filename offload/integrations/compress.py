@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.checkpoint.disk import make_folder, storage_errors
-from offload.checkpoint.exporting import check_new, pending_output, write_others
-from offload.checkpoint.model import model_record
+from offload.checkpoint.engine.model import model_record
+from offload.checkpoint.foreign.exporting import check_new, pending_output, write_others
+from offload.checkpoint.format.disk import make_folder, storage_errors
 from offload.config.paths import StrPath, path_of
 from offload.integrations.changed_weights import Change
 from offload.integrations.hub_export import write_files

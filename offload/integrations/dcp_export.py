@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from offload.checkpoint.disk import check_room, storage_errors
-from offload.checkpoint.exporting import check_new, pending_output
-from offload.checkpoint.manifest import Manifest, ParameterRecord
-from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.safetensors_file import StoredTensor, TensorInfo
+from offload.checkpoint.foreign.exporting import check_new, pending_output
+from offload.checkpoint.format.disk import check_room, storage_errors
+from offload.checkpoint.format.manifest import Manifest, ParameterRecord
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES, StoredTensor, TensorInfo
 from offload.integrations.entry_tensors import Entry, EntryTensor
 from offload.kernels.cpu.convert import join_master
 from offload.kernels.floats import Array

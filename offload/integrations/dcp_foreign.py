@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from offload import __version__
-from offload.checkpoint.composing import fields_of, numbers_of
-from offload.checkpoint.dcp_folder import DcpFolder, SavedTensor
-from offload.checkpoint.manifest import (
+from offload.checkpoint.foreign.dcp_folder import DcpFolder, SavedTensor
+from offload.checkpoint.format.composing import fields_of, numbers_of
+from offload.checkpoint.format.manifest import (
     BUFFERS,
     BufferRecord,
     LossScaleRecord,
@@ -20,7 +20,7 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
-from offload.checkpoint.model import DTYPE_NAMES
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.config.optimizer_kinds import KINDS
 from offload.display.plain_text import plain
 from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped

@@ -4,8 +4,8 @@ safetensors file: `offload checkpoint import-dcp`.
     {"app": {"model": ..., "optim": ...}}    and the same without "app", or under another name
     {"offload": ...}                         beside it: what `export-dcp` wrote, taken over whole
 
-Nothing of the folder is run (`checkpoint/dcp_folder.py`). One parameter at a time is in memory,
-with its states.
+Nothing of the folder is run (`checkpoint/foreign/dcp_folder.py`). One parameter at a time is in
+memory, with its states.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from offload.checkpoint import bounded_json
-from offload.checkpoint.composing import Composer, fields_of
-from offload.checkpoint.dcp_folder import DcpFolder
-from offload.checkpoint.disk import check_room
-from offload.checkpoint.exporting import check_new, pending_output
-from offload.checkpoint.folder import PendingFolder
-from offload.checkpoint.manifest import (
+from offload.checkpoint.foreign.dcp_folder import DcpFolder
+from offload.checkpoint.foreign.exporting import check_new, pending_output
+from offload.checkpoint.format import bounded_json
+from offload.checkpoint.format.composing import Composer, fields_of
+from offload.checkpoint.format.disk import check_room
+from offload.checkpoint.format.folder import PendingFolder
+from offload.checkpoint.format.manifest import (
     BUFFERS,
     BufferRecord,
     Manifest,
     ParameterRecord,
 )
-from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.checkpoint.format.safetensors_file import (
+    DTYPE_NAMES,
+    SafetensorsWriter,
+    TensorInfo,
+    file_nbytes,
+)
 from offload.display.plain_text import plain
 from offload.integrations.dcp_export import (
     ABOUT,

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload.checkpoint.composing import group_of
-from offload.checkpoint.dcp_folder import DcpFolder
-from offload.checkpoint.manifest import Manifest, ParameterRecord
+from offload.checkpoint.foreign.dcp_folder import DcpFolder
+from offload.checkpoint.format.composing import group_of
+from offload.checkpoint.format.manifest import Manifest, ParameterRecord
 from offload.tiers.errors import CheckpointError
 from offload.zero.step.records import RecordFormat
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from offload.checkpoint.dcp_folder import DcpFolder, Part, SavedTensor
+from offload.checkpoint.foreign.dcp_folder import DcpFolder, Part, SavedTensor
 from offload.config.paths import StrPath, path_of, path_text
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.exporting import ExportedTensor, HubFiles
-from offload.checkpoint.manifest import ITEMSIZE, ModelRecord
-from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.model_files import INDEX, check_counts
+from offload.checkpoint.foreign.exporting import ExportedTensor, HubFiles
+from offload.checkpoint.foreign.model_files import INDEX, check_counts
+from offload.checkpoint.format.manifest import ITEMSIZE, ModelRecord
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.integrations.pretrained import is_model_class
 from offload.tiers.errors import UnsupportedError
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from offload.checkpoint.weights import Take, stream_weights
+from offload.checkpoint.engine.weights import Take, stream_weights
 from offload.display.progress import progress
 from offload.engine import Engine
 from offload.integrations.weight_files import Write

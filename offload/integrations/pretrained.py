@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.checkpoint.model_files import (
+from offload.checkpoint.foreign.model_files import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from offload.checkpoint.model_files import INDEX, SINGLE, weight_files
+from offload.checkpoint.foreign.model_files import INDEX, SINGLE, weight_files
 from offload.display.progress import progress
 from offload.integrations.pretrained import built
 from offload.tiers.errors import CheckpointError

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from offload.checkpoint.disk import make_folder, storage_errors, sync_files
-from offload.checkpoint.weights import stream_weights
+from offload.checkpoint.engine.weights import stream_weights
+from offload.checkpoint.format.disk import make_folder, storage_errors, sync_files
 from offload.engine import Engine
 from offload.integrations.hub_format import ModelInHubFormat
 from offload.integrations.weight_files import write_shards

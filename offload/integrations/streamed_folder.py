@@ -25,8 +25,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from offload.checkpoint import model
-from offload.checkpoint.disk import (
+from offload.checkpoint.engine import model
+from offload.checkpoint.foreign.model_files import own_file
+from offload.checkpoint.format.disk import (
     OpenFile,
     entries,
     is_folder,
@@ -38,10 +39,9 @@ from offload.checkpoint.disk import (
     storage_errors,
     sync_folder,
 )
-from offload.checkpoint.folder import discard
-from offload.checkpoint.model_files import own_file
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.safetensors_file import StoredTensor
+from offload.checkpoint.format.folder import discard
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.safetensors_file import StoredTensor
 from offload.config.paths import path_of
 from offload.memory.leftovers import STATE
 from offload.swap.io.hands import patiently

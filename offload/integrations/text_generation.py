@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.model_files import CONFIG, read_json
+from offload.checkpoint.foreign.model_files import CONFIG, read_json
 from offload.display.words import about
 from offload.integrations.pretrained import open_pretrained
 from offload.tiers.errors import ConfigError, UnsupportedError

@@ -26,9 +26,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import has_length
 
-from offload.checkpoint.model import restore_numbers
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.weights import stream_weights
+from offload.checkpoint.engine.model import restore_numbers
+from offload.checkpoint.engine.weights import stream_weights
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.integrations.adapters import AdapterSave, is_adapted

@@ -15,17 +15,21 @@ import torch
 from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from torch import Tensor
 
-from offload.checkpoint.disk import (
+from offload.checkpoint.engine.weights import stream_weights
+from offload.checkpoint.foreign.model_files import INDEX, SINGLE
+from offload.checkpoint.format.disk import (
     check_room,
     rename,
     replace_text,
     storage_errors,
     sync_folder,
 )
-from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.model_files import INDEX, SINGLE
-from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
-from offload.checkpoint.weights import stream_weights
+from offload.checkpoint.format.safetensors_file import (
+    DTYPE_NAMES,
+    SafetensorsWriter,
+    TensorInfo,
+    file_nbytes,
+)
 from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import ParamSpec

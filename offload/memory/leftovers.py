@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.checkpoint.folder import discard, recover
-from offload.checkpoint.locks import lock_folder, unlock
-from offload.checkpoint.ownership import leftovers as pending_checkpoints
+from offload.checkpoint.format.folder import discard, recover
+from offload.checkpoint.format.locks import lock_folder, unlock
+from offload.checkpoint.format.ownership import leftovers as pending_checkpoints
 from offload.process import machine
 from offload.swap.io.maker_marks import Life, maker_of
 from offload.tiers.errors import PathError

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.checkpoint.model_files import CONFIG, read_json
+from offload.checkpoint.foreign.model_files import CONFIG, read_json
 from offload.quantised import awq, bitsandbytes, compressed_tensors, gptq
 from offload.quantised.matrix import Matrix
 from offload.quantised.parts import Parts

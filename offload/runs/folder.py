@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint import latest, prune, step_path
-from offload.checkpoint.disk import make_folder, rename, storage_errors, sync_folder
-from offload.checkpoint.locks import OpenFolder, lock_folder, unlock
-from offload.checkpoint.run_restoring import saved_run
-from offload.checkpoint.steps import has_steps
+from offload.checkpoint.engine.run_restoring import saved_run
+from offload.checkpoint.format.disk import make_folder, rename, storage_errors, sync_folder
+from offload.checkpoint.format.locks import OpenFolder, lock_folder, unlock
+from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml

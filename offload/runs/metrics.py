@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.disk import replace_text
+from offload.checkpoint.format.disk import replace_text
 from offload.loggers import JSONLinesLogger
 from offload.tiers.errors import PathError, StorageError, StuckError
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.checkpoint.disk import free_nbytes
+from offload.checkpoint.format.disk import free_nbytes
 from offload.memory.tier_manager import nvme_paths, ranks_here
 from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.errors import NoSpaceError

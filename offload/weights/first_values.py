@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.module_state import refusal_of
+from offload.checkpoint.engine.module_state import refusal_of
 from offload.config.paths import StrPath
 from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import keeps

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.checkpoint.model_files import own_file
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.foreign.model_files import own_file
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_of
 from offload.quantised.reading import settings_in
 from offload.tiers.errors import CheckpointError, ConfigError

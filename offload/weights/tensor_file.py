@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from offload.checkpoint.disk import read_all
-from offload.checkpoint.manifest import MANIFEST, PARAMETERS, is_data_file
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.safetensors_file import StoredTensor, parse_header
+from offload.checkpoint.format.disk import read_all
+from offload.checkpoint.format.manifest import MANIFEST, PARAMETERS, is_data_file
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.safetensors_file import StoredTensor, parse_header
 from offload.tiers.errors import CheckpointError
 
 DTYPES = {

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import offload.deepspeed as deepspeed
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.user_state import state_in
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.user_state import state_in
 from offload.cli import main
 from offload.deepspeed.importing import import_checkpoint
 from offload.tiers.errors import CheckpointError, ConfigError

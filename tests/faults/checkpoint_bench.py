@@ -19,8 +19,8 @@ from torch import Tensor
 
 import offload
 from offload import checkpoint
-from offload.checkpoint.checked_files import TRIES
-from offload.checkpoint.folder import recover
+from offload.checkpoint.format.checked_files import TRIES
+from offload.checkpoint.format.folder import recover
 from offload.errors import CheckpointError, OffloadError, RankError, StorageError, StuckError
 from tests.faults.faulty_calls import UNSEEN, FaultyCalls, kinds_of
 from tests.offload.engine_cases import (

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from offload.checkpoint import disk
+from offload.checkpoint.format import disk
 
 Tree = bytes | tuple[tuple[str, "Tree"], ...]  # a file's contents, or a folder's names in order
 

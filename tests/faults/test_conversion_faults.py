@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import offload
 from offload import checkpoint
-from offload.checkpoint.exporting import export
-from offload.checkpoint.manifest import MANIFEST
+from offload.checkpoint.foreign.exporting import export
+from offload.checkpoint.format.manifest import MANIFEST
 from offload.deepspeed.importing import import_checkpoint
 from offload.errors import OffloadError
 from offload.integrations.dcp_export import export_dcp

@@ -20,7 +20,7 @@ from torch import nn
 import offload
 import offload.deepspeed as deepspeed
 from offload import checkpoint
-from offload.checkpoint.exporting import export
+from offload.checkpoint.foreign.exporting import export
 from offload.errors import CheckpointError, PathError
 from offload.integrations import streamed_folder
 from offload.swap.io.hands import patiently

@@ -15,9 +15,9 @@ from torch import nn
 import offload
 import offload.deepspeed as deepspeed
 from offload import checkpoint
-from offload.checkpoint.exporting import export, pending_output
-from offload.checkpoint.manifest import MANIFEST
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.foreign.exporting import export, pending_output
+from offload.checkpoint.format.manifest import MANIFEST
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.config import OffloadConfig
 from offload.deepspeed.importing import import_checkpoint
 from offload.integrations import streamed_folder

@@ -25,8 +25,8 @@ from torch import nn
 
 import offload
 from offload import checkpoint
-from offload.checkpoint import folder
-from offload.checkpoint.manifest import RUN
+from offload.checkpoint.format import folder
+from offload.checkpoint.format.manifest import RUN
 from offload.swap.io import hands
 from offload.swap.io.block_store import BlockStore
 from offload.swap.states.file_state import FileState

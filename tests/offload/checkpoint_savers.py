@@ -24,9 +24,9 @@ from torch import nn
 
 import offload
 from offload import checkpoint
-from offload.checkpoint import folder as folders
-from offload.checkpoint.folder import adopt
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.format import folder as folders
+from offload.checkpoint.format.folder import adopt
+from offload.checkpoint.format.reader import CheckpointReader
 from tests.offload.engine_cases import HOST, config
 
 NAMES = ("one", "two")

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import offload
 from offload import checkpoint
-from offload.checkpoint.background import BackgroundSave
-from offload.checkpoint.write_behind import BehindFile
+from offload.checkpoint.engine.background import BackgroundSave
+from offload.checkpoint.format.write_behind import BehindFile
 from offload.errors import NoSpaceError, PathError, StateError, StorageError
 from offload.planning.plan.plan import needed_nbytes
 from offload.swap.io.block_store import BlockStore
@@ -562,7 +562,7 @@ _KILLED = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import offload
-from offload.checkpoint.background import BackgroundSave
+from offload.checkpoint.engine.background import BackgroundSave
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
 folder, placement, after_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 check = BackgroundSave._check

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.checkpoint import bounded_json
-from offload.checkpoint.model_files import INDEX, read_json, weight_files
+from offload.checkpoint.foreign.model_files import INDEX, read_json, weight_files
+from offload.checkpoint.format import bounded_json
 from offload.deepspeed.saved import _read, last_tag
 from offload.errors import CheckpointError, ConfigError, StorageError
 from offload.tools.memest.source.input_files import read_json as read_memest
@@ -46,7 +46,7 @@ def test_a_bomb_is_refused_by_every_reader(bomb: Path) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from offload.checkpoint.model_files import read_json
+from offload.checkpoint.foreign.model_files import read_json
 from offload.process.machine import peak_rss_nbytes
 from offload.tiers.errors import CheckpointError
 before = peak_rss_nbytes()

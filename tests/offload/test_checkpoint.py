@@ -275,7 +275,7 @@ def test_inside_gathered_neither_saving_nor_loading_works(
 def test_after_a_load_that_failed_half_way_nothing_trains_until_one_succeeds(
     tmp_path: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.checkpoint.reader import CheckpointReader
+    from offload.checkpoint.format.reader import CheckpointReader
 
     with offload.initialize(seeded(TinyLM), keys_of(tmp_path, placement)) as engine:
         losses_of(engine, batches(2))

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import offload
-from offload.checkpoint import manifest
-from offload.checkpoint.model_files import cut
+from offload.checkpoint.foreign.model_files import cut
+from offload.checkpoint.format import manifest
 from offload.cli.app import main
 from tests.offload.engine_cases import (
     NVME,

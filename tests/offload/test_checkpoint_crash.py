@@ -20,10 +20,11 @@ import pytest
 
 import offload
 from offload import checkpoint
-from offload.checkpoint import folder as folders
-from offload.checkpoint import locks, saving
-from offload.checkpoint.ownership import marked
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.engine import saving
+from offload.checkpoint.format import folder as folders
+from offload.checkpoint.format import locks
+from offload.checkpoint.format.ownership import marked
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError, NoSpaceError, PathError
 from tests.offload.checkpoint_crash import KEYS, Request, bits_of, step_of
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
@@ -265,7 +266,7 @@ def test_a_lock_that_is_never_released_is_an_error_and_no_hang(
 def test_a_load_reads_on_while_saves_replace_what_it_reads(
     engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.checkpoint.reader import CheckpointReader
+    from offload.checkpoint.format.reader import CheckpointReader
 
     path = tmp_path / "saved"
     losses_of(engine, batches(1))

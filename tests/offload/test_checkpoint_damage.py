@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.checkpoint import manifest
+from offload.checkpoint.format import manifest
 from offload.errors import CheckpointError, StateError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.checkpoint import copy, manifest
-from offload.checkpoint.blocks import BlockHashes
-from offload.checkpoint.exporting import export
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint import copy
+from offload.checkpoint.foreign.exporting import export
+from offload.checkpoint.format import manifest
+from offload.checkpoint.format.blocks import BlockHashes
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError
 from tests.offload.engine_cases import (
     HOST,
@@ -332,7 +333,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(
 
 def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callable[[], object]]:
     """All who read a checkpoint."""
-    from offload.checkpoint.exporting import read_whole
+    from offload.checkpoint.foreign.exporting import read_whole
     from offload.integrations.dcp_export import export_dcp
     from offload.integrations.streamed_folder import load_weights, weights_of
 

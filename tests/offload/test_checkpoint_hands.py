@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.checkpoint import locks
-from offload.checkpoint.disk import OpenFile, new_file
-from offload.checkpoint.locks import alone_in, lock_folder, unlock
+from offload.checkpoint.format import locks
+from offload.checkpoint.format.disk import OpenFile, new_file
+from offload.checkpoint.format.locks import alone_in, lock_folder, unlock
 from offload.errors import CheckpointError, NoSpaceError, StuckError
 from offload.swap.io import hands
 from offload.swap.io.hands import patiently

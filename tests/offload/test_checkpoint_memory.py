@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.checkpoint import write_behind
-from offload.checkpoint.exporting import export
+from offload.checkpoint.foreign.exporting import export
+from offload.checkpoint.format import write_behind
 from offload.process.machine import forget_peak_rss, peak_rss_nbytes, rss_nbytes
 from tests.offload.engine_cases import HOST, NVME, ON, config
 

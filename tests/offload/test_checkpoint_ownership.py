@@ -13,8 +13,8 @@ import pytest
 
 import offload
 from offload import checkpoint
-from offload.checkpoint.folder import discard, recover
-from offload.checkpoint.ownership import marked, remove
+from offload.checkpoint.format.folder import discard, recover
+from offload.checkpoint.format.ownership import marked, remove
 from offload.errors import PathError
 from offload.swap.io import hands
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded
@@ -138,7 +138,7 @@ def test_a_checkpoint_with_something_else_in_it_is_neither_replaced_nor_pruned(
 def test_what_comes_into_the_folder_during_the_save_is_kept(
     engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.checkpoint.saving import Saver
+    from offload.checkpoint.engine.saving import Saver
 
     path = Path(shutil.copytree(original, tmp_path / "saved"))
     before = tree(path)

@@ -16,8 +16,8 @@ import typer
 from hypothesis import HealthCheck, given, settings
 
 import offload
-from offload.checkpoint.exporting import export
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.foreign.exporting import export
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.cli.checkpoint import inspect, verify
 from offload.cli.errors import guarded
 from offload.errors import OffloadError

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 import offload
 from offload import checkpoint
-from offload.checkpoint import blocks, bounded_json, manifest
-from offload.checkpoint.locks import lock_folder, unlock
-from offload.checkpoint.manifest import FileRecord, Manifest
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo
+from offload.checkpoint.format import blocks, bounded_json, manifest
+from offload.checkpoint.format.locks import lock_folder, unlock
+from offload.checkpoint.format.manifest import FileRecord, Manifest
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
 from offload.errors import CheckpointError, StorageError
 from tests.offload.engine_cases import (
     HOST,

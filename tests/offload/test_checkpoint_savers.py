@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint import folder as folders
-from offload.checkpoint.locks import OpenFolder, lock_folder
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.format import folder as folders
+from offload.checkpoint.format.locks import OpenFolder, lock_folder
+from offload.checkpoint.format.reader import CheckpointReader
 from tests.offload.engine_cases import HOST, config
 from tests.offload.interrupt_points import at_point
 

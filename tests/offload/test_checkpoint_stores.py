@@ -12,7 +12,7 @@ import pytest
 
 import offload
 from offload import checkpoint
-from offload.checkpoint.manifest import MANIFEST
+from offload.checkpoint.format.manifest import MANIFEST
 from offload.cli import main
 from offload.errors import CheckpointError, PathError, StorageError
 from tests.offload.engine_cases import (

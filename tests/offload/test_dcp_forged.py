@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.checkpoint import inert_pickle
+from offload.checkpoint.foreign import inert_pickle
 from offload.errors import CheckpointError, OffloadError
 from offload.integrations.dcp_import import import_dcp
 from offload.integrations.dcp_reader import SafeReader

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import offload.checkpoint as checkpoints
-from offload.checkpoint.exporting import pending_output
-from offload.checkpoint.folder import PendingFolder
-from offload.checkpoint.ownership import marked as marked_folder
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.foreign.exporting import pending_output
+from offload.checkpoint.format.folder import PendingFolder
+from offload.checkpoint.format.ownership import marked as marked_folder
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.cli.app import app
 from offload.cli.diagnosis import check_path
 from offload.errors import StorageError
@@ -33,8 +33,8 @@ REPOSITORY = Path(__file__).parents[2]
 DYING = """
 import os, sys
 from pathlib import Path
-from offload.checkpoint.exporting import pending_output
-from offload.checkpoint.folder import PendingFolder
+from offload.checkpoint.foreign.exporting import pending_output
+from offload.checkpoint.format.folder import PendingFolder
 from offload.runs import metrics
 from offload.swap.io.swap_file import SwapFile
 

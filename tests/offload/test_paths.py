@@ -213,7 +213,7 @@ def dispatch_weights(given: Given, folder: Path) -> Any:
 
 @gives("Engine.save_checkpoint(path)", "checkpoint.save(path)", "checkpoint.save_behind(path)")
 def save(given: Given, folder: Path) -> Any:
-    from offload.checkpoint.background import BackgroundSaves
+    from offload.checkpoint.engine.background import BackgroundSaves
 
     saves = BackgroundSaves()
     with an_engine() as engine:

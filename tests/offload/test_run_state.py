@@ -25,8 +25,8 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import offload
-from offload.checkpoint.manifest import MANIFEST, Manifest
-from offload.checkpoint.plain_values import packed, unpacked
+from offload.checkpoint.format.manifest import MANIFEST, Manifest
+from offload.checkpoint.format.plain_values import packed, unpacked
 from offload.errors import CheckpointError, StateError, UnsupportedError
 from offload.process.interrupts import noted_interrupts
 from tests.offload.engine_cases import (

@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import offload
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import offload
-from offload.checkpoint import folder as checkpoint_folder
+from offload.checkpoint.format import folder as checkpoint_folder
 from offload.config import OffloadConfig
 from offload.errors import LowMemoryError, NoSpaceError
 from offload.runs.folder import RunFolder

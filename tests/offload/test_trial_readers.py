@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint.weights import stream_weights
+from offload.checkpoint.engine.weights import stream_weights
 from offload.errors import StateError
 from tests.offload.engine_cases import (
     HOST,

@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 
 import offload
-from offload.checkpoint import write_behind
-from offload.checkpoint.pieces import PieceAccess
-from offload.checkpoint.write_behind import BLOCK_NBYTES, MOST_BLOCKS, MOST_SYNCS, WriteBehind
+from offload.checkpoint.engine.pieces import PieceAccess
+from offload.checkpoint.format import write_behind
+from offload.checkpoint.format.write_behind import (
+    BLOCK_NBYTES,
+    MOST_BLOCKS,
+    MOST_SYNCS,
+    WriteBehind,
+)
 from offload.errors import NoSpaceError, StorageError
 from offload.swap.io import hands
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded

@@ -17,7 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import offload
-from offload.checkpoint.exporting import export
+from offload.checkpoint.foreign.exporting import export
 from offload.cli.app import app
 from offload.errors import CheckpointError, ConfigError, PathError, UnsupportedError
 from offload.integrations import compress, hub_export

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from typer.testing import CliRunner
 
 import offload
-from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.format.manifest import Manifest
 from offload.cli.app import app
 from offload.errors import CheckpointError, ConfigError, PathError
 from offload.integrations.dcp_export import export_dcp
@@ -294,8 +294,8 @@ import sys
 from pathlib import Path
 import torch
 from offload import __version__
-from offload.checkpoint.composing import Composer, fields_of, group_of, numbers_of
-from offload.checkpoint.manifest import (
+from offload.checkpoint.format.composing import Composer, fields_of, group_of, numbers_of
+from offload.checkpoint.format.manifest import (
     BUFFERS, Manifest, OptimizerRecord, ParameterRecord, ParamGroupRecord)
 from offload.integrations.dcp_export import export_dcp
 from offload.integrations.dcp_import import import_dcp

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import offload
-from offload.checkpoint.exporting import export
-from offload.checkpoint.model_files import cut
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.foreign.exporting import export
+from offload.checkpoint.foreign.model_files import cut
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError
 from offload.integrations.hub_export import write_hub_format
 from offload.tiered_model import DTYPES
@@ -72,7 +72,7 @@ def test_experts_are_one_by_one_as_transformers_saves_them(
     folder = saved(tmp_path / "model", "mixtral")
     path = checkpoint(folder, tmp_path)
     monkeypatch.setattr("offload.integrations.hub_export._SHARD", "20KB")
-    monkeypatch.setattr("offload.checkpoint.exporting._PIECE_NUMEL", 999)
+    monkeypatch.setattr("offload.checkpoint.foreign.exporting._PIECE_NUMEL", 999)
     export(path, tmp_path / "out", dtype, hub_format=write_hub_format)
     plain = CAUSAL.from_pretrained(tmp_path / "out")
     assert plain.dtype == DTYPES[dtype or "fp32"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import offload
-from offload.checkpoint.exporting import export
+from offload.checkpoint.foreign.exporting import export
 from offload.errors import CheckpointError, IntegrityError, StateError, UnsupportedError
 from offload.weights.tensor_file import TensorFile
 from offload.zero.groups import module_tree

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import offload
-from offload.checkpoint.model_files import carried_files
+from offload.checkpoint.foreign.model_files import carried_files
 from offload.errors import CheckpointError
 from tests.offload.engine_cases import HOST, assert_same_bits, config
 from tests.outside.trainer_cases import quiet, tiny_llama, values_of

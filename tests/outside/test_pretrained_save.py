@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.checkpoint.safetensors_file import SafetensorsWriter
+from offload.checkpoint.format.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, NoSpaceError, PathError, StateError
 from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
 from tests.outside.test_causal_lm_zoo import NAMES, build

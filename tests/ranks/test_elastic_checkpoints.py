@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import offload
-from offload.checkpoint.manifest import MANIFEST, RUN, Manifest
+from offload.checkpoint.format.manifest import MANIFEST, RUN, Manifest
 from tests.offload.engine_cases import (
     HOST,
     NVME,

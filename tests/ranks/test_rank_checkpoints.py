@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offload
-from offload.checkpoint.pieces import PieceAccess
-from offload.checkpoint.safetensors_file import SafetensorsWriter
-from offload.checkpoint.weights import stream_weights
+from offload.checkpoint.engine.pieces import PieceAccess
+from offload.checkpoint.engine.weights import stream_weights
+from offload.checkpoint.format.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, PathError, StateError, StorageError
 from tests.offload.engine_cases import (
     HOST,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.checkpoint.exporting import read_whole
+from offload.checkpoint.foreign.exporting import read_whole
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, states_of
 from tests.ranks.expert_programs import (
     EXPERTS,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.exporting import export, read_whole
-from offload.checkpoint.safetensors_file import TensorInfo
+from offload.checkpoint.foreign.exporting import export, read_whole
+from offload.checkpoint.format.safetensors_file import TensorInfo
 from offload.config.paths import StrPath, path_of
 from offload.deepspeed.saved import folder_of
 from offload.tiers.errors import UnsupportedError

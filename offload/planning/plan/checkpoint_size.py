@@ -1,4 +1,4 @@
-"""The size of a checkpoint's files under a plan, as `offload/checkpoint/saving.py` writes them."""
+"""The size of a checkpoint's files under a plan, as `checkpoint/engine/saving.py` writes them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from offload.checkpoint.blocks import DIGITS, blocks_in
-from offload.checkpoint.manifest import BUFFERS, OPTIMIZER, PARAMETERS, ParameterRecord
-from offload.checkpoint.safetensors_file import TensorInfo, field_info, file_nbytes
+from offload.checkpoint.format.blocks import DIGITS, blocks_in
+from offload.checkpoint.format.manifest import BUFFERS, OPTIMIZER, PARAMETERS, ParameterRecord
+from offload.checkpoint.format.safetensors_file import TensorInfo, field_info, file_nbytes
 from offload.kernels.rules import StateFormat
 from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import GroupShape, ModelShape

@@ -355,7 +355,7 @@ class PlannedMemory:
 
     @property
     def _saves_beside(self) -> bool:
-        """Whether `offload train` saves while it trains, as `checkpoint/background.py` can."""
+        """Whether `offload train` saves while it trains (`checkpoint/engine/background.py`)."""
         plan = self._plan
         on_device = {Tier.DEVICE} & {*plan.parameters, *chain.from_iterable(plan.records)}
         return (

@@ -19,8 +19,15 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.disk import read_all
-from offload.checkpoint.inert_pickle import Made, Named, Persistent, Walk, check_nbytes, load
+from offload.checkpoint.foreign.inert_pickle import (
+    Made,
+    Named,
+    Persistent,
+    Walk,
+    check_nbytes,
+    load,
+)
+from offload.checkpoint.format.disk import read_all
 
 _MOST_DIRECTORY_NBYTES = 32 << 20  # of some hundred thousand storages
 _MOST_DIMENSIONS = 64

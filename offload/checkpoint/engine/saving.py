@@ -11,12 +11,15 @@ import numpy as np
 import torch
 
 from offload import __version__
-from offload.checkpoint import model
-from offload.checkpoint.disk import check_room, make_folder, storage_errors, write_text
-from offload.checkpoint.folder import PendingFolder
-from offload.checkpoint.manifest import (
+from offload.checkpoint.engine import model
+from offload.checkpoint.engine.model import SavedGroup
+from offload.checkpoint.engine.pieces import PieceAccess, overlaps, pieces_of
+from offload.checkpoint.engine.run_state import RunState
+from offload.checkpoint.engine.shards import PartMissingError, Records, ShardReader, Weights
+from offload.checkpoint.format.disk import check_room, make_folder, storage_errors, write_text
+from offload.checkpoint.format.folder import PendingFolder
+from offload.checkpoint.format.manifest import (
     BUFFERS,
-    ITEMSIZE,
     MANIFEST,
     OPTIMIZER,
     PARAMETERS,
@@ -26,18 +29,16 @@ from offload.checkpoint.manifest import (
     Manifest,
     ParameterRecord,
 )
-from offload.checkpoint.model import SavedGroup
-from offload.checkpoint.pieces import PieceAccess, overlaps, pieces_of
-from offload.checkpoint.run_state import RunState
-from offload.checkpoint.safetensors_file import (
+from offload.checkpoint.format.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
+    by_width,
     field_info,
     file_nbytes,
     info_of,
+    optimizer_sections,
 )
-from offload.checkpoint.shards import PartMissingError, Records, ShardReader, Weights
-from offload.checkpoint.write_behind import WriteBehind
+from offload.checkpoint.format.write_behind import WriteBehind
 from offload.display.progress import progress
 from offload.swap.states.snapshot import Snapshot
 from offload.swap.states.state import State
@@ -100,24 +101,9 @@ def _save_together(engine: Engine, path: Path, run: RunState, ranks: Ranks) -> N
         raise CheckpointError(f"{path} was not saved; {told}")
 
 
-def optimizer_sections(
-    parameters: Sequence[ParameterRecord], fields: Mapping[str, str]
-) -> dict[str, list[TensorInfo]]:
-    """A group's optimizer tensors: one section per field, wide fields first (for alignment)."""
-    trainable = [record for record in parameters if record.trainable]
-    return {
-        field: [field_info(record, field, dtype) for record in trainable]
-        for field, dtype in _by_width(fields)
-    }  # fmt: skip
-
-
 def _packed_section(name: str, field: str) -> str:
     """The section of a packed parameter, whose rows are those of experts one after another."""
     return f"{name}: {field}"
-
-
-def _by_width(fields: Mapping[str, str]) -> list[tuple[str, str]]:
-    return sorted(fields.items(), key=lambda item: -ITEMSIZE[item[1]])
 
 
 class Saver:
@@ -309,7 +295,7 @@ class Saver:
             return optimizer_sections(self._of(number), fields)
         return {
             _packed_section(record.names[0], field): [field_info(record, field, dtype)]
-            for field, dtype in _by_width(fields)
+            for field, dtype in by_width(fields)
             for record in self._of(number) if record.trainable
         }  # fmt: skip
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.inert_pickle import MOST_NBYTES, Made, load
-from offload.checkpoint.model_files import own_file
-from offload.checkpoint.torch_archive import (
+from offload.checkpoint.foreign.inert_pickle import MOST_NBYTES, Made, load
+from offload.checkpoint.foreign.model_files import own_file
+from offload.checkpoint.foreign.torch_archive import (
     ArchivedTensor,
     Window,
     dtype_of,

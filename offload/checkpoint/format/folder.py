@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-from offload.checkpoint.disk import (
+from offload.checkpoint.format.disk import (
     FULL,
     entries,
     exchange,
@@ -30,9 +30,15 @@ from offload.checkpoint.disk import (
     storage_errors,
     sync_folder,
 )
-from offload.checkpoint.locks import OpenFolder, alone_in, lock_folder, unlock
-from offload.checkpoint.ownership import Leftover, check_replaceable, leftovers, marked, remove
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.format.locks import OpenFolder, alone_in, lock_folder, unlock
+from offload.checkpoint.format.ownership import (
+    Leftover,
+    check_replaceable,
+    leftovers,
+    marked,
+    remove,
+)
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.swap.io.hands import when_returned
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 

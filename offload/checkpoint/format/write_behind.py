@@ -26,7 +26,7 @@ from typing import Self
 
 import numpy as np
 
-from offload.checkpoint.disk import OpenFile, new_file, storage_errors
+from offload.checkpoint.format.disk import OpenFile, new_file, storage_errors
 from offload.swap.io.hands import Call
 from offload.swap.io.swap_file import UNSUPPORTED, fallocate, file_system_of
 from offload.tiers.anonymous_memory import AnonymousMemory

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import xxhash
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from offload.checkpoint import bounded_json
-from offload.checkpoint.blocks import DIGITS, blocks_in, new_generation
+from offload.checkpoint.format import bounded_json
+from offload.checkpoint.format.blocks import DIGITS, blocks_in, new_generation
 from offload.display.plain_text import plain
 from offload.tiers.errors import CheckpointError
 

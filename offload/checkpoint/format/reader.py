@@ -12,11 +12,11 @@ from types import TracebackType
 
 import xxhash
 
-from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.checked_files import REMEDY, TRIES, CheckedFiles
-from offload.checkpoint.disk import OpenFile, entries, storage_error, storage_errors
-from offload.checkpoint.locks import POLL_S, OpenFolder
-from offload.checkpoint.manifest import (
+from offload.checkpoint.format.bounded_json import MOST_NBYTES
+from offload.checkpoint.format.checked_files import REMEDY, TRIES, CheckedFiles
+from offload.checkpoint.format.disk import OpenFile, entries, storage_error, storage_errors
+from offload.checkpoint.format.locks import POLL_S, OpenFolder
+from offload.checkpoint.format.manifest import (
     MANIFEST,
     RUN,
     BufferRecord,
@@ -24,7 +24,7 @@ from offload.checkpoint.manifest import (
     Manifest,
     ParameterRecord,
 )
-from offload.checkpoint.safetensors_file import (
+from offload.checkpoint.format.safetensors_file import (
     StoredTensor,
     TensorInfo,
     field_info,

@@ -22,21 +22,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from offload.checkpoint import bounded_json
-from offload.checkpoint.blocks import BlockHashes
-from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.manifest import (
+import torch
+
+from offload.checkpoint.format import bounded_json
+from offload.checkpoint.format.blocks import BlockHashes
+from offload.checkpoint.format.bounded_json import MOST_NBYTES
+from offload.checkpoint.format.manifest import (
     ITEMSIZE,
     BufferRecord,
     FileRecord,
     ParameterRecord,
     SectionRecord,
 )
-from offload.checkpoint.write_behind import Stream, WriteBehind
+from offload.checkpoint.format.write_behind import Stream, WriteBehind
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
+DTYPE_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}  # fmt: skip
 _PART_NBYTES = 1 << 20
 _MOST_NUMEL = 1 << 60
 
@@ -66,6 +75,22 @@ def field_info(parameter: ParameterRecord, field: str, dtype: str) -> TensorInfo
     if field.endswith(SCALE_SUFFIX):
         shape = (-(-math.prod(shape) // BLOCK),)
     return TensorInfo(f"{parameter.names[0]}.{field}", dtype, shape)
+
+
+def optimizer_sections(
+    parameters: Sequence[ParameterRecord], fields: Mapping[str, str]
+) -> dict[str, list[TensorInfo]]:
+    """A group's optimizer tensors: one section per field, wide fields first (for alignment)."""
+    trainable = [record for record in parameters if record.trainable]
+    return {
+        field: [field_info(record, field, dtype) for record in trainable]
+        for field, dtype in by_width(fields)
+    }  # fmt: skip
+
+
+def by_width(fields: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Fields and their dtypes, wide ones first."""
+    return sorted(fields.items(), key=lambda item: -ITEMSIZE[item[1]])
 
 
 @dataclass(frozen=True, slots=True)

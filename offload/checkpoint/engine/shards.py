@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from offload.checkpoint.pieces import PieceAccess, elements_of
+from offload.checkpoint.engine.pieces import PieceAccess, elements_of
 from offload.kernels.floats import Array
 from offload.swap.states.state import State
 from offload.tiers.errors import OffloadError

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload.checkpoint import model
-from offload.checkpoint.pieces import PieceAccess, overlaps
-from offload.checkpoint.shards import PartMissingError, ShardReader, whole_state
+from offload.checkpoint.engine import model
+from offload.checkpoint.engine.pieces import PieceAccess, overlaps
+from offload.checkpoint.engine.shards import PartMissingError, ShardReader, whole_state
 from offload.display.progress import progress
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.groups.layout import ParamSpec

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import xxhash
 
-from offload.checkpoint.disk import entries, is_folder, is_there
-from offload.checkpoint.locks import OpenFolder
-from offload.checkpoint.manifest import FORMAT, MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.format.disk import entries, is_folder, is_there
+from offload.checkpoint.format.locks import OpenFolder
+from offload.checkpoint.format.manifest import FORMAT, MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.swap.io.hands import patiently
 from offload.tiers.errors import CheckpointError, PathError
 

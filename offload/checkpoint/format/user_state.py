@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.manifest import BufferRecord, RunRecord
-from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.plain_values import packed, unpacked
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.safetensors_file import StoredTensor
+from offload.checkpoint.format.manifest import BufferRecord, RunRecord
+from offload.checkpoint.format.plain_values import packed, unpacked
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES, StoredTensor
 from offload.tiers.errors import CheckpointError
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

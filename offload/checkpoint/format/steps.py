@@ -7,10 +7,10 @@ import re
 from enum import Enum, auto
 from pathlib import Path
 
-from offload.checkpoint.disk import entries, is_folder, is_link, storage_errors
-from offload.checkpoint.folder import discard, recover
-from offload.checkpoint.ownership import is_planted
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.format.disk import entries, is_folder, is_link, storage_errors
+from offload.checkpoint.format.folder import discard, recover
+from offload.checkpoint.format.ownership import is_planted
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_of
 from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
 

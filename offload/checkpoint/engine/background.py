@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.disk import device_of, free_nbytes, storage_errors
-from offload.checkpoint.folder import PendingFolder
-from offload.checkpoint.run_state import RunState
-from offload.checkpoint.saving import Saver, check_savable
-from offload.checkpoint.write_behind import WriteBehind
+from offload.checkpoint.engine.run_state import RunState
+from offload.checkpoint.engine.saving import Saver, check_savable
+from offload.checkpoint.format.disk import device_of, free_nbytes, storage_errors
+from offload.checkpoint.format.folder import PendingFolder
+from offload.checkpoint.format.write_behind import WriteBehind
 from offload.swap.io.block_store import GROWTH_NBYTES
 from offload.swap.states.snapshot import Snapshot
 from offload.swap.states.state import State

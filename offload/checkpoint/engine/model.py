@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.checkpoint.manifest import (
+from offload.checkpoint.format.manifest import (
     BufferRecord,
     LossScaleRecord,
     MasterName,
@@ -23,6 +23,7 @@ from offload.checkpoint.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
     from offload.engine import Engine
 
 _log = logging.getLogger("offload")
-DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
-    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
-    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-    torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}  # fmt: skip
 _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U8"}
 
 

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.checkpoint import bounded_json
-from offload.checkpoint.manifest import RunRecord
-from offload.checkpoint.model import DTYPE_NAMES
-from offload.checkpoint.module_state import ModuleState
-from offload.checkpoint.on_all_ranks import on_all
-from offload.checkpoint.plain_values import packed
-from offload.checkpoint.run_merging import check_names, merged, on_first
+from offload.checkpoint.engine.module_state import ModuleState
+from offload.checkpoint.engine.on_all_ranks import on_all
+from offload.checkpoint.engine.run_merging import check_names, merged, on_first
+from offload.checkpoint.format import bounded_json
+from offload.checkpoint.format.manifest import RunRecord
+from offload.checkpoint.format.plain_values import packed
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.swap.threads.shield import uninterrupted
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.recompute.random_state import Generator, is_generator, named_generators, state_of

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from offload.checkpoint.blocks import BLOCK_NBYTES, DIGITS, BlockHashes, block_hash
-from offload.checkpoint.disk import OpenFile
-from offload.checkpoint.manifest import FileRecord, Manifest, SectionRecord
+from offload.checkpoint.format.blocks import BLOCK_NBYTES, DIGITS, BlockHashes, block_hash
+from offload.checkpoint.format.disk import OpenFile
+from offload.checkpoint.format.manifest import FileRecord, Manifest, SectionRecord
 from offload.tiers.errors import CheckpointError, StorageError, StuckError
 from offload.tiers.units import format_bytes
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.checkpoint.disk import check_room, make_folder, storage_errors, write_text
-from offload.checkpoint.manifest import (
+from offload.checkpoint.format.disk import check_room, make_folder, storage_errors, write_text
+from offload.checkpoint.format.manifest import (
     BUFFERS,
     MANIFEST,
     OPTIMIZER,
@@ -23,8 +23,12 @@ from offload.checkpoint.manifest import (
     Manifest,
     ParameterRecord,
 )
-from offload.checkpoint.safetensors_file import SafetensorsWriter, TensorInfo, info_of
-from offload.checkpoint.saving import optimizer_sections
+from offload.checkpoint.format.safetensors_file import (
+    SafetensorsWriter,
+    TensorInfo,
+    info_of,
+    optimizer_sections,
+)
 from offload.config.optimizer_kinds import KINDS
 from offload.kernels.cpu.convert import split_master
 from offload.kernels.floats import Array

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.bounded_json import MOST_NBYTES
-from offload.checkpoint.disk import (
+from offload.checkpoint.format.bounded_json import MOST_NBYTES
+from offload.checkpoint.format.disk import (
     check_room,
     make_folder,
     new_file,
@@ -25,9 +25,9 @@ from offload.checkpoint.disk import (
     sync_tree,
     write_text,
 )
-from offload.checkpoint.folder import PendingFolder
-from offload.checkpoint.manifest import MANIFEST, OPTIMIZER, PARAMETERS, Manifest
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.format.folder import PendingFolder
+from offload.checkpoint.format.manifest import MANIFEST, OPTIMIZER, PARAMETERS, Manifest
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_text
 from offload.display.progress import progress
 from offload.swap.io.hands import patiently

@@ -12,8 +12,8 @@ import xxhash
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
-from offload.checkpoint.manifest import BufferRecord, RunRecord
-from offload.checkpoint.model import DTYPE_NAMES
+from offload.checkpoint.format.manifest import BufferRecord, RunRecord
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.tiers.errors import StateError
 from offload.zero.ranks.ranks import Ranks
 

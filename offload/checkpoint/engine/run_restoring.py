@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from offload.checkpoint.module_state import ModuleLoading, ModuleState, with_extra_state
-from offload.checkpoint.plain_values import unpacked
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.run_state import Carried, Stateful
-from offload.checkpoint.user_state import buffers_of, tensors_of
+from offload.checkpoint.engine.module_state import ModuleLoading, ModuleState, with_extra_state
+from offload.checkpoint.engine.run_state import Carried, Stateful
+from offload.checkpoint.format.plain_values import unpacked
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.user_state import buffers_of, tensors_of
 from offload.tiers.errors import CheckpointError
 from offload.zero.recompute.random_state import Generator, named_generators, set_state
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.checkpoint import model
-from offload.checkpoint.manifest import Manifest, OptimizerRecord, ParameterRecord
+from offload.checkpoint.engine import model
+from offload.checkpoint.format.manifest import Manifest, OptimizerRecord, ParameterRecord
 from offload.tiers.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:

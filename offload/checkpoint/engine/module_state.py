@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.checkpoint.model import check_tensors, other_tensors
+from offload.checkpoint.engine.model import check_tensors, other_tensors
 from offload.tiers.errors import CheckpointError
 from offload.zero.recompute.block_state import BlockState, modules_of
 

@@ -19,19 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.checkpoint.disk import (
-    check_room,
-    is_folder,
-    is_there,
-    make_folder,
-    rename,
-    storage_errors,
-    sync_folder,
-    sync_tree,
-    write_text,
-)
-from offload.checkpoint.manifest import BufferRecord, ModelRecord, ParameterRecord
-from offload.checkpoint.model_files import (
+from offload.checkpoint.foreign.model_files import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
@@ -42,8 +30,20 @@ from offload.checkpoint.model_files import (
     read_json,
     write_json,
 )
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.safetensors_file import (
+from offload.checkpoint.format.disk import (
+    check_room,
+    is_folder,
+    is_there,
+    make_folder,
+    rename,
+    storage_errors,
+    sync_folder,
+    sync_tree,
+    write_text,
+)
+from offload.checkpoint.format.manifest import BufferRecord, ModelRecord, ParameterRecord
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.safetensors_file import (
     SafetensorsWriter,
     StoredTensor,
     TensorInfo,

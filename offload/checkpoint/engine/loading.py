@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from offload.checkpoint import model
-from offload.checkpoint.fit import match
-from offload.checkpoint.folder import adopt
-from offload.checkpoint.manifest import ParameterRecord
-from offload.checkpoint.on_all_ranks import on_all
-from offload.checkpoint.pieces import PieceAccess, elements_of, overlaps
-from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.run_restoring import Restoring
-from offload.checkpoint.shards import own_ranges, shifted, whole_state
-from offload.checkpoint.steps import other_step
+from offload.checkpoint.engine import model
+from offload.checkpoint.engine.fit import match
+from offload.checkpoint.engine.on_all_ranks import on_all
+from offload.checkpoint.engine.pieces import PieceAccess, elements_of, overlaps
+from offload.checkpoint.engine.run_restoring import Restoring
+from offload.checkpoint.engine.shards import own_ranges, shifted, whole_state
+from offload.checkpoint.format.folder import adopt
+from offload.checkpoint.format.manifest import ParameterRecord
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.steps import other_step
 from offload.display.progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError

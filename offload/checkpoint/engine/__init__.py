@@ -1,0 +1,1 @@
+"""Saving an engine into a checkpoint, and loading it."""

@@ -1,0 +1,1 @@
+"""A checkpoint's files and folder. Nothing in here knows an engine."""
