@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.checkpoint.engine.background import BackgroundSaves
 from offload.config import OffloadConfig
+from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, path_of, path_text
 from offload.memory.tier_manager import TieredHomes
 from offload.models.activations import Activations
@@ -804,20 +805,8 @@ def _listed(parameters: ParamGroups | None) -> Any:
 def _alike(
     config: OffloadConfig, discovery: Discovery, model: nn.Module, spread: SpreadExperts
 ) -> dict[str, str]:
-    """Return the settings that ranks must agree on, not budgets, placements and folders."""
-    keys: dict[str, Any] = {
-        "precision": config.precision,
-        "seed": config.seed,
-        "clip_grad_norm": config.clip_grad_norm,
-        "skip_nonfinite": config.skip_nonfinite,
-        "loss_scale": config.loss_scale and config.loss_scale.model_dump(),
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "micro_batches": config.micro_batches,
-        "placement.activations.checkpoint": config.placement.activations.checkpoint,
-    }
-    for name in ("zero", "optimizer"):
-        section = getattr(config, name).model_dump(exclude={"timeout_s", "chunk"})
-        keys |= {f"{name}.{key}": value for key, value in section.items()}
+    """Return what ranks must agree on, beside the settings that each may have for itself."""
+    keys: dict[str, Any] = {**shared_settings(config)}
     shape = discovery.shape()
     keys["the model's ep_size"] = spread.ep_size
     keys["the model (names, shapes, what is trained, groups)"] = (

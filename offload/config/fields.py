@@ -54,6 +54,21 @@ class Section(BaseModel):
     main: ClassVar[str] = ""  # the key that a value in the section's place is most likely meant for
 
 
+def shared_settings(section: Section, path: str = "") -> dict[str, str]:
+    """Return the settings that all ranks of a run must have alike, by key: those whose field is not
+    marked `per_rank`. Every configuration has the same keys."""
+    found: dict[str, str] = {}
+    for name, field in type(section).model_fields.items():
+        extra, value = field.json_schema_extra, getattr(section, name)
+        if isinstance(extra, dict) and extra.get("x-per-rank"):
+            continue
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found |= shared_settings(value, f"{path}{name}.")
+        else:  # also of a section that may be absent
+            found[path + name] = str(value)
+    return found
+
+
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the model of a field that is a section, including an optional one."""
     options: tuple[Any, ...] = (annotation,)
@@ -76,14 +91,18 @@ class Kind:
 
 def about(
     *, unit: str = "", absent: str = "", needs: Mapping[str, Any] | None = None,
-    see: Sequence[str] = (),
+    see: Sequence[str] = (), per_rank: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what the reference says about a key beside its description, as `json_schema_extra`.
 
     `absent`: the meaning of a default of None. `needs`: full names of keys, and the values with
-    which this key has an effect. `see`: keys that it interacts with.
+    which this key has an effect. `see`: keys that it interacts with. `per_rank`: ranks that train
+    together may have different values, for the result does not depend on it.
     """
-    said = {"x-unit": unit, "x-absent": absent, "x-needs": dict(needs or {}), "x-see": list(see)}
+    said = {
+        "x-unit": unit, "x-absent": absent, "x-needs": dict(needs or {}), "x-see": list(see),
+        "x-per-rank": per_rank,
+    }  # fmt: skip
     return {name: value for name, value in said.items() if value}
 
 

@@ -154,7 +154,7 @@ class ActivationConfig(Section):
         "device",
         description="Where what forward saves waits for backward. host: of use with a GPU only.",
         examples=["nvme"],
-        json_schema_extra=about(see=["placement.activations.checkpoint"]),
+        json_schema_extra=about(per_rank=True, see=["placement.activations.checkpoint"]),
     )
     checkpoint: Recompute = Field(
         False,
@@ -217,18 +217,21 @@ class PlacementConfig(Section):
         None,
         description="Home of the parameters: a tier, or shares of several that sum to 100%.",
         examples=["host"],
+        json_schema_extra=about(per_rank=True),
     )
     gradients: Split = Field(
         None,
         description="Home of the gradients between backward and update, as for parameters.",
         examples=["host"],
-        json_schema_extra=about(see=["gradient_accumulation_steps", "optimizer.in_backward"]),
+        json_schema_extra=about(
+            per_rank=True, see=["gradient_accumulation_steps", "optimizer.in_backward"]
+        ),
     )
     optimizer: Split = Field(
         None,
         description="Home of the optimizer's states and of master weights, as for parameters.",
         examples=[{"host": "40%", "nvme": "60%"}],
-        json_schema_extra=about(see=["optimizer.states", "optimizer.chunk"]),
+        json_schema_extra=about(per_rank=True, see=["optimizer.states", "optimizer.chunk"]),
     )
     experts: Annotated[ExpertPlacement | None, _OrSplit] = Field(
         None,
@@ -237,7 +240,9 @@ class PlacementConfig(Section):
         "are the same of each table of experts, so that no layer has more in slow tiers than "
         "others; experts of lower number are in the faster ones. auto: chosen apart from the rest. "
         "Absent: they are where the rest is.",
-        json_schema_extra=about(absent="where the rest is", see=["micro_batches", "zero.stage"]),
+        json_schema_extra=about(
+            per_rank=True, absent="where the rest is", see=["micro_batches", "zero.stage"]
+        ),
     )
     activations: ActivationConfig = Field(
         default_factory=ActivationConfig, description="What forward saves for backward."
@@ -248,7 +253,9 @@ class PlacementConfig(Section):
         "of several that sum to 100%.",
         examples=["nvme"],
         json_schema_extra=about(
-            absent="as transformers keeps them, outside of any budget", see=["kv.dtype"]
+            per_rank=True,
+            absent="as transformers keeps them, outside of any budget",
+            see=["kv.dtype"],
         ),
     )
 
@@ -460,7 +467,7 @@ class ZeroConfig(Section):
         le=1e6,
         description="Longest wait for other ranks; then a RankError names those that are missing.",
         examples=[60.0],
-        json_schema_extra=about(unit="seconds"),
+        json_schema_extra=about(per_rank=True, unit="seconds"),
     )
 
     @model_validator(mode="after")
@@ -510,6 +517,7 @@ class OffloadConfig(Section):
         description="Where the model computes. auto: on the GPU if PyTorch sees one. cuda is "
         "ROCm's name, too.",
         examples=["cuda"],
+        json_schema_extra=about(per_rank=True),
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
@@ -527,11 +535,14 @@ class OffloadConfig(Section):
         examples=[42],
     )
     budget: BudgetConfig = Field(
-        default_factory=BudgetConfig, description="Most bytes that each tier may hold."
+        default_factory=BudgetConfig,
+        description="Most bytes that each tier may hold.",
+        json_schema_extra=about(per_rank=True),
     )
     nvme: NvmeConfig = Field(
         default_factory=NvmeConfig,
         description="Swap files: where they are, and how they are read and written.",
+        json_schema_extra=about(per_rank=True),
     )
     placement: PlacementConfig = Field(
         default_factory=PlacementConfig,
@@ -540,7 +551,9 @@ class OffloadConfig(Section):
         json_schema_extra=_or_auto,
     )
     kv: KVConfig = Field(
-        default_factory=KVConfig, description="Keys and values of a dispatched model."
+        default_factory=KVConfig,
+        description="Keys and values of a dispatched model.",
+        json_schema_extra=about(per_rank=True),
     )
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer and its states."
@@ -596,13 +609,17 @@ class OffloadConfig(Section):
         "auto",
         description="Groups fetched ahead of their use; 0: none. auto: from measured speed.",
         examples=[4],
-        json_schema_extra=about(see=["budget.device"]),
+        json_schema_extra=about(per_rank=True, see=["budget.device"]),
     )
     threads: ThreadsConfig = Field(
-        default_factory=ThreadsConfig, description="How the cores are shared out."
+        default_factory=ThreadsConfig,
+        description="How the cores are shared out.",
+        json_schema_extra=about(per_rank=True),
     )
     groups: GroupsConfig = Field(
-        default_factory=GroupsConfig, description="Which parameters move together."
+        default_factory=GroupsConfig,
+        description="Which parameters move together.",
+        json_schema_extra=about(per_rank=True),
     )
     storage: StorageConfig | None = Field(
         None,
@@ -613,11 +630,12 @@ class OffloadConfig(Section):
     train: TrainConfig = Field(
         default_factory=TrainConfig,
         description="What `offload train` does; a loop of your own ignores it.",
+        json_schema_extra=about(per_rank=True),
     )
     written_for: WrittenFor | None = Field(
         None,
         description="The model that this file was written for, which `memest --write` notes.",
-        json_schema_extra=about(absent="any model"),
+        json_schema_extra=about(per_rank=True, absent="any model"),
     )
 
     @model_validator(mode="before")

@@ -115,6 +115,7 @@ class OptimizerConfig(Section):
         "one of 2048 where parameters have 16 bits (pieces are whole pages). auto: from measured "
         "speed and the budget.",
         examples=[1 << 20],
+        json_schema_extra=about(per_rank=True),
     )
 
     @model_validator(mode="wrap")

@@ -373,6 +373,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "zero.reduce_dtype": {"zero": {"stage": 3, "reduce_dtype": "bf16"}},
     "precision": {"precision": "bf16"},
     "seed": {"seed": 1},
+    "max_skipped_steps": {"max_skipped_steps": 7},
     "optimizer.lr": {"optimizer": {**OPTIMIZER, "lr": 1e-5}},
     "the model (": {},
     "the model's formats": {},
