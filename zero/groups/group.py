@@ -132,11 +132,11 @@ class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "__weakref__", "_addresses", "_any_dtensor", "_catch_up", "_classes", "_flat",
-        "_held_for", "_home", "_placeholders", "_places", "_users", "_uses", "_views", "_watched",
-        "_written", "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy",
-        "layout", "name", "on_hold", "on_trial", "params", "pending", "permanent", "residing",
-        "state", "table", "updated_at", "version", "written_at",
+        "__weakref__", "_any_dtensor", "_catch_up", "_classes", "_flat", "_held_for", "_home",
+        "_placeholders", "_places", "_shown", "_users", "_uses", "_views", "_watched", "_written",
+        "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy", "layout", "name",
+        "on_assigned", "on_hold", "on_trial", "params", "pending", "permanent", "residing", "state",
+        "table", "updated_at", "version", "written_at",
     )  # fmt: skip
 
     def __init__(
@@ -162,7 +162,8 @@ class ParamGroup:
         # True: a module that is called gathers its values only when an operation needs them; until
         # then they are used as they are stored (coded_uses.py)
         self.is_lazy = False
-        self._addresses: list[int] = []  # of the parameters' values, as they were gathered last
+        # of the parameters' values, as they were gathered last
+        self._shown: list[tuple[int, tuple[int, ...]]] = []
         self._uses = 0  # tensors over the buffer's memory then
         self.version = 0  # counts updates and users' writes
         self.updated_at = 0  # the version that the last update made
@@ -179,6 +180,8 @@ class ParamGroup:
         self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
         self._held_for: set[int] = set()  # users of a pass that is repeated without data
+        # given the tensors, by index, that `.data` of gathered parameters was set to
+        self.on_assigned: Callable[[dict[int, torch.Tensor]], None] | None = None
         self.on_hold: Callable[[ParamGroup, object, bool], None] | None = None  # True: entered
         self._written = [param._version for param in self.params]  # counters of known writes
         self._placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
@@ -277,7 +280,7 @@ class ParamGroup:
             flat = self.flat()
         with torch._C.DisableTorchFunctionSubclass(), exchanging():
             self._show(flat)
-            self._addresses = self._find_addresses()
+            self._shown = self._find_places()
             self._uses = _uses(flat)  # those of `_show` have ended, and do not count
         self.residing = GroupState.GATHERED
 
@@ -398,7 +401,7 @@ class ParamGroup:
         param = self.params[index]
         return (
             param._version != self._written[index]
-            or local_of(param).data_ptr() != self._addresses[index]
+            or (local_of(param).data_ptr(), local_of(param).stride()) != self._shown[index]
             or (index in self._watched and digest(param) != self._watched[index])
         )
 
@@ -417,10 +420,10 @@ class ParamGroup:
         """
         if self.residing is not GroupState.GATHERED:
             return []
-        addresses = self._find_addresses()
-        if addresses == self._addresses:
+        places = self._find_places()
+        if places == self._shown:
             return []
-        pairs = zip(addresses, self._addresses, strict=True)
+        pairs = zip(places, self._shown, strict=True)
         rebound = [index for index, (now, then) in enumerate(pairs) if now != then]
         with torch.inference_mode(False):
             self._copy_rebound(rebound)
@@ -429,9 +432,9 @@ class ParamGroup:
     def _copy_rebound(self, rebound: Sequence[int]) -> None:
         flat = self.flat()
         self._refuse_kept(flat, rebound)
-        for index in rebound:
-            param, spec = self.params[index], self.layout.params[index]
-            given = local_of(param).detach()
+        values = {index: local_of(self.params[index]).detach() for index in rebound}
+        for index, given in values.items():
+            spec = self.layout.params[index]
             if (given.shape, given.dtype, given.device) != (spec.shape, self.dtype, flat.device):
                 raise UnsupportedError(
                     f"{spec.name}.data was set to {tuple(given.shape)}, {given.dtype} on "
@@ -439,9 +442,29 @@ class ParamGroup:
                     "its tiers; change the model before offload.initialize or offload.dispatch, or "
                     "precision: and device: in the configuration"
                 )
+        if self.on_assigned is not None:
+            self.on_assigned(values)
+        own = flat.untyped_storage()._cdata
+        for index, given in values.items():
+            if given.untyped_storage()._cdata == own:  # its place, or what is there, is written to
+                values[index] = given.clone()
+        for index, given in values.items():
+            spec = self.layout.params[index]
             view = flat[spec.offset : spec.stop].view(spec.shape)
             view.copy_(given)
-            hold(param, view)
+            hold(self.params[index], view)
+
+    def index_at(self, value: torch.Tensor) -> int | None:
+        """Return the parameter (by index) in whose place in the buffer a view of it begins; None if
+        `value` is no view of the buffer that the group is gathered in."""
+        if self.residing is not GroupState.GATHERED:
+            return None
+        flat, memory = self.flat(), local_of(value)
+        if memory.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+            return None
+        start = memory.storage_offset() - flat.storage_offset()
+        places = enumerate(self.layout.params)
+        return next((at for at, spec in places if spec.offset <= start < spec.stop), None)
 
     def _refuse_kept(self, flat: torch.Tensor, rebound: Sequence[int]) -> None:
         memory = flat.untyped_storage()._cdata
@@ -457,10 +480,13 @@ class ParamGroup:
                 "torch.no_grad(), or write with p.data.copy_(...)"
             )
 
-    def _find_addresses(self) -> list[int]:
+    def _find_places(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the address and the strides of each parameter's values: those of `w.data.t()` are
+        at the same address."""
         if not self._any_dtensor:
-            return [param.data_ptr() for param in self.params]
-        return [local_of(param).data_ptr() for param in self.params]
+            return [(param.data_ptr(), param.stride()) for param in self.params]
+        locals_ = [local_of(param) for param in self.params]
+        return [(memory.data_ptr(), memory.stride()) for memory in locals_]
 
     def note_versions(self) -> None:
         """Account for all writes up to now."""

@@ -2,17 +2,21 @@
 
 Each parameter gets a place of its own in its group's buffer, so a write to one would not show in
 the other any more. One object in several places is a tied weight and needs nothing of this.
+
+`refuse_shared_views` looks at a model before its parameters go to tiers, `AssignedMemory` at what
+`.data` of a parameter in tiers is set to afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.tiers.errors import UnsupportedError
 from offload.zero.tensors.local_tensors import memory_of
@@ -107,3 +111,88 @@ class _Addresses:
             "strides": tuple(stride * itemsize for stride in tensor.stride()),
             "typestr": f"|V{itemsize}",
         }
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the meta device at the same place of its storage."""
+    shape = tensor.shape, tensor.stride()
+    made = torch.empty_strided(*shape, dtype=tensor.dtype, device=torch.device("meta"))
+    return made.as_strided(*shape, int(tensor.storage_offset()))
+
+
+class Memory:
+    """What one parameter's values, or several parameters', would be kept in by plain PyTorch."""
+
+    def __init__(self, storage: StorageWeakRef | None = None) -> None:
+        self.storage = storage  # held: its address is not given to another storage meanwhile
+        self.holders: dict[int, tuple[str, _View | None]] = {}  # by the parameter's id
+
+    def sharing(self) -> tuple[str, str] | None:
+        """Return the names of two parameters with an element in common. A view that is unknown is
+        taken for the whole."""
+        for (a, one), (b, other) in combinations(self.holders.values(), 2):
+            if one is None or other is None or _shares(one, other):
+                return a, b
+        return None
+
+
+class AssignedMemory:
+    """What `.data` of parameters in tiers was set to.
+
+    `b.data = a.data` lets both share memory in plain PyTorch. In tiers each keeps values of its
+    own, so that is refused; not at once, since `a.data, b.data = b.data, a.data` begins with it,
+    but by `check`, before the values are used.
+    """
+
+    def __init__(self) -> None:
+        self._memories: dict[int, Memory] = {}  # by the parameter's id
+        self._of_storages: dict[int, Memory] = {}  # by the storage's address
+        self._is_checked = True
+
+    def of(self, param: nn.Parameter, name: str) -> Memory:
+        """Return the memory that a parameter's values are in."""
+        found = self._memories.get(id(param))
+        if found is None:
+            found = self._memories[id(param)] = Memory()
+            found.holders[id(param)] = name, None
+        return found
+
+    def assign(self, param: nn.Parameter, name: str, value: torch.Tensor | Memory | None) -> None:
+        """Note that `param.data` is set to a tensor, or to another parameter's memory; None: to
+        memory that no parameter has."""
+        self._forget(param)
+        view = None
+        if isinstance(value, torch.Tensor):
+            view = _View(name, param, _without_memory(value))
+            value = self._of_storage(value)
+        if value is not None:
+            self._memories[id(param)] = value
+            value.holders[id(param)] = name, view
+            self._is_checked = False
+
+    def _forget(self, param: nn.Parameter) -> None:
+        found = self._memories.pop(id(param), None)
+        if found is not None:
+            del found.holders[id(param)]
+            if found.storage is not None and not found.holders:
+                del self._of_storages[found.storage.cdata]
+
+    def _of_storage(self, tensor: torch.Tensor) -> Memory:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return self._of_storages.setdefault(storage.cdata, Memory(storage))
+
+    def check(self) -> None:
+        """Raise UnsupportedError if two parameters were given the same memory."""
+        if self._is_checked:
+            return
+        for memory in set(self._memories.values()):
+            found = memory.sharing()
+            if found is not None:
+                raise UnsupportedError(
+                    f"{found[0]} and {found[1]} were given the same memory, or a part of it, by "
+                    "setting .data; in tiers each has values of its own, and a write to one would "
+                    "not show in the other; give one of them a copy (.data = other.data.clone()), "
+                    "or tie them before offload.initialize or offload.dispatch (module.weight = "
+                    "other.weight)"
+                )
+        self._is_checked = True

@@ -98,6 +98,7 @@ class WeightValues:
             try:
                 with self._store.ranks.exactly():
                     group.enter(user)
+                self._store.note_gathered(group)
                 group.state.settle()  # what goes home must not be half of what the caller writes
             except TierFullError as error:
                 raise BudgetError(
@@ -179,6 +180,7 @@ class WeightValues:
         self._packed.adopt()
         if loading:
             self._given.forget_stale()
+        self._store.assigned.check()
         for param, copied in self._given.written():
             with torch.no_grad(), self.gathered([param]):
                 param.copy_(copied)

@@ -36,6 +36,7 @@ from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import Classes, ParamGroup
+from offload.zero.groups.shared_views import AssignedMemory, Memory
 from offload.zero.groups.weight_codes import WeightCodes
 from offload.zero.hooks.coded_uses import StoredParam, compute
 from offload.zero.hooks.compilers import uncompiled
@@ -101,9 +102,10 @@ class ReleasedParameters:
 
     def __init__(
         self, find: Callable[[nn.Parameter], tuple[ParamGroup, int] | None],
-        packed_of: Callable[[nn.Parameter], PackedParam | None],
+        packed_of: Callable[[nn.Parameter], PackedParam | None], assigned: AssignedMemory,
     ) -> None:  # fmt: skip
         self._find = find
+        self._assigned = assigned
         self._packed_of = packed_of
         self._classes: dict[type, Classes] = {}
         self._released: dict[type, type] = {}  # class of released ones -> their own
@@ -403,7 +405,8 @@ class ReleasedParameters:
         return owners.get(id(found), found)
 
     def _as_paged(self, param: nn.Parameter, *, detached: bool = True) -> PagedTensor:
-        source = ParameterSource(self._values, param, self._name_of(param))
+        name = self._name_of(param)
+        source = ParameterSource(self._values, param, name, self._assigned.of(param, name))
         self._sources.add(source)
         shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
         requires_grad = not detached and param.requires_grad
@@ -461,18 +464,29 @@ class ReleasedParameters:
                 "change the model before offload.initialize or offload.dispatch, or precision: and "
                 "device: in the configuration"
             )
+        memory = self._memory_of(value)
         with torch.no_grad():
             for source in list(self._sources):
                 source.part_from(param)
             self._as_paged(param).copy_(value)
+        self._assigned.assign(param, name, memory)
+
+    def _memory_of(self, value: torch.Tensor) -> torch.Tensor | Memory | None:
+        """Return what plain PyTorch would let a parameter share whose `.data` is set to `value`."""
+        if type(value) in self._released:
+            return self._assigned.of(value, self._name_of(value))  # type: ignore[arg-type]
+        if isinstance(value, PagedTensor):
+            return value.source.memory if isinstance(value.source, ParameterSource) else None
+        return None if is_dtensor(value) else value
 
 
 class ParameterSource:
     """The values of one released parameter, for a PagedTensor: until `param.data` is set, after
     which it goes on with those from before, as what refers to the memory from before does."""
 
-    def __init__(self, values: Values, param: nn.Parameter, name: str) -> None:
+    def __init__(self, values: Values, param: nn.Parameter, name: str, memory: Memory) -> None:
         self._values = values
+        self.memory = memory
         self._param = param
         self._parted: torch.Tensor | None = None
         self.name = name
