@@ -7,9 +7,9 @@
         engine.backward(engine(batch))
         engine.step()
 
-`deepspeed.zero`, `.utils`, `.comm`, `.checkpointing`, `.accelerator`, `.moe` and `.ops` have what
-such loops use. docs/deepspeed.md says what every key of a configuration becomes, and what is not
-there.
+`deepspeed.zero`, `.utils`, `.comm`, `.accelerator` and `.ops.adam` have what such loops use; the
+names in `left_out` raise an UnsupportedError that says what to use. docs/deepspeed.md says what
+every key of a configuration becomes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offload.deepspeed.hints import missing_name
+from offload.deepspeed.left_out import left_out
 
 if TYPE_CHECKING:
-    from offload.deepspeed.arguments import add_config_arguments
     from offload.deepspeed.comm import init_distributed
     from offload.deepspeed.engine import EngineModule as DeepSpeedEngine
-    from offload.deepspeed.start import initialize
+    from offload.deepspeed.start import add_config_arguments, initialize
     from offload.deepspeed.utils import log_dist, logger
 
-_MODULES = {"zero", "utils", "comm", "checkpointing", "accelerator", "moe", "ops"}
+_MODULES = {"zero", "utils", "comm", "accelerator", "ops"}
 _HOME = {
     "initialize": ("start", "initialize"),
     "DeepSpeedEngine": ("engine", "EngineModule"),
     "init_distributed": ("comm", "init_distributed"),
-    "add_config_arguments": ("arguments", "add_config_arguments"),
+    "add_config_arguments": ("start", "add_config_arguments"),
     "get_accelerator": ("accelerator", "get_accelerator"),
     "log_dist": ("utils", "log_dist"),
     "logger": ("utils", "logger"),
@@ -47,6 +46,6 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"offload.deepspeed.{name}")
     if name not in _HOME:
-        raise AttributeError(missing_name("offload.deepspeed", name))
+        raise left_out("offload.deepspeed", name)
     module, attribute = _HOME[name]
     return getattr(import_module(f"offload.deepspeed.{module}"), attribute)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
-from offload.deepspeed.hints import missing_name
+from offload.deepspeed.left_out import left_out
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 
@@ -36,15 +34,6 @@ class _Accelerator:
     def communication_backend_name(self) -> str:
         return "gloo" if accelerator.default() is None else "nccl"
 
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
     def set_device(self, device_index: int) -> None:
         """Do nothing: an engine takes the device of LOCAL_RANK by itself. Raise UnsupportedError
         for another device."""
@@ -59,7 +48,7 @@ class _Accelerator:
         """Do nothing: there is no cache that has to be emptied."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(missing_name("offload.deepspeed's accelerator", name))
+        raise left_out("offload.deepspeed's accelerator", name)
 
 
 def get_accelerator() -> _Accelerator:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed
 
-from offload.deepspeed.hints import missing_name
+from offload.deepspeed.left_out import left_out
 from offload.tiers import accelerator
 
 
@@ -44,5 +44,5 @@ def get_local_rank() -> int:
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(torch.distributed, name):
-        raise AttributeError(missing_name("offload.deepspeed.comm", name))
+        raise left_out("offload.deepspeed.comm", name)
     return getattr(torch.distributed, name)

@@ -31,7 +31,7 @@ from offload.checkpoint.format.plain_values import check_plain
 from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.config.optimizer_kinds import KINDS
 from offload.deepspeed.migration import migrate
-from offload.deepspeed.saved import imported_run, last_tag, write_latest
+from offload.deepspeed.saved import LoopState, imported_run, last_tag, write_latest
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
 from offload.display.plain_text import plain
 from offload.kernels.rules import StateFormat
@@ -223,7 +223,7 @@ def _kind_of(found: ZeroCheckpoint) -> str:
     )
 
 
-def _loop_state(found: ZeroCheckpoint) -> dict[str, Any]:
+def _loop_state(found: ZeroCheckpoint) -> LoopState:
     """Return the loop's state that `offload.deepspeed` keeps beside a checkpoint."""
     about = found.about
     scheduler = about.get("lr_scheduler")
@@ -235,13 +235,10 @@ def _loop_state(found: ZeroCheckpoint) -> dict[str, Any]:
             "last_epoch": count, "_step_count": count + 1, "_last_lr": list(map(float, rates)),
             "lr_lambdas": [None] * len(rates),
         }  # fmt: skip
-    return {
-        "global_steps": int(about["global_steps"]),
-        "global_samples": int(about.get("global_samples", 0)),
-        "skipped_steps": int(about["skipped_steps"]),
-        "lr_scheduler": state,
-        "client_state": dict(_client(about)),
-    }
+    return LoopState(
+        int(about["global_steps"]), int(about.get("global_samples", 0)),
+        int(about["skipped_steps"]), state, dict(_client(about)),
+    )  # fmt: skip
 
 
 def _client(about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -139,15 +139,14 @@ TOP = (
     _mapped(
         "zero_optimization", "zero.stage", anything, "as the old form true: stage 1; false: 0",
     ),
-    _warned(
+    _refused(
         "managed_gradient_accumulation",
-        "false is how a loop of your own works here: each step() is a step. offload.deepspeed "
-        "follows it", True, followed=True,
+        "engine.set_gradient_accumulation_boundary says which step() is a step", True,
     ),
-    _warned(
+    _refused(
         "gradient_allreduce_op",
-        "ranks average gradients here; in a loop of your own multiply the loss by the number of "
-        "ranks for their sum. offload.deepspeed does that", "mean", followed=True,
+        "ranks average gradients here; multiply the loss by the number of ranks for their sum",
+        "mean",
     ),
     _unneeded("prescale_gradients", "gradients are summed in fp32, which needs no scaling before"),
     _unneeded(
@@ -256,7 +255,7 @@ ZERO = (
     _unneeded("aio", "a section that belongs at the top; needs no key there either"),
     _warned(
         "leaf_module", "groups are whole blocks; name others in groups.blocks, as modules whose "
-        "branches the ranks choose differently. offload.deepspeed does that", {},
+        "branches the ranks choose differently. offload.deepspeed does that for its classes", {},
     ),
     _unneeded("mics_hierarchical_params_gather", "a group is gathered in one call"),
     _warned(
@@ -402,8 +401,8 @@ OPTIMIZER_PARAMS = (
 SCHEDULER = (
     _mapped(
         "type", "", text,
-        "printed as torch code, and what offload.deepspeed runs: WarmupLR, WarmupDecayLR, "
-        "WarmupCosineLR, OneCycle, LRRangeTest; a class of torch.optim.lr_scheduler as it is",
+        "printed as code, and what offload.deepspeed runs: WarmupLR, WarmupDecayLR, "
+        "WarmupCosineLR; a class of torch.optim.lr_scheduler as it is",
     ),
     _mapped("params", "", anything, "its numbers, in that code", filled="warmup_steps, max_steps"),
 )  # fmt: skip

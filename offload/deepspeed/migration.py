@@ -17,12 +17,14 @@ from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.paths import StrPath, path_of
 from offload.config.remedies import suggestion
-from offload.deepspeed.batches import MICRO, STEPS, TRAIN, Batches
 from offload.deepspeed.keys import OLD_SECTIONS, OTHERS, SECTIONS, Fate, Key
-from offload.deepspeed.schedules import FILLED, PARAMETERS, TRAINERS, Schedule
+from offload.deepspeed.schedules import FILLED, KINDS, Schedule
 from offload.tiers.errors import ConfigError, PathError
 
 AUTO = "auto"
+TRAIN, MICRO, STEPS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+)  # fmt: skip
 _DEFAULT_SUB_GROUP = 10**9
 _MOST_FILE_NBYTES = 1 << 20
 _TIER_OF = {"cpu": "host", "nvme": "nvme"}
@@ -35,6 +37,34 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "adagrad": {"lr": 1e-2, "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "weight_decay": 0.0},
 }
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Samples per step of all ranks, samples per pass of one rank, and passes per step."""
+
+    train: int
+    micro: int
+    steps: int
+
+    @classmethod
+    def of(cls, train: int | None, micro: int | None, steps: int | None, ranks: int) -> Batches:
+        """Derive the missing sizes from the given ones. Raise ConfigError if they contradict each
+        other, or none is given."""
+        if train is None and micro is None:
+            raise ConfigError(f"{TRAIN}: missing; set it or {MICRO}")
+        if micro is None:
+            assert train is not None, "just looked at"
+            micro = train // ((steps or 1) * ranks)
+        if steps is None:
+            steps = 1 if train is None else train // (micro * ranks) if micro else 0
+        found = cls(micro * steps * ranks if train is None else train, micro, steps)
+        if min(found.train, micro, steps) < 1 or found.train != micro * steps * ranks:
+            raise ConfigError(
+                f"{TRAIN}: {found.train} is not {MICRO}: {micro} x {STEPS}: {steps} x {ranks} "
+                f"rank{'s' * (ranks != 1)}; remove one of them"
+            )
+        return found
 
 
 @dataclass
@@ -85,7 +115,7 @@ class Migration:
     @property
     def printed_schedule(self) -> Schedule | None:
         """The scheduler that a loop creates in code; Trainer has some of its own."""
-        known = self.schedule is not None and self.schedule.type in TRAINERS
+        known = self.schedule is not None and self.schedule.type in KINDS
         return None if known and self.unfilled else self.schedule
 
     @property
@@ -393,8 +423,6 @@ def _zero(made: Migration) -> None:
     group = made.get("zero_optimization.mics_shard_size", -1)
     if group > 0 and stage > 0:
         made.set("zero.shard_group", int(group))
-    if made.get("gradient_allreduce_op") == "sum" and stage == 3:
-        raise ConfigError('gradient_allreduce_op: "sum" contradicts stage 3, as in DeepSpeed')
 
 
 def _placement(made: Migration) -> None:
@@ -529,7 +557,8 @@ def _schedule(made: Migration) -> None:
         raise ConfigError("scheduler.type: missing")
     params: Any = made.said.get("scheduler.params")
     if params == AUTO:
-        params = {name: AUTO for name in FILLED if name in PARAMETERS.get(kind, {})}
+        known = KINDS[kind].parameters if kind in KINDS else {}
+        params = {name: AUTO for name in FILLED if name in known}
     made.schedule = Schedule.of(kind, params or {})
     schedule = made.schedule
     if made.printed_schedule is None:
@@ -545,8 +574,8 @@ def _schedule(made: Migration) -> None:
 
 def _leave_to_trainer(made: Migration, schedule: Schedule) -> None:
     made.filled.append(
-        f"scheduler.type: {schedule.type} -- lr_scheduler_type: {TRAINERS[schedule.type]}, with "
-        "learning_rate, warmup_steps and max_steps"
+        f"scheduler.type: {schedule.type} -- lr_scheduler_type: {KINDS[schedule.type].trainers}, "
+        "with learning_rate, warmup_steps and max_steps"
     )
     printed = made.comments.get("", [])
     made.comments[""] = [text for text in printed if not text.startswith("scheduler.type")]

@@ -11,14 +11,11 @@ import torch
 
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath
-from offload.deepspeed.batches import Batches
-from offload.deepspeed.migration import Migration, migrate, read_ds_config
-from offload.deepspeed.ops.lion import FusedLion
+from offload.deepspeed.migration import Batches, Migration, migrate, read_ds_config
 from offload.optimizers.client import CLASSES, ClientOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
-_CLASSES = {**CLASSES, FusedLion: "lion"}
 # Keys of the optimizer section on how states are kept, which no client's optimizer has.
 _OF_STATES = ("master", "states", "chunk", "in_backward")
 
@@ -52,7 +49,7 @@ class Settings:
             raise ConfigError("train_batch_size: missing; set it or train_micro_batch_size_per_gpu")
         for warning in made.warnings:
             _log.warning("%s", warning)
-        client = None if optimizer is None else ClientOptimizer.of(optimizer, _CLASSES)
+        client = None if optimizer is None else ClientOptimizer.of(optimizer, CLASSES)
         if client is not None:
             kept = {
                 key: value for key, value in made.values.get("optimizer", {}).items()
@@ -102,12 +99,3 @@ class Settings:
         if found is None:
             raise ConfigError(f"torch_autocast.dtype: {name} is neither bfloat16 nor float16")
         return found
-
-    @property
-    def counts_passes(self) -> bool:
-        """Whether step() counts passes and steps after the last one; otherwise each call steps."""
-        return bool(self.made.get("managed_gradient_accumulation", True))
-
-    @property
-    def sums_over_ranks(self) -> bool:
-        return str(self.made.get("gradient_allreduce_op", "mean")).lower() == "sum"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import weakref
@@ -87,6 +88,14 @@ def initialize(
         engine.close()
         raise
     return made, ours, made.training_dataloader, made.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config FILE` to a parser, for `initialize(args=...)`."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="Has no effect.")
+    group.add_argument("--deepspeed_config", help="The configuration of DeepSpeed, JSON.")
+    return parser
 
 
 def _config(args: Any, config: Config | None, config_params: Config | None) -> Config:

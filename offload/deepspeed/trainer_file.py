@@ -11,9 +11,8 @@ import json
 import textwrap
 from typing import Any
 
-from offload.deepspeed.batches import MICRO, STEPS, TRAIN
-from offload.deepspeed.migration import AUTO, Migration
-from offload.deepspeed.schedules import TRAINERS
+from offload.deepspeed.migration import AUTO, MICRO, STEPS, TRAIN, Migration
+from offload.deepspeed.schedules import KINDS
 
 YAML = "offload.yaml"
 _WIDTH = 100
@@ -54,9 +53,9 @@ def arguments(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[
     """Return the TrainingArguments that match the file's numbers, and notes about them."""
     batches, notes = _batches(made, ranks)
     schedule = made.schedule
-    if schedule is None or schedule.type not in TRAINERS:
+    if schedule is None or schedule.type not in KINDS:
         return batches, notes
-    found = {**batches, "lr_scheduler_type": TRAINERS[schedule.type]}
+    found = {**batches, "lr_scheduler_type": KINDS[schedule.type].trainers}
     for name, argument in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "max_steps")):
         value = schedule.params.get(name)
         if value not in (None, AUTO):

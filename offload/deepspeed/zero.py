@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.deepspeed.hints import missing_name
-from offload.deepspeed.registry import engine_of
+from offload.deepspeed.engine import engine_of
+from offload.deepspeed.left_out import left_out
 from offload.tiers.errors import UnsupportedError
 
 
@@ -118,19 +118,5 @@ def _listed(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[n
     return [each for each in params if isinstance(each, nn.Parameter)]
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: a parameter can be used in any module's forward."""
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing; see `register_external_parameter`."""
-
-
-@contextlib.contextmanager
-def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """Return the model itself: it generates without being unwrapped."""
-    yield getattr(model, "module", model)
-
-
 def __getattr__(name: str) -> Any:
-    raise AttributeError(missing_name("offload.deepspeed.zero", name))
+    raise left_out("offload.deepspeed.zero", name)

@@ -47,16 +47,13 @@ def initialized(
         engine.destroy()
 
 
-def train(engine: Any, passes: range, *, by_hand: bool = False) -> list[float]:
-    """Losses; `by_hand`: the loop calls backward itself."""
+def train(engine: Any, passes: range) -> list[float]:
+    """Losses."""
     losses = []
     for number in passes:
         x, y = batch(number)
         loss = nn.functional.mse_loss(engine(x), y)
-        if by_hand:
-            loss.backward()
-        else:
-            engine.backward(loss)
+        engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses

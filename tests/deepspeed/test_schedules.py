@@ -19,17 +19,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 5}),
     ("WarmupDecayLR", {"total_num_steps": 3, "warmup_num_steps": 5, "warmup_type": "linear"}),
     ("WarmupCosineLR", {"total_num_steps": 25, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}),
-    ("LRRangeTest", {"lr_range_test_step_size": 4, "lr_range_test_staircase": True}),
-    ("LRRangeTest", {"lr_range_test_min_lr": [1e-4, 1e-3], "lr_range_test_step_rate": 2.5}),
-    ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 5}),
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 6,
-            "cycle_second_step_size": 9, "cycle_first_stair_count": 3, "decay_step_size": 4,
-            "decay_lr_rate": 0.5, "decay_mom_rate": 0.01, "cycle_min_mom": [0.7, 0.8],
-        },
-    ),
     ("StepLR", {"step_size": 3, "gamma": 0.5}),
 ]  # fmt: skip
 
@@ -56,7 +45,7 @@ def running(kind: str, params: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(("kind", "params"), CASES)
 def test_the_printed_code_is_what_runs(kind: str, params: dict[str, Any]) -> None:
     optimizer = adam()
-    names: dict[str, Any] = {"optimizer": optimizer, "Any": Any}
+    names: dict[str, Any] = {"optimizer": optimizer}
     exec(Schedule.of(kind, params).code(), names)
     assert numbers(optimizer, names["scheduler"]) == running(kind, params)
 
@@ -79,23 +68,6 @@ def test_warmup_holds_the_first_two_steps_as_deepspeed_does() -> None:
     assert rates[:7] == pytest.approx([0, 0, 0.1, 0.2, 0.3, 0.4, 0.4])
 
 
-def test_a_scheduler_goes_on_from_its_state() -> None:
-    kind, params = CASES[9]
-    optimizer = adam()
-    scheduler = Schedule.of(kind, params).on(optimizer)
-    numbers(optimizer, scheduler)
-    state = scheduler.state_dict()
-    assert "betas" not in state
-    other = adam()
-    resumed = Schedule.of(kind, params).on(other)
-    resumed.load_state_dict(state)
-    for _ in range(2):
-        scheduler.step()
-        resumed.step()
-    assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
-    assert optimizer.param_groups[0]["betas"] == other.param_groups[0]["betas"]
-
-
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [
@@ -103,7 +75,8 @@ def test_a_scheduler_goes_on_from_its_state() -> None:
         ("WarmupLR", {"warmup_type": "cubic"}, "neither log nor linear"),
         ("WarmupLR", {"warmup_max_lr": "high"}, "expected a number"),
         ("WarmupLR", {"last_batch_iteration": 5}, "load a checkpoint"),
-        ("OneCycle", {"cycle_min_lr": 1}, "cycle_max_lr: missing"),
+        ("WarmupDecayLR", {}, "total_num_steps: missing"),
+        ("OneCycle", {"cycle_min_lr": 1}, "write OneCycleLR"),
         ("Cosine", {}, "neither DeepSpeed's"),
     ],
 )

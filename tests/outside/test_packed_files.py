@@ -442,12 +442,10 @@ def test_deepspeeds_accessors_and_checkpoints(tmp_path: Path, made: Any) -> None
         found: Any = get(param, *more)
         put(param, 2 * found, *more)
         assert torch.equal(get(param, *more), 2 * found)
-    mine: Any = utils.safe_get_local_fp32_param(param)
-    assert mine.numel() == param.numel()
     engine.save_checkpoint(tmp_path / "saved", tag="last")
     values = engine.module.state_dict()
     other, *_ = deepspeed.initialize(model=tiny(7), config=keys)
-    other.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    other.load_checkpoint(tmp_path / "saved")
     assert_same(other.module.state_dict(), values)
     for each in (engine, other):
         each.offload.close()

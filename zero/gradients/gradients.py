@@ -153,10 +153,6 @@ class GradientAccumulator:
         """Return the factor that the accumulator's values have to be multiplied by."""
         return self._factors.item(index) * self._share
 
-    def weigh(self, share: float) -> None:
-        """Multiply gradients by `share`, from the next one on."""
-        self._share = share
-
     def drop(self, indices: Sequence[int]) -> None:
         """Forget what was accumulated for some parameters."""
         for index in indices:

@@ -132,9 +132,6 @@ class ReducedGradients:
     def factor(self, index: int) -> float:
         return self.own.factor(self._numbers[index]) if index in self._numbers else 1.0
 
-    def weigh(self, share: float) -> None:
-        self.own.weigh(share)
-
     def drop(self, indices: Sequence[int]) -> None:
         self.landed.wait()
         self.passes[indices] = 0

@@ -78,10 +78,6 @@ class Gradients(Protocol):
         """Return the factor that an update has to multiply the values in `state` by."""
         ...
 
-    def weigh(self, share: float) -> None:
-        """Multiply gradients by `share`, from the next one on."""
-        ...
-
     def drop(self, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters."""
         ...

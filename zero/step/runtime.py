@@ -256,11 +256,6 @@ class Runtime:
             summed_over_blocks=several,
         )  # fmt: skip
 
-    def multiply_gradients(self, factor: float) -> None:
-        """Of the average over ranks, as their number makes a sum of it. Before the first pass."""
-        for state in self.optimizer_states:
-            state.gradients.weigh(factor / state.group.ep_size)
-
     def start(self, model: nn.Module, values: Values, owner: object) -> None:
         """Install the hooks: from here on `model` trains through this runtime, and keeps its
         `owner`."""

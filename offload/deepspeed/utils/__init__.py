@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.deepspeed.hints import missing_name
+from offload.deepspeed.engine import EngineModule, engine_of
 from offload.deepspeed.leaf_modules import (  # noqa: F401 - DeepSpeed has them here
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from offload.deepspeed.registry import engine_of, needed
+from offload.deepspeed.left_out import left_out
 from offload.tiers.errors import StateError
 
 logger = logging.getLogger("offload")
@@ -45,24 +42,13 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 @torch.no_grad()
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace that gradient. Raise StateError if there is none."""
-    needed(param, "safe_set_full_grad")
+    _needed(param, "safe_set_full_grad")
     if param.grad is None:
         raise StateError(
             "safe_set_full_grad: there is no gradient; gradients are there after backward and "
             "before engine.step()"
         )
     param.grad.copy_(value)
-
-
-def safe_update_full_grad_vectorized(
-    param_list: list[nn.Parameter],
-    update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
-) -> None:
-    """Replace each gradient by `update_func(gradient, param)`."""
-    for param in param_list:
-        gradient = safe_get_full_grad(param)
-        if gradient is not None:
-            safe_set_full_grad(param, update_func(gradient, param))
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -75,7 +61,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the master, and the weight to its rounded value."""
-    needed(param, "safe_set_full_fp32_param").offload.values.write(param, "master", value)
+    _needed(param, "safe_set_full_fp32_param").offload.values.write(param, "master", value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -93,77 +79,23 @@ def safe_set_full_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Set one of the optimizer's states. Raise StateError for one that the rule does not have."""
-    engine = needed(param, "safe_set_full_optimizer_state")
+    engine = _needed(param, "safe_set_full_optimizer_state")
     _check_state(engine, optim_state_key)
     engine.offload.values.write(param, optim_state_key, value)
 
 
-def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part, 1D, of the gradient that `safe_get_full_grad` returns. Parts have
-    different sizes, also 0. All ranks have to call it. Raise StateError below stage 3."""
-    return _mine(param, "safe_get_local_grad", safe_get_full_grad(param))
-
-
-def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's part of the gradient; all ranks replace theirs. Raise StateError as
-    `safe_set_full_grad` does, for another size, and below stage 3."""
-    safe_set_full_grad(param, _as_mine(param, "safe_set_local_grad", value))
-
-
-def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the master (see `safe_get_local_grad`)."""
-    return _mine(param, "safe_get_local_fp32_param", safe_get_full_fp32_param(param))
-
-
-def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the master (see `safe_set_local_grad`)."""
-    safe_set_full_fp32_param(param, _as_mine(param, "safe_set_local_fp32_param", value))
-
-
-def safe_get_local_optimizer_state(
-    param: nn.Parameter, optim_state_key: str
-) -> torch.Tensor | None:
-    """Return this rank's part of one of the optimizer's states (see `safe_get_local_grad`)."""
-    full = safe_get_full_optimizer_state(param, optim_state_key)
-    return _mine(param, "safe_get_local_optimizer_state", full)
-
-
-def safe_set_local_optimizer_state(
-    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
-) -> None:
-    """Set this rank's part of one of the optimizer's states (see `safe_set_local_grad`)."""
-    whole = _as_mine(param, "safe_set_local_optimizer_state", value)
-    safe_set_full_optimizer_state(param, whole, optim_state_key)
-
-
-def _part_of(param: nn.Parameter, what: str) -> slice:
-    engine = needed(param, what)
-    if engine.zero_optimization_stage() != 3:
+def _needed(param: nn.Parameter, what: str) -> EngineModule:
+    """Return the open engine of a parameter. Raise StateError if there is none."""
+    found = engine_of(param)
+    if found is None:
         raise StateError(
-            f"{what}: parameters are cut into parts at zero_optimization.stage: 3 alone; call "
-            f"{what.replace('local', 'full')}"
+            f"{what}: a parameter of shape {tuple(param.shape)} belongs to no engine of "
+            "deepspeed.initialize that is open"
         )
-    return engine.offload.values.part_of(param)
+    return found
 
 
-def _mine(param: nn.Parameter, what: str, whole: torch.Tensor | None) -> torch.Tensor | None:
-    return None if whole is None else whole.reshape(-1)[_part_of(param, what)].clone()
-
-
-def _as_mine(param: nn.Parameter, what: str, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` in its place among zeros: a rank takes over its own part alone."""
-    part = _part_of(param, what)
-    if value.numel() != part.stop - part.start:
-        raise StateError(
-            f"{what}: this rank's part has {part.stop - part.start} elements, the value "
-            f"{value.numel()}"
-        )
-    whole = value.new_zeros(param.shape)
-    whole.view(-1)[part] = value.reshape(-1)
-    return whole
-
-
-def _check_state(engine: Any, key: str) -> None:
+def _check_state(engine: EngineModule, key: str) -> None:
     names = engine.offload.config.optimizer.state_names
     if key not in names:
         raise StateError(
@@ -191,4 +123,4 @@ class RepeatingLoader:
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(missing_name("offload.deepspeed.utils", name))
+    raise left_out("offload.deepspeed.utils", name)

@@ -1,1 +1,0 @@
-"""`deepspeed.moe`: the layer of experts (`layer`), and questions about its parameters (`utils`)."""
