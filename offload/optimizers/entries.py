@@ -311,8 +311,9 @@ class OptimizerEntries(_Mapping):
         tiers = made._tiers
         own = {key: value for key, value in state.items() if key not in tiers.fields}
         states = {key: value for key, value in state.items() if key in tiers.fields}
-        if states:
-            tiers.write(states)
+        is_another_rules = bool(own) and len(tiers.fields) > 1  # its update would miss its own
+        if states or is_another_rules:
+            tiers.write(states or own)
         else:
             tiers.start_over()
         dict.clear(made)

@@ -244,6 +244,7 @@ def test_entries_of_the_user_s_own_are_kept_beside_the_states(pair: Pair) -> Non
         (lambda s, p: s[p].update(step=1.5), ValueError, "no count of steps"),
         (lambda s, p: s[p]["step"].fill_(-1), ValueError, "no count of steps"),
         (lambda s, p: s.update({p: {"exp_avg": torch.zeros(8, 4)}}), ValueError, "lacks step"),
+        (lambda s, p: s.update({p: {"momentum_buffer": torch.zeros(8, 4)}}), ValueError, "has mom"),
         (lambda s, p: s[p].pop("exp_avg"), UnsupportedError, "has all of its"),
         (lambda s, p: s[p]["exp_avg"].resize_(3), UnsupportedError, "exp_avg of 0.weight"),
         (lambda s, p: s[p]["exp_avg"].data_ptr(), UnsupportedError, "exp_avg of 0.weight"),
