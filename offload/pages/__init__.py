@@ -1,1 +1,1 @@
-"""HTML pages of one file each: their frame, colours, axes and inline drawings."""
+"""HTML pages of one file each: one template, and pictures drawn by matplotlib."""

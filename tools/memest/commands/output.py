@@ -9,22 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.files import write_file
 from offload.tools.memest.commands.options import Format, OutputOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from offload.tools.memest.show.sheet import Sheet
+    from offload.pages.page import Page
 
 _FILE_COLUMNS = 100  # of a table in a file
 
 
 def show_answer(
     output: OutputOptions, *, table: Callable[[], RenderableType],
-    values: Callable[[], dict[str, Any]], sheet: Callable[[], Sheet],
+    values: Callable[[], dict[str, Any]], page: Callable[[], Page] | None = None,
 ) -> None:  # fmt: skip
-    """Show the answer in the requested format, the only one that is computed."""
+    """Show the answer in the requested format, the only one that is computed. Raise ConfigError for
+    a page of what has none."""
     if output.chosen is Format.TABLE:
         if output.out is None:
             _print(table())
@@ -33,9 +35,11 @@ def show_answer(
     elif output.chosen is Format.JSON:
         _deliver(json.dumps(values(), indent=2, allow_nan=False) + "\n", output.out)
     else:
-        from offload.tools.memest.show.render_html import to_html
+        from offload.pages.page import to_html
 
-        _deliver(to_html(sheet()), output.out)
+        if page is None:
+            raise ConfigError("this command has no page; use --format table or --format json")
+        _deliver(to_html(page(), by="memest"), output.out)
 
 
 def _print(table: RenderableType) -> None:

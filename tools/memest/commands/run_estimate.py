@@ -200,13 +200,13 @@ def _workload_notes(
 
 # ---------------------------------------------------------------- the answer
 def _show(found: Estimate, output: OutputOptions) -> None:
-    from offload.tools.memest.show.estimate_sheet import estimate_sheet
+    from offload.tools.memest.show.estimate_page import estimate_page
     from offload.tools.memest.show.render_json import to_dict
     from offload.tools.memest.show.render_table import to_table
 
     show_answer(
         output, table=lambda: to_table(found), values=lambda: to_dict(found),
-        sheet=lambda: estimate_sheet(found),
+        page=lambda: estimate_page(found),
     )  # fmt: skip
 
 

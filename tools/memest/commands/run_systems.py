@@ -27,7 +27,6 @@ from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.show import view
 from offload.tools.memest.show.compare import (
     Comparison,
-    compare_sheet,
     comparison_table,
     to_values,
 )
@@ -64,10 +63,7 @@ def run_compare(asked: EstimateOptions) -> int:
     speeds = case.speeds if case.source.has_graph else None  # no work is known, so no times
     model = case.shape if case.ep_size > 1 else case.source.shape
     found = Comparison(ours, compare(model, facts, ours, case.profile, speeds))
-    show_answer(
-        output, table=lambda: comparison_table(found), values=lambda: to_values(found),
-        sheet=lambda: compare_sheet(found),
-    )  # fmt: skip
+    show_answer(output, table=lambda: comparison_table(found), values=lambda: to_values(found))
     return 0 if ours.fits else DOES_NOT_FIT
 
 

@@ -1,4 +1,4 @@
-"""The answer of `memest compare`: a table, JSON, and a page."""
+"""The answer of `memest compare`: a table and JSON."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offload.planning.plan.estimate import Estimate, PlaceEstimate
+from offload.pages.page import Cell
+from offload.planning.plan.estimate import Estimate
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
-from offload.tools.memest.show.bars import Held, capacity_bars
 from offload.tools.memest.show.render_json import places
-from offload.tools.memest.show.sheet import Block, Cell, Heading, Lines, Sheet, Table
 from offload.tools.memest.show.tables import bullets, ruled
 from offload.tools.memest.systems.compare import Row
 
@@ -95,33 +94,3 @@ def to_values(found: Comparison) -> dict[str, Any]:
         for row in found.rows
     ]
     return {"schema": "memest-compare/1", "systems": systems, "notes": list(found.notes)}
-
-
-def compare_sheet(found: Comparison) -> Sheet:
-    """Return a sheet with the table, and the bytes of each system in each place."""
-    ours = found.ours
-    fitting = [str(row.system) for row in found.rows if row.fits]
-    return Sheet(
-        name=f"{ours.model} under other systems",
-        title=f"{ours.model} under {len(found.rows)} systems",
-        about=(view.what_text(ours), view.where_text(ours)),
-        verdict=f"fits under {'; '.join(fitting)}" if fitting else "fits under none of them",
-        state="good" if ours.fits else "bad",
-        blocks=tuple(_blocks(found)),
-    )
-
-
-def _blocks(found: Comparison) -> Iterator[Block]:
-    yield Heading("Peak memory and step")
-    yield Table(_heads(found), tuple(_cells(found)), left=frozenset({0}), stacked=True)
-    for tier, capacity in found.tiers:
-        nothing = PlaceEstimate(capacity, {})
-        held = [
-            Held(str(row.system), row.places.get(tier, nothing), tier in row.full)
-            for row in found.rows
-        ]
-        title = f"{NODE_TITLES[tier]}, {format_bytes(capacity)}"
-        yield Heading(title)
-        yield capacity_bars("", held, about="", value=view.peak_text)
-    yield Heading("Notes")
-    yield Lines(found.notes)

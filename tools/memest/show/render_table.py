@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,7 +14,6 @@ from offload.pages.colours import DARK
 from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate, StepEstimate
 from offload.planning.plan.experts import ExpertEstimate
 from offload.tools.memest.show import view
-from offload.tools.memest.show.bars import Held, capacity_bars, span_meaning
 from offload.tools.memest.show.tables import bullets, plain, ruled
 
 _BAR_CELLS = 16
@@ -84,20 +84,20 @@ def _memory(estimate: Estimate) -> Table:
 
 
 def _swatch(meaning: str) -> Text:
-    return Text.assemble(("■ ", DARK.of[meaning]))
+    return Text.assemble(("■ ", DARK[meaning]))
 
 
 def _gauge(place: PlaceEstimate) -> Text:
     """Return a gauge of the used capacity, by class."""
-    (bar,) = capacity_bars("", [Held.of("", place)]).bars
+    stops = list(accumulate(place.by_class.get(name, 0) for name in MemoryClass))
     text = Text()
     for cell in range(_GAUGE_CELLS):
-        at = (cell + 0.5) / _GAUGE_CELLS * bar.track
-        there = next((each for each in bar.pieces if each.start <= at < each.stop), None)
-        colour = DARK.of[there.meaning] if there else "dim"
-        text.append("█" if there else "░", style=colour)
+        at = (cell + 0.5) / _GAUGE_CELLS * (place.capacity_nbytes or place.peak_nbytes)
+        there = next((name for name, stop in zip(MemoryClass, stops, strict=True) if at < stop), "")
+        text.append("█" if there else "░", style=DARK[there] if there else "dim")
     used = view.share(view.filled(place)) if place.capacity_nbytes else ""
-    return text.append(f" {used:>6}", style=bar.state and "red")
+    is_short = place.peak_nbytes > place.capacity_nbytes
+    return text.append(f" {used:>6}", style="red" if is_short else "")
 
 
 def _time(estimate: Estimate, title: str, step: StepEstimate) -> Table:
@@ -112,11 +112,11 @@ def _time(estimate: Estimate, title: str, step: StepEstimate) -> Table:
     ):
         part = link.seconds / step.seconds if step.seconds else 0.0
         cells = min(_BAR_CELLS, round(part * _BAR_CELLS))
-        bar = Text("█" * cells, style=DARK.of[span_meaning(name, "")])
+        bar = Text("█" * cells, style=DARK[view.span_meaning(name, "")])
         bar.append("░" * (_BAR_CELLS - cells), style="dim").append(f" {used:>6}", style="default")
         style = "bold" if name == step.bottleneck else ""
         table.add_row(
-            _swatch(span_meaning(name, "")).append(name, style), busy, *tokens, nbytes, bar
+            _swatch(view.span_meaning(name, "")).append(name, style), busy, *tokens, nbytes, bar
         )
     return table
 

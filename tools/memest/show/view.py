@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from offload.pages.page import Figure
 from offload.planning.choice.durations import counted as counted
 from offload.planning.choice.durations import duration as duration
 from offload.planning.choice.durations import three_digits
@@ -22,10 +23,10 @@ from offload.planning.plan.estimate import (
     StepEstimate,
 )
 from offload.planning.plan.sizes import class_of
+from offload.planning.step.step_time import COMPUTE, OPTIMIZER
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.tools.memest.show.sheet import Figure
 
 PLACE_TITLES = {
     Tier.DEVICE: "GPU memory",
@@ -215,6 +216,13 @@ def links_of(estimate: Estimate, step: StepEstimate) -> Sequence[LinkTime]:
     """Return the links with work in a step; for training all of them."""
     trains = estimate.inference is None
     return [link for link in step.links if trains or link.seconds or link.nbytes]
+
+
+def span_meaning(link: str, label: str) -> str:
+    """Return the meaning of a span's colour: each link has one, the model's work two."""
+    if link == COMPUTE:
+        return "backward" if label == "backward" else "compute"
+    return "update" if link == OPTIMIZER else link
 
 
 def share_head(estimate: Estimate) -> str:

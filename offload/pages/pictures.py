@@ -1,0 +1,163 @@
+"""Pictures of a page, drawn by matplotlib as SVG that is part of the page.
+
+Colours of the page's style sheet stand in for matplotlib's, so that pictures are light or dark as
+the page is. matplotlib is imported when the first picture is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.display.plain_text import plain
+from offload.pages.colours import LIGHT
+
+_INK, _LINE = "#1b1b1a", "#deddd8"  # these stand for var(--ink) and var(--line) below
+_WIDTH = 9.4  # inches, of 100 pixels
+_LINE_COLOURS = (_INK, *(LIGHT[name] for name in ("parameters", "gradients", "activations")))
+_BUCKETS = 400  # of a long line: the least and the greatest value of each are drawn
+_MAX_VALUE = 1e100  # that can be drawn
+_STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "offload", "text.parse_math": False,
+    "font.family": "sans-serif", "font.size": 9, "text.color": _INK, "axes.labelcolor": _INK,
+    "axes.edgecolor": _LINE, "axes.spines.top": False, "axes.spines.right": False,
+    "xtick.color": _INK, "ytick.color": _INK, "grid.color": _LINE, "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+Text = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An SVG drawing, and what it shows in words, for those who cannot see it."""
+
+    svg: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line over steps; nan is unknown."""
+
+    name: str
+    xs: npt.ArrayLike  # ascending
+    ys: npt.ArrayLike
+    dotted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A coloured part of a bar."""
+
+    meaning: str  # of its colour
+    start: float
+    stop: float
+
+
+def line_picture(
+    title: str, lines: Sequence[Line], text: Text, *, from_zero: bool = False
+) -> Picture:
+    """Draw lines over steps on one scale; `text` formats a value."""
+    with _figure(2.3) as (axes, picture):
+        for colour, line in zip(_LINE_COLOURS * len(lines), lines, strict=False):
+            xs, ys = thinned(np.asarray(line.xs, float), np.asarray(line.ys, float))
+            ys = np.clip(ys, -_MAX_VALUE, _MAX_VALUE)
+            style = ":" if line.dotted else "-"
+            # markers show a value without neighbours
+            axes.plot(xs, ys, style, color=colour, linewidth=1.4, label=_name(line.name),
+                      marker="." if np.isfinite(ys).sum() < 30 else None)  # fmt: skip
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("step")
+        axes.margins(x=0)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda y, _: text(y))
+        axes.grid(axis="y")
+        if len(lines) > 1:
+            axes.legend(ncols=len(lines), loc="best")
+    said = (_said(line, text) for line in lines)
+    return Picture(picture(), f"{title}: {'; '.join(filter(None, said))}")
+
+
+def bar_picture(
+    bars: Mapping[str, Sequence[Stretch]], text: Text, *, label: str, line: float | None = None
+) -> Picture:
+    """Draw one bar or lane per name, the first on top, all on one scale from 0 on. `text` formats a
+    place on it; `line` marks one; `label` says in words what is shown."""
+    from matplotlib.patches import Patch
+
+    with _figure(0.65 + 0.3 * max(2, len(bars))) as (axes, picture):
+        for row, stretches in enumerate(bars.values()):
+            spans = [(each.start, each.stop - each.start) for each in stretches]
+            colours = [LIGHT[each.meaning] for each in stretches]
+            axes.broken_barh(spans, (row - 0.38, 0.76), facecolors=colours)
+        axes.set_yticks(range(len(bars)), [_name(name) for name in bars])
+        axes.set_ylim(len(bars) - 0.5, -0.5)
+        if line is not None:
+            axes.axvline(line, color=_INK, linewidth=1.5)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(lambda x, _: text(x))
+        axes.tick_params(axis="y", length=0)
+        used = {each.meaning for stretches in bars.values() for each in stretches}
+        patches = [Patch(color=c, label=meaning) for meaning, c in LIGHT.items() if meaning in used]
+        legend = {"ncols": 5, "loc": "outside lower left", "handlelength": 1}
+        axes.figure.legend(handles=patches, **legend)
+    return Picture(picture(), label)
+
+
+@contextmanager
+def _figure(height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
+    """Yield axes to draw on, and what gives the SVG of the drawing once the block has ended."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    file = io.StringIO()
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, height), dpi=100)
+        yield figure.add_subplot(), lambda: _inline(file.getvalue())
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+
+
+def _inline(svg: str) -> str:
+    """Return the element alone, with colours of the page, and names that are of no use on it left
+    out: several drawings on one page would have the same."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="[a-z0-9]+_\d+"', "", svg)
+    for name, colour in {"ink": _INK, "line": _LINE, **LIGHT}.items():
+        svg = svg.replace(colour, f"var(--{name.replace(' ', '-')})")
+    return svg
+
+
+def thinned(xs: Any, ys: Any) -> tuple[Any, Any]:
+    """Return the line, or the least and greatest of each of `_BUCKETS` parts of a long one."""
+    if len(xs) <= 4 * _BUCKETS:
+        return xs, ys
+    kept = {0, len(xs) - 1}
+    for part in np.array_split(np.arange(len(xs)), _BUCKETS):
+        known = part[np.isfinite(ys[part])]
+        if len(known):
+            kept |= {int(known[ys[known].argmin()]), int(known[ys[known].argmax()])}
+    order = sorted(kept)
+    return xs[order], ys[order]
+
+
+def _said(line: Line, text: Text) -> str:
+    xs, ys = np.asarray(line.xs, float), np.asarray(line.ys, float)
+    known = np.flatnonzero(~np.isnan(ys))
+    if not len(known):
+        return ""
+    ends = (f"{text(ys[at])} at {xs[at]:,.0f}" for at in (known[0], known[-1]))
+    return f"{line.name}: {', '.join(ends)}"
+
+
+def _name(name: str) -> str:
+    return plain(name, 40)
