@@ -50,8 +50,16 @@ _MAX_PATH, _MAX_NAME = 4095, 255  # bytes that Linux takes
 class Section(BaseModel):
     """A part of the configuration: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )  # fmt: skip
     main: ClassVar[str] = ""  # the key that a value in the section's place is most likely meant for
+
+    def contradiction(self, key: str, other: str, why: str) -> KeyedError:
+        """Return the error about two keys of this section; `why` says what else, and what to do."""
+        first, second = (f"{name}: {_shown(getattr(self, name))}" for name in (key, other))
+        return KeyedError(f"{first} contradicts {second}{why}", (key,), (other,))
 
 
 def shared_settings(section: Section, path: str = "") -> dict[str, str]:
@@ -89,21 +97,36 @@ class Kind:
     absent: str = ""  # the meaning of no value
 
 
-def about(
-    *, unit: str = "", absent: str = "", needs: Mapping[str, Any] | None = None,
-    see: Sequence[str] = (), per_rank: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Return what the reference says about a key beside its description, as `json_schema_extra`.
+def key(
+    default: Any, *, example: Any = None, unit: str = "", absent: str = "",
+    needs: Mapping[str, Any] | None = None, see: Sequence[str] = (), per_rank: bool = False,
+    **bounds: Any,
+) -> Any:  # fmt: skip
+    """A key of a section, with what the reference says about it beside its docstring.
 
-    `absent`: the meaning of a default of None. `needs`: full names of keys, and the values with
-    which this key has an effect. `see`: keys that it interacts with. `per_rank`: ranks that train
-    together may have different values, for the result does not depend on it.
+    `default`: `...` for a key that has to be given. `absent`: the meaning of a default of None.
+    `needs`: full names of keys, and the values with which this key has an effect. `see`: keys that
+    it interacts with. `per_rank`: ranks that train together may have different values, for the
+    result does not depend on it. `bounds`: those of pydantic's Field (`ge`, `lt`, ...).
     """
-    said = {
+    said: dict[str, Any] = {
         "x-unit": unit, "x-absent": absent, "x-needs": dict(needs or {}), "x-see": list(see),
         "x-per-rank": per_rank,
     }  # fmt: skip
-    return {name: value for name, value in said.items() if value}
+    return Field(
+        default,
+        examples=None if example is None else [example],
+        json_schema_extra={name: value for name, value in said.items() if value} or None,
+        **bounds,
+    )
+
+
+def section(
+    model: type[Section], *, absent: str = "", see: Sequence[str] = (), per_rank: bool = False
+) -> Any:
+    """A section with its defaults, where a file says nothing of it; arguments as of `key`."""
+    found = key(..., absent=absent, see=see, per_rank=per_rank)
+    return Field(default_factory=model, json_schema_extra=found.json_schema_extra)
 
 
 @dataclass(frozen=True)
@@ -161,6 +184,10 @@ class KeyedError(ValueError):
         self.path = path
         self.other = other  # the key that it contradicts
         super().__init__(message)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _percent(fraction: float) -> str:

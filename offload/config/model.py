@@ -29,9 +29,10 @@ from offload.config.fields import (
     Section,
     Split,
     TierText,
-    about,
     is_split,
+    key,
     parse_split,
+    section,
 )
 from offload.config.file import dump_yaml
 from offload.config.optimizer import OptimizerConfig
@@ -63,29 +64,16 @@ class BudgetConfig(Section):
 
     main = "host"
 
-    device: Budget = Field(
-        None,
-        description="Memory of the GPU for states, their copies and buffers; what a pass computes "
-        "with comes on top. A percentage is of what is free there. auto: what the plan can use, at "
-        "most 80%. Without a GPU: the part of RAM that the model computes with.",
-        examples=["16GiB"],
-        json_schema_extra=about(see=["device", "placement"]),
-    )
-    host: Budget = Field(
-        None,
-        description="RAM for states, their copies and buffers, of each rank; activations come on "
-        "top without a GPU. A percentage is of all RAM, or of the cgroup's limit. auto: what is "
-        "free less a twentieth (at least 1 GiB), and less what activations take: 30% of it where "
-        "the batch is not known.",
-        examples=["6GiB"],
-        json_schema_extra=about(see=["placement", "prefetch"]),
-    )
-    nvme: Budget = Field(
-        None,
-        description="Swap files. A percentage is of the free space in nvme.paths. auto: 90%.",
-        examples=["100GiB"],
-        json_schema_extra=about(see=["nvme.paths", "placement"]),
-    )
+    device: Budget = key(None, example="16GiB", see=["device", "placement"])
+    """Memory of the GPU for states, their copies and buffers; what a pass computes with comes on
+    top. A percentage is of what is free there. auto: what the plan can use, at most 80%. Without a
+    GPU: the part of RAM that the model computes with."""
+    host: Budget = key(None, example="6GiB", see=["placement", "prefetch"])
+    """RAM for states, their copies and buffers, of each rank; activations come on top without a
+    GPU. A percentage is of all RAM, or of the cgroup's limit. auto: what is free less a twentieth
+    (at least 1 GiB), and less what activations take: 30% of it where the batch is not known."""
+    nvme: Budget = key(None, example="100GiB", see=["nvme.paths", "placement"])
+    """Swap files. A percentage is of the free space in nvme.paths. auto: 90%."""
 
 
 class NvmeConfig(Section):
@@ -93,55 +81,34 @@ class NvmeConfig(Section):
 
     main = "paths"
 
-    paths: Annotated[tuple[PathText, ...], Field(strict=False)] = Field(
-        (),
-        description="Folders for swap files, on one disk each; several are striped by their "
-        "measured speed. {rank} and {local_rank} stand for the process's numbers under torchrun. "
-        "Empty: the temporary folder, or /var/tmp where that one is in RAM.",
-        examples=[["/mnt/nvme0/offload", "/mnt/nvme1/offload"]],
-        json_schema_extra=about(see=["budget.nvme"]),
+    paths: Annotated[tuple[PathText, ...], Field(strict=False)] = key(
+        (), example=["/mnt/nvme0/offload", "/mnt/nvme1/offload"], see=["budget.nvme"]
     )
-    backend: Literal["auto", "threads", "libaio"] = Field(
-        "auto",
-        description="How files are read and written: by threads, or by the system's libaio (extra "
-        "`aio`). auto: threads, as fast as any with requests of some MiB.",
-    )
-    threads: AutoThreads = Field(
-        "auto",
-        description="I/O threads per path, of backend: threads.",
-        examples=[4],
-        json_schema_extra=about(unit="threads per path", see=["nvme.backend"]),
-    )
-    checksum: bool = Field(
-        True, description="Compare an XXH3 sum of every block that is read with the written one."
-    )
-    direct: AutoBool = Field(
-        "auto",
-        description="O_DIRECT, which keeps swapped bytes out of the page cache. true: required; "
-        "false: never; auto: where the file system has it.",
-        examples=[True],
-    )
-    timeout_s: float = Field(
-        30.0,
-        gt=0,
-        le=1e6,
-        description="How long a folder's disk may be asked to read and write without ending any of "
-        "it, or for anything else (to make or to reserve a file); then a StuckError names what is "
-        "stuck. A disk that is only slow ends something. Of a checkpoint's folder, how long one "
-        "call may take.",
-        examples=[120.0],
-        json_schema_extra=about(unit="seconds"),
-    )
+    """Folders for swap files, on one disk each; several are striped by their measured speed. {rank}
+    and {local_rank} stand for the process's numbers under torchrun. Empty: the temporary folder, or
+    /var/tmp where that one is in RAM."""
+    backend: Literal["auto", "threads", "libaio"] = key("auto")
+    """How files are read and written: by threads, or by the system's libaio (extra `aio`). auto:
+    threads, as fast as any with requests of some MiB."""
+    threads: AutoThreads = key("auto", example=4, unit="threads per path", see=["nvme.backend"])
+    """I/O threads per path, of backend: threads."""
+    checksum: bool = key(True)
+    """Compare an XXH3 sum of every block that is read with the written one."""
+    direct: AutoBool = key("auto", example=True)
+    """O_DIRECT, which keeps swapped bytes out of the page cache. true: required; false: never;
+    auto: where the file system has it."""
+    timeout_s: float = key(30.0, example=120.0, gt=0, le=1e6, unit="seconds")
+    """How long a folder's disk may be asked to read and write without ending any of it, or for
+    anything else (to make or to reserve a file); then a StuckError names what is stuck. A disk that
+    is only slow ends something. Of a checkpoint's folder, how long one call may take."""
 
     @model_validator(mode="after")
     def _check_threads(self) -> Self:
         if self.threads != "auto" and self.backend == "libaio":
-            raise KeyedError(
-                f"threads: {self.threads} contradicts backend: libaio, which has no worker "
-                "threads; remove threads, or set backend: threads",
-                ("threads",),
-                ("backend",),
-            )
+            raise self.contradiction(
+                "threads", "backend",
+                ", which has no worker threads; remove threads, or set backend: threads",
+            )  # fmt: skip
         return self
 
 
@@ -150,20 +117,14 @@ class ActivationConfig(Section):
 
     main = "tier"
 
-    tier: TierText = Field(
-        "device",
-        description="Where what forward saves waits for backward. host: of use with a GPU only.",
-        examples=["nvme"],
-        json_schema_extra=about(per_rank=True, see=["placement.activations.checkpoint"]),
+    tier: TierText = key(
+        "device", example="nvme", per_rank=True, see=["placement.activations.checkpoint"]
     )
-    checkpoint: Recompute = Field(
-        False,
-        description="Recompute each repeated block's activations in backward, with the same bits. "
-        "selective: keep those of matrix products and attention. auto: as a step is fastest and "
-        "fits, where the batch is known beforehand (`offload train`, memest); otherwise false.",
-        examples=["selective"],
-        json_schema_extra=about(see=["micro_batches"]),
-    )
+    """Where what forward saves waits for backward. host: of use with a GPU only."""
+    checkpoint: Recompute = key(False, example="selective", see=["micro_batches"])
+    """Recompute each repeated block's activations in backward, with the same bits. selective: keep
+    those of matrix products and attention. auto: as a step is fastest and fits, where the batch is
+    known beforehand (`offload train`, memest); otherwise false."""
 
 
 class _OrSplit:
@@ -180,21 +141,12 @@ class _OrSplit:
 class ExpertPlacement(Section):
     """The home of the states of experts; an absent class is placed automatically."""
 
-    parameters: Split = Field(
-        None,
-        description="Home of the parameters of experts: a tier, or shares of each table's experts.",
-        examples=["nvme"],
-    )
-    gradients: Split = Field(
-        None,
-        description="Home of the gradients of experts between backward and update.",
-        examples=["host"],
-    )
-    optimizer: Split = Field(
-        None,
-        description="Home of the optimizer's states and of master weights of experts.",
-        examples=[{"host": "25%", "nvme": "75%"}],
-    )
+    parameters: Split = key(None, example="nvme")
+    """Home of the parameters of experts: a tier, or shares of each table's experts."""
+    gradients: Split = key(None, example="host")
+    """Home of the gradients of experts between backward and update."""
+    optimizer: Split = key(None, example={"host": "25%", "nvme": "75%"})
+    """Home of the optimizer's states and of master weights of experts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -213,51 +165,40 @@ class PlacementConfig(Section):
 
     main = "parameters"
 
-    parameters: Split = Field(
+    parameters: Split = key(None, example="host", per_rank=True)
+    """Home of the parameters: a tier, or shares of several that sum to 100%."""
+    gradients: Split = key(
         None,
-        description="Home of the parameters: a tier, or shares of several that sum to 100%.",
-        examples=["host"],
-        json_schema_extra=about(per_rank=True),
+        example="host",
+        per_rank=True,
+        see=["gradient_accumulation_steps", "optimizer.in_backward"],
     )
-    gradients: Split = Field(
+    """Home of the gradients between backward and update, as for parameters."""
+    optimizer: Split = key(
         None,
-        description="Home of the gradients between backward and update, as for parameters.",
-        examples=["host"],
-        json_schema_extra=about(
-            per_rank=True, see=["gradient_accumulation_steps", "optimizer.in_backward"]
-        ),
+        example={"host": "40%", "nvme": "60%"},
+        per_rank=True,
+        see=["optimizer.states", "optimizer.chunk"],
     )
-    optimizer: Split = Field(
+    """Home of the optimizer's states and of master weights, as for parameters."""
+    experts: Annotated[ExpertPlacement | None, _OrSplit] = key(
+        None, per_rank=True, absent="where the rest is", see=["micro_batches", "zero.stage"]
+    )
+    """Home of the states of experts that move one by one; the keys beside it then speak of all
+    else. A tier or shares of several for every class, or keys by class. Shares are the same of each
+    table of experts, so that no layer has more in slow tiers than others; experts of lower number
+    are in the faster ones. auto: chosen apart from the rest. Absent: they are where the rest is."""
+    activations: ActivationConfig = section(ActivationConfig)
+    """What forward saves for backward."""
+    kv: Split = key(
         None,
-        description="Home of the optimizer's states and of master weights, as for parameters.",
-        examples=[{"host": "40%", "nvme": "60%"}],
-        json_schema_extra=about(per_rank=True, see=["optimizer.states", "optimizer.chunk"]),
+        example="nvme",
+        per_rank=True,
+        absent="as transformers keeps them, outside of any budget",
+        see=["kv.dtype"],
     )
-    experts: Annotated[ExpertPlacement | None, _OrSplit] = Field(
-        None,
-        description="Home of the states of experts that move one by one; the keys beside it then "
-        "speak of all else. A tier or shares of several for every class, or keys by class. Shares "
-        "are the same of each table of experts, so that no layer has more in slow tiers than "
-        "others; experts of lower number are in the faster ones. auto: chosen apart from the rest. "
-        "Absent: they are where the rest is.",
-        json_schema_extra=about(
-            per_rank=True, absent="where the rest is", see=["micro_batches", "zero.stage"]
-        ),
-    )
-    activations: ActivationConfig = Field(
-        default_factory=ActivationConfig, description="What forward saves for backward."
-    )
-    kv: Split = Field(
-        None,
-        description="Home of the KV caches of a dispatched model, page by page: a tier, or shares "
-        "of several that sum to 100%.",
-        examples=["nvme"],
-        json_schema_extra=about(
-            per_rank=True,
-            absent="as transformers keeps them, outside of any budget",
-            see=["kv.dtype"],
-        ),
-    )
+    """Home of the KV caches of a dispatched model, page by page: a tier, or shares of several that
+    sum to 100%."""
 
     def homes(self) -> dict[str, Placement | None]:
         """The home of each class of states by its key (`optimizer`, and `experts.optimizer` if
@@ -283,30 +224,25 @@ class StorageConfig(Section):
 
     main = "weights"
 
-    weights: Literal["int8", "int4", "nf4"] = Field(
-        description="Format of frozen weights at home, on any tier: int8, int4 (asymmetric), or "
-        "nf4 (as QLoRA). They are encoded once, while they are loaded, and decoded into memory of "
-        "the budget to be computed with: the same values on every tier. Frozen matrices alone: "
-        "norms, biases and what is trained stay as they are.",
-        examples=["nf4"],
-        json_schema_extra=about(see=["precision", "placement.parameters", "storage.skip"]),
+    weights: Literal["int8", "int4", "nf4"] = key(
+        ..., example="nf4", see=["precision", "placement.parameters", "storage.skip"]
     )
-    group_size: Literal[32, 64, 128, 256] = Field(
-        64,
-        description="Consecutive elements that share a scale; they divide the rows of a weight "
-        "(of nf4 the whole of it). Fewer are more exact, and take more bytes.",
-        examples=[128],
-        json_schema_extra=about(unit="elements", see=["storage.weights"]),
+    """Format of frozen weights at home, on any tier: int8, int4 (asymmetric), or nf4 (as QLoRA).
+    They are encoded once, while they are loaded, and decoded into memory of the budget to be
+    computed with: the same values on every tier. Frozen matrices alone: norms, biases and what is
+    trained stay as they are."""
+    group_size: Literal[32, 64, 128, 256] = key(
+        64, example=128, unit="elements", see=["storage.weights"]
     )
+    """Consecutive elements that share a scale; they divide the rows of a weight (of nf4 the whole
+    of it). Fewer are more exact, and take more bytes."""
     skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | None, Field(strict=False)] = (
-        Field(
-            None,
-            description="Modules or parameters that stay as they are: names or the ends of names, "
-            "with * and ?. A tied weight stays if one of its names does. Empty: none.",
-            examples=[["lm_head", "embed_tokens", "layers.0"]],
-            json_schema_extra=about(absent="lm_head, if there is one"),
+        key(
+            None, example=["lm_head", "embed_tokens", "layers.0"], absent="lm_head, if there is one"
         )
     )
+    """Modules or parameters that stay as they are: names or the ends of names, with * and ?. A tied
+    weight stays if one of its names does. Empty: none."""
 
 
 class KVConfig(Section):
@@ -314,24 +250,20 @@ class KVConfig(Section):
 
     main = "dtype"
 
-    dtype: Literal["auto", "int8"] = Field(
-        "auto",
-        description="How keys and values are stored. int8: a byte per element, with a scale and an "
-        "offset per head and token: approximate, and the same in every tier. auto: as the model "
-        "computes them.",
-        json_schema_extra=about(see=["placement.kv"]),
-    )
-    tokens: int | None = Field(
+    dtype: Literal["auto", "int8"] = key("auto", see=["placement.kv"])
+    """How keys and values are stored. int8: a byte per element, with a scale and an offset per head
+    and token: approximate, and the same in every tier. auto: as the model computes them."""
+    tokens: int | None = key(
         None,
+        example=32768,
         ge=1,
         le=1 << 40,
-        description="Tokens of all sequences together that the plan leaves room for. Caches may "
-        "grow beyond it, as far as there is room.",
-        examples=[32768],
-        json_schema_extra=about(
-            unit="tokens", absent="what weights leave of the budgets", see=["placement.kv"]
-        ),
+        unit="tokens",
+        absent="what weights leave of the budgets",
+        see=["placement.kv"],
     )
+    """Tokens of all sequences together that the plan leaves room for. Caches may grow beyond it, as
+    far as there is room."""
 
 
 class LossScaleConfig(Section):
@@ -339,40 +271,18 @@ class LossScaleConfig(Section):
 
     main = "initial"
 
-    initial: float = Field(
-        65536.0,
-        gt=0,
-        description="The loss is multiplied with this at first, and gradients are divided by it.",
-        examples=[1024.0],
-        json_schema_extra=about(see=["loss_scale.min"]),
+    initial: float = key(65536.0, example=1024.0, gt=0, see=["loss_scale.min"])
+    """The loss is multiplied with this at first, and gradients are divided by it."""
+    growth_interval: int = key(2000, example=1000, ge=1, unit="steps")
+    """Steps in a row without an overflow before the scale grows."""
+    growth_factor: float = key(2.0, example=2.0, gt=1)
+    """The scale grows by this factor."""
+    backoff_factor: float = key(0.5, example=0.5, gt=0, lt=1)
+    """The scale shrinks by this factor after an overflow, whose step is skipped."""
+    min: float | None = key(
+        None, example=1.0, gt=0, absent="none, as of torch's GradScaler", see=["max_skipped_steps"]
     )
-    growth_interval: int = Field(
-        2000,
-        ge=1,
-        description="Steps in a row without an overflow before the scale grows.",
-        examples=[1000],
-        json_schema_extra=about(unit="steps"),
-    )
-    growth_factor: float = Field(
-        2.0,
-        gt=1,
-        description="The scale grows by this factor.",
-        examples=[2.0],
-    )
-    backoff_factor: float = Field(
-        0.5,
-        gt=0,
-        lt=1,
-        description="The scale shrinks by this factor after an overflow, whose step is skipped.",
-        examples=[0.5],
-    )
-    min: float | None = Field(
-        None,
-        gt=0,
-        description="Smallest scale; after an overflow there it stays, and the step is skipped.",
-        examples=[1.0],
-        json_schema_extra=about(absent="none, as of torch's GradScaler", see=["max_skipped_steps"]),
-    )
+    """Smallest scale; after an overflow there it stays, and the step is skipped."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -397,17 +307,11 @@ class ThreadsConfig(Section):
 
     main = "optimizer"
 
-    optimizer: AutoThreads = Field(
-        "auto",
-        description="Threads of the CPU optimizer. auto: all cores where the model computes on the "
-        "CPU, too (it waits meanwhile, or both share); beside a GPU all but two.",
-        examples=[8],
-    )
-    torch: AutoThreads = Field(
-        "auto",
-        description="PyTorch's threads on the CPU. auto: as PyTorch has them.",
-        examples=[8],
-    )
+    optimizer: AutoThreads = key("auto", example=8)
+    """Threads of the CPU optimizer. auto: all cores where the model computes on the CPU, too (it
+    waits meanwhile, or both share); beside a GPU all but two."""
+    torch: AutoThreads = key("auto", example=8)
+    """PyTorch's threads on the CPU. auto: as PyTorch has them."""
 
 
 class GroupsConfig(Section):
@@ -415,13 +319,11 @@ class GroupsConfig(Section):
 
     main = "blocks"
 
-    blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
-        (),
-        description="Class names of the modules whose parameters move together, as a model's "
-        "repeated blocks. Empty: found automatically.",
-        examples=[["LlamaDecoderLayer"]],
-        json_schema_extra=about(see=["micro_batches", "placement.activations.checkpoint"]),
+    blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = key(
+        (), example=["LlamaDecoderLayer"], see=["micro_batches", "placement.activations.checkpoint"]
     )
+    """Class names of the modules whose parameters move together, as a model's repeated blocks.
+    Empty: found automatically."""
 
 
 class ZeroConfig(Section):
@@ -429,78 +331,44 @@ class ZeroConfig(Section):
 
     main = "stage"
 
-    stage: int = Field(
-        3,
-        ge=0,
-        le=3,
-        description="What is sharded: 0 nothing, 1 optimizer states, 2 gradients as well, 3 "
-        "parameters as well. Of no effect on one rank.",
-        examples=[2],
+    stage: int = key(3, example=2, ge=0, le=3)
+    """What is sharded: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well. Of
+    no effect on one rank."""
+    shard_group: int | None = key(
+        None, example=8, ge=1, unit="ranks", absent="all ranks share one", see=["zero.stage"]
     )
-    shard_group: int | None = Field(
-        None,
-        ge=1,
-        description="Neighbouring ranks that share one copy of the states; the others have copies "
-        "of their own (as HSDP, hpZ, MiCS).",
-        examples=[8],
-        json_schema_extra=about(unit="ranks", absent="all ranks share one", see=["zero.stage"]),
-    )
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32",
-        description="Format that gradients are rounded to before they are summed over ranks. "
-        "fp32: none is; sums are in fp32 in any case.",
-    )
-    quantized_weights: bool = Field(
-        False,
-        description="Gather parameters in 8 bits per element (as ZeRO++): half the bytes of bf16, "
-        "and approximate.",
-        json_schema_extra=about(needs={"zero.stage": 3}, see=["zero.shard_group"]),
-    )
-    quantized_gradients: bool = Field(
-        False,
-        description="Send gradients to be summed in 8 bits per element (as ZeRO++): approximate.",
-        json_schema_extra=about(see=["zero.stage", "zero.shard_group"]),
-    )
-    timeout_s: float = Field(
-        600.0,
-        gt=0,
-        le=1e6,
-        description="Longest wait for other ranks; then a RankError names those that are missing.",
-        examples=[60.0],
-        json_schema_extra=about(per_rank=True, unit="seconds"),
-    )
+    """Neighbouring ranks that share one copy of the states; the others have copies of their own (as
+    HSDP, hpZ, MiCS)."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = key("fp32")
+    """Format that gradients are rounded to before they are summed over ranks. fp32: none is; sums
+    are in fp32 in any case."""
+    quantized_weights: bool = key(False, needs={"zero.stage": 3}, see=["zero.shard_group"])
+    """Gather parameters in 8 bits per element (as ZeRO++): half the bytes of bf16, and
+    approximate."""
+    quantized_gradients: bool = key(False, see=["zero.stage", "zero.shard_group"])
+    """Send gradients to be summed in 8 bits per element (as ZeRO++): approximate."""
+    timeout_s: float = key(600.0, example=60.0, gt=0, le=1e6, per_rank=True, unit="seconds")
+    """Longest wait for other ranks; then a RankError names those that are missing."""
 
     @model_validator(mode="after")
     def _check_quantized(self) -> Self:
+        exact = ", where every rank keeps all parameters exactly; remove quantized_weights, or "
         if self.quantized_weights and self.stage < 3:
-            raise KeyedError(
-                f"quantized_weights: true contradicts stage: {self.stage}, where every rank keeps "
-                "all parameters exactly; remove quantized_weights, or set stage: 3",
-                ("quantized_weights",),
-                ("stage",),
-            )
-        if self.stage == 0 and self.shard_group is not None:
-            raise KeyedError(
-                f"shard_group: {self.shard_group} contradicts stage: 0, which shards nothing; "
-                "remove shard_group, or set stage: 1 or more",
-                ("shard_group",),
-                ("stage",),
-            )
-        if self.quantized_gradients and (self.stage == 0 or self.shard_group == 1):
-            other = "stage: 0" if self.stage == 0 else "shard_group: 1"
-            raise KeyedError(
-                f"quantized_gradients: true contradicts {other}: only gradients that are sharded "
-                "are sent in 8 bits; remove quantized_gradients, or shard over several ranks",
-                ("quantized_gradients",),
-                ("stage",) if self.stage == 0 else ("shard_group",),
-            )
+            raise self.contradiction("quantized_weights", "stage", f"{exact}set stage: 3")
         if self.quantized_weights and self.shard_group == 1:
-            raise KeyedError(
-                "quantized_weights: true contradicts shard_group: 1, where every rank keeps all "
-                "parameters exactly; remove quantized_weights, or shard over several ranks",
-                ("quantized_weights",),
-                ("shard_group",),
-            )
+            several = f"{exact}shard over several ranks"
+            raise self.contradiction("quantized_weights", "shard_group", several)
+        if self.stage == 0 and self.shard_group is not None:
+            raise self.contradiction(
+                "shard_group", "stage",
+                ", which shards nothing; remove shard_group, or set stage: 1 or more",
+            )  # fmt: skip
+        if self.quantized_gradients and (self.stage == 0 or self.shard_group == 1):
+            raise self.contradiction(
+                "quantized_gradients", "stage" if self.stage == 0 else "shard_group",
+                ": only gradients that are sharded are sent in 8 bits; remove quantized_gradients, "
+                "or shard over several ranks",
+            )  # fmt: skip
         return self
 
 
@@ -512,131 +380,68 @@ def _or_auto(schema: dict[str, Any]) -> None:
 class OffloadConfig(Section):
     """Everything a run needs to know; every key is optional."""
 
-    device: DeviceName = Field(
-        "auto",
-        description="Where the model computes. auto: on the GPU if PyTorch sees one. cuda is "
-        "ROCm's name, too.",
-        examples=["cuda"],
-        json_schema_extra=about(per_rank=True),
+    device: DeviceName = key("auto", example="cuda", per_rank=True)
+    """Where the model computes. auto: on the GPU if PyTorch sees one. cuda is ROCm's name, too."""
+    precision: Literal["fp32", "bf16", "fp16"] = key("fp32", see=["optimizer.master"])
+    """Format that parameters and gradients have and the model computes in. 16 bits keep master
+    weights beside it (optimizer.master); fp16 scales the loss, and its loop calls
+    engine.backward(loss). Slow on CPUs without 16-bit products (`offload doctor`)."""
+    seed: int = key(0, example=42, ge=0, lt=1 << 63)
+    """Seed of the first values of a model on the meta device, of stochastic rounding, and of data
+    order and samples in `offload train`."""
+    budget: BudgetConfig = section(BudgetConfig, per_rank=True)
+    """Most bytes that each tier may hold."""
+    nvme: NvmeConfig = section(NvmeConfig, per_rank=True)
+    """Swap files: where they are, and how they are read and written."""
+    placement: PlacementConfig = Field(default_factory=PlacementConfig, json_schema_extra=_or_auto)
+    """The home of each class of state. auto, or a class that is absent: the fastest placement
+    within the budgets, by predicted time (`offload plan` shows it)."""
+    kv: KVConfig = section(KVConfig, per_rank=True)
+    """Keys and values of a dispatched model."""
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    """The optimizer and its states."""
+    clip_grad_norm: float | None = key(
+        None, example=1.0, gt=0, absent="no clipping", see=["optimizer.in_backward"]
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32",
-        description="Format that parameters and gradients have and the model computes in. 16 bits "
-        "keep master weights beside it (optimizer.master); fp16 scales the loss, and its loop "
-        "calls engine.backward(loss). Slow on CPUs without 16-bit products (`offload doctor`).",
-        json_schema_extra=about(see=["optimizer.master"]),
+    """Largest norm of all gradients together (2-norm): larger ones are scaled down to it."""
+    skip_nonfinite: AutoBool = key(
+        "auto", example=True, see=["precision", "optimizer.in_backward", "max_skipped_steps"]
     )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=1 << 63,
-        description="Seed of the first values of a model on the meta device, of stochastic "
-        "rounding, and of data order and samples in `offload train`.",
-        examples=[42],
+    """Skip steps with infinite or NaN gradients: nothing is updated, and
+    engine.optimizer.step_was_skipped is true. auto: true for fp16."""
+    max_skipped_steps: int = key(
+        50, example=20, ge=1, le=1 << 40, unit="steps", see=["skip_nonfinite", "loss_scale.min"]
     )
-    budget: BudgetConfig = Field(
-        default_factory=BudgetConfig,
-        description="Most bytes that each tier may hold.",
-        json_schema_extra=about(per_rank=True),
+    """So many steps skipped in a row are an error, which names the parameters. The first steps of
+    fp16 may be: the loss scale is halved until gradients fit."""
+    loss_scale: LossScaleConfig | None = key(
+        None, absent="its defaults, for fp16", needs={"precision": "fp16"}
     )
-    nvme: NvmeConfig = Field(
-        default_factory=NvmeConfig,
-        description="Swap files: where they are, and how they are read and written.",
-        json_schema_extra=about(per_rank=True),
+    """Dynamic loss scaling of precision: fp16."""
+    gradient_accumulation_steps: int = key(
+        1, example=4, ge=1, le=1 << 16, unit="passes", see=["micro_batches", "precision"]
     )
-    placement: PlacementConfig = Field(
-        default_factory=PlacementConfig,
-        description="The home of each class of state. auto, or a class that is absent: the fastest "
-        "placement within the budgets, by predicted time (`offload plan` shows it).",
-        json_schema_extra=_or_auto,
-    )
-    kv: KVConfig = Field(
-        default_factory=KVConfig,
-        description="Keys and values of a dispatched model.",
-        json_schema_extra=about(per_rank=True),
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=OptimizerConfig, description="The optimizer and its states."
-    )
-    clip_grad_norm: float | None = Field(
-        None,
-        gt=0,
-        description="Largest norm of all gradients together (2-norm): larger ones are scaled down "
-        "to it.",
-        examples=[1.0],
-        json_schema_extra=about(absent="no clipping", see=["optimizer.in_backward"]),
-    )
-    skip_nonfinite: AutoBool = Field(
-        "auto",
-        description="Skip steps with infinite or NaN gradients: nothing is updated, and "
-        "engine.optimizer.step_was_skipped is true. auto: true for fp16.",
-        examples=[True],
-        json_schema_extra=about(see=["precision", "optimizer.in_backward", "max_skipped_steps"]),
-    )
-    max_skipped_steps: int = Field(
-        50,
-        ge=1,
-        le=1 << 40,
-        description="So many steps skipped in a row are an error, which names the parameters. The "
-        "first steps of fp16 may be: the loss scale is halved until gradients fit.",
-        examples=[20],
-        json_schema_extra=about(unit="steps", see=["skip_nonfinite", "loss_scale.min"]),
-    )
-    loss_scale: LossScaleConfig | None = Field(
-        None,
-        description="Dynamic loss scaling of precision: fp16.",
-        json_schema_extra=about(absent="its defaults, for fp16", needs={"precision": "fp16"}),
-    )
-    gradient_accumulation_steps: int = Field(
-        1,
-        ge=1,
-        le=1 << 16,
-        description="Backward passes whose gradients add up to one step. Says what the loop does: "
-        "no step is skipped, and no loss is divided.",
-        examples=[4],
-        json_schema_extra=about(unit="passes", see=["micro_batches", "precision"]),
-    )
-    micro_batches: MicroBatches = Field(
-        1,
-        description="Pieces of each batch that a block runs over before the next block begins: "
-        "weights and gradients move once per step, and a block that is recomputed is so piece by "
-        "piece. auto: as many as make a step fastest and fit, where the batch is known beforehand "
-        "(`offload train`, memest); otherwise 1. Another number rounds differently.",
-        examples=[4],
-        json_schema_extra=about(unit="pieces"),
-    )
-    prefetch: AutoDepth = Field(
-        "auto",
-        description="Groups fetched ahead of their use; 0: none. auto: from measured speed.",
-        examples=[4],
-        json_schema_extra=about(per_rank=True, see=["budget.device"]),
-    )
-    threads: ThreadsConfig = Field(
-        default_factory=ThreadsConfig,
-        description="How the cores are shared out.",
-        json_schema_extra=about(per_rank=True),
-    )
-    groups: GroupsConfig = Field(
-        default_factory=GroupsConfig,
-        description="Which parameters move together.",
-        json_schema_extra=about(per_rank=True),
-    )
-    storage: StorageConfig | None = Field(
-        None,
-        description="Frozen weights in fewer bits (QLoRA, inference).",
-        json_schema_extra=about(absent="as the model computes with them"),
-    )
-    zero: ZeroConfig = Field(default_factory=ZeroConfig, description="What is sharded over ranks.")
-    train: TrainConfig = Field(
-        default_factory=TrainConfig,
-        description="What `offload train` does; a loop of your own ignores it.",
-        json_schema_extra=about(per_rank=True),
-    )
-    written_for: WrittenFor | None = Field(
-        None,
-        description="The model that this file was written for, which `memest --write` notes.",
-        json_schema_extra=about(per_rank=True, absent="any model"),
-    )
+    """Backward passes whose gradients add up to one step. Says what the loop does: no step is
+    skipped, and no loss is divided."""
+    micro_batches: MicroBatches = key(1, example=4, unit="pieces")
+    """Pieces of each batch that a block runs over before the next block begins: weights and
+    gradients move once per step, and a block that is recomputed is so piece by piece. auto: as many
+    as make a step fastest and fit, where the batch is known beforehand (`offload train`, memest);
+    otherwise 1. Another number rounds differently."""
+    prefetch: AutoDepth = key("auto", example=4, per_rank=True, see=["budget.device"])
+    """Groups fetched ahead of their use; 0: none. auto: from measured speed."""
+    threads: ThreadsConfig = section(ThreadsConfig, per_rank=True)
+    """How the cores are shared out."""
+    groups: GroupsConfig = section(GroupsConfig, per_rank=True)
+    """Which parameters move together."""
+    storage: StorageConfig | None = key(None, absent="as the model computes with them")
+    """Frozen weights in fewer bits (QLoRA, inference)."""
+    zero: ZeroConfig = section(ZeroConfig)
+    """What is sharded over ranks."""
+    train: TrainConfig = section(TrainConfig, per_rank=True)
+    """What `offload train` does; a loop of your own ignores it."""
+    written_for: WrittenFor | None = key(None, per_rank=True, absent="any model")
+    """The model that this file was written for, which `memest --write` notes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -666,11 +471,11 @@ class OffloadConfig(Section):
                 ("loss_scale",),
             )
         if self.skip_nonfinite is False and self.precision == "fp16":
-            raise KeyedError(
-                "skip_nonfinite: false contradicts precision: fp16, whose loss scaling needs to "
-                "skip steps; set skip_nonfinite: auto, or precision: bf16",
-                ("skip_nonfinite",),
-            )
+            raise self.contradiction(
+                "skip_nonfinite", "precision",
+                ", whose loss scaling needs to skip steps; set skip_nonfinite: auto, or precision: "
+                "bf16",
+            )  # fmt: skip
         return self
 
     def _needs_all_gradients(self) -> tuple[str, tuple[str, ...]] | None:

@@ -14,7 +14,7 @@ from offload.config.fields import (
     Section,
     StateFormats,
     States,
-    about,
+    key,
 )
 from offload.config.optimizer_kinds import KINDS
 from offload.kernels.rules import WHY_NOT_MUON
@@ -32,91 +32,51 @@ class OptimizerConfig(Section):
 
     main = "type"
 
-    type: Type = Field(
-        "adamw",
-        description="adamw decays weights directly; adam adds the decay to the gradient; lion, "
-        "adagrad and sgd keep one state instead of two (sgd without momentum none).",
+    type: Type = key("adamw")
+    """adamw decays weights directly; adam adds the decay to the gradient; lion, adagrad and sgd
+    keep one state instead of two (sgd without momentum none)."""
+    lr: float = key(1e-3, example=3e-4, ge=0)
+    """Learning rate; schedulers of torch.optim change it on engine.optimizer."""
+    betas: Annotated[tuple[float, float] | None, Field(strict=False)] = key(
+        None, example=[0.9, 0.95]
     )
-    lr: float = Field(
-        1e-3,
-        ge=0,
-        description="Learning rate; schedulers of torch.optim change it on engine.optimizer.",
-        examples=[3e-4],
+    """Decay rates of the moments, each from 0 to less than 1."""
+    eps: float | None = key(None, example=1e-6, ge=0)
+    """Added to the denominator of an update."""
+    weight_decay: float = key(0.01, example=0.1, ge=0)
+    """Weight decay: adamw and lion shrink weights by lr x weight_decay, the others add it times the
+    weight to the gradient."""
+    amsgrad: bool | None = key(None, example=True, see=["optimizer.states"])
+    """Use the largest second moment seen; keeps a third state."""
+    momentum: float | None = key(None, example=0.9, ge=0)
+    """Momentum; 0 keeps no state."""
+    dampening: float | None = key(None, example=0.1, ge=0, needs={"optimizer.momentum": 0.9})
+    """Dampening of the momentum."""
+    nesterov: bool | None = key(
+        None, example=True, needs={"optimizer.momentum": 0.9}, see=["optimizer.dampening"]
     )
-    betas: Annotated[tuple[float, float] | None, Field(strict=False)] = Field(
-        None,
-        description="Decay rates of the moments, each from 0 to less than 1.",
-        examples=[[0.9, 0.95]],
+    """Nesterov's momentum; without dampening."""
+    lr_decay: float | None = key(None, example=1e-4, ge=0, unit="per step")
+    """Decay of the learning rate with the count of steps."""
+    maximize: bool = key(False)
+    """Ascend instead of descend."""
+    master: Literal["auto", "split", "fp32", "none"] = key(
+        "auto", example="fp32", needs={"precision": "bf16"}
     )
-    eps: float | None = Field(
-        None, ge=0, description="Added to the denominator of an update.", examples=[1e-6]
-    )
-    weight_decay: float = Field(
-        0.01,
-        ge=0,
-        description="Weight decay: adamw and lion shrink weights by lr x weight_decay, the others "
-        "add it times the weight to the gradient.",
-        examples=[0.1],
-    )
-    amsgrad: bool | None = Field(
-        None,
-        description="Use the largest second moment seen; keeps a third state.",
-        examples=[True],
-        json_schema_extra=about(see=["optimizer.states"]),
-    )
-    momentum: float | None = Field(
-        None, ge=0, description="Momentum; 0 keeps no state.", examples=[0.9]
-    )
-    dampening: float | None = Field(
-        None,
-        ge=0,
-        description="Dampening of the momentum.",
-        examples=[0.1],
-        json_schema_extra=about(needs={"optimizer.momentum": 0.9}),
-    )
-    nesterov: bool | None = Field(
-        None,
-        description="Nesterov's momentum; without dampening.",
-        examples=[True],
-        json_schema_extra=about(needs={"optimizer.momentum": 0.9}, see=["optimizer.dampening"]),
-    )
-    lr_decay: float | None = Field(
-        None,
-        ge=0,
-        description="Decay of the learning rate with the count of steps.",
-        examples=[1e-4],
-        json_schema_extra=about(unit="per step"),
-    )
-    maximize: bool = Field(False, description="Ascend instead of descend.")
-    master: Literal["auto", "split", "fp32", "none"] = Field(
-        "auto",
-        description="Master weights: split (bf16 weight + 16-bit remainder), fp32 (a full copy), "
-        "none (fp32 weights are their own; bf16 weights are rounded stochastically, an "
-        "approximation). auto: split for bf16, fp32 for fp16, none for fp32.",
-        examples=["fp32"],
-        json_schema_extra=about(needs={"precision": "bf16"}),
-    )
-    states: States = Field(
-        StateFormats(),
-        description="Format of the optimizer's states: fp32, bf16 or int8, or one per tier, like "
-        "{host: fp32, nvme: int8}. bf16 and int8 are approximations.",
-        examples=[{"host": "fp32", "nvme": "int8"}],
-    )
-    in_backward: AutoBool = Field(
-        "auto",
-        description="Update each group as soon as its gradients are there, behind the rest of the "
-        "backward; every begun step must then be taken. auto: only in `offload train`, and there "
-        "where no clipping or skipping needs all gradients first.",
-        examples=[True],
-    )
-    chunk: AutoChunk = Field(
-        "auto",
-        description="Elements per piece streamed in the update: a multiple of 1024, rounded up to "
-        "one of 2048 where parameters have 16 bits (pieces are whole pages). auto: from measured "
-        "speed and the budget.",
-        examples=[1 << 20],
-        json_schema_extra=about(per_rank=True),
-    )
+    """Master weights: split (bf16 weight + 16-bit remainder), fp32 (a full copy), none (fp32
+    weights are their own; bf16 weights are rounded stochastically, an approximation). auto: split
+    for bf16, fp32 for fp16, none for fp32."""
+    states: States = key(StateFormats(), example={"host": "fp32", "nvme": "int8"})
+    """Format of the optimizer's states: fp32, bf16 or int8, or one per tier, like {host: fp32,
+    nvme: int8}. bf16 and int8 are approximations."""
+    in_backward: AutoBool = key("auto", example=True)
+    """Update each group as soon as its gradients are there, behind the rest of the backward; every
+    begun step must then be taken. auto: only in `offload train`, and there where no clipping or
+    skipping needs all gradients first."""
+    chunk: AutoChunk = key("auto", example=1 << 20, per_rank=True)
+    """Elements per piece streamed in the update: a multiple of 1024, rounded up to one of 2048
+    where parameters have 16 bits (pieces are whole pages). auto: from measured speed and the
+    budget."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -138,20 +98,20 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         kind = KINDS[self.type]
-        for key in _NUMBERS:
-            if key not in kind.defaults and getattr(self, key) is not None:
-                having = [name for name, other in KINDS.items() if key in other.defaults]
+        for name in _NUMBERS:
+            if name not in kind.defaults and getattr(self, name) is not None:
+                having = [each for each, other in KINDS.items() if name in other.defaults]
                 raise KeyedError(
-                    f"{key}: {self.type} has none; remove it, or set type: {' or '.join(having)}",
-                    (key,),
+                    f"{name}: {self.type} has none; remove it, or set type: {' or '.join(having)}",
+                    (name,),
                     ("type",),
                 )
-        for key, number in self.numbers.items():
+        for name, number in self.numbers.items():
             if isinstance(number, float) and number > _FLOAT32_MAX:
                 raise KeyedError(
-                    f"{key}: {number:g} is more than float32 can hold, which updates are computed "
+                    f"{name}: {number:g} is more than float32 can hold, which updates are computed "
                     f"in; at most {_FLOAT32_MAX:g}",
-                    (key,),
+                    (name,),
                 )
         for beta in self.betas or ():
             if not 0 <= beta < 1:
@@ -161,12 +121,10 @@ class OptimizerConfig(Section):
                 "nesterov: true needs momentum above 0 and no dampening", ("nesterov",)
             )
         if self.amsgrad and not self.states.exact:
-            raise KeyedError(
-                f"amsgrad: true contradicts states: {self.states}: the largest second moment is "
-                "kept in fp32 only; set states: fp32",
-                ("amsgrad",),
-                ("states",),
-            )
+            raise self.contradiction(
+                "amsgrad", "states",
+                ": the largest second moment is kept in fp32 only; set states: fp32",
+            )  # fmt: skip
         return self
 
     @property

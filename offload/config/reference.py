@@ -109,7 +109,8 @@ def _key(
     name = ".".join(path)
     said = _said(field)
     needs = {**needed, **_needs(path, field)}
-    meaning, absent = field.description or "", said.get("x-absent", "")
+    meaning = " ".join((field.description or "").split())
+    absent = said.get("x-absent", "")
     mentioned = [*needs, *said.get("x-see", ()), *others.get(name, ())]
     see = tuple(key for key in dict.fromkeys(mentioned) if key != name)
     section = section_of(field.annotation)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from offload.config.fields import KeyedError, PathText, Section, about
+from offload.config.fields import KeyedError, PathText, Section, key, section
 
 MOST_LAYERS = 4096  # deeper is a mistake, and would take long to count
 MOST_WIDTH = 1 << 24
@@ -24,111 +24,73 @@ class ModelConfig(Section):
 
     main = "shape"
 
-    shape: Literal["llama", "gpt"] = Field(
-        "llama",
-        description="llama: RMSNorm, rotary positions, SwiGLU. "
-        "gpt: LayerNorm, learned positions, GELU.",
-    )
-    layers: int = Field(
-        6, ge=1, le=MOST_LAYERS, description="Number of transformer blocks.", examples=[12]
-    )
-    hidden: int = Field(
-        384,
-        ge=1,
-        le=MOST_WIDTH,
-        description="Width of the residual stream; a multiple of heads.",
-        examples=[768],
-        json_schema_extra=about(see=["train.model.heads"]),
-    )
-    heads: int = Field(6, ge=1, description="Attention heads.", examples=[6])
-    kv_heads: int | None = Field(
+    shape: Literal["llama", "gpt"] = key("llama")
+    """llama: RMSNorm, rotary positions, SwiGLU. gpt: LayerNorm, learned positions, GELU."""
+    layers: int = key(6, example=12, ge=1, le=MOST_LAYERS)
+    """Number of transformer blocks."""
+    hidden: int = key(384, example=768, ge=1, le=MOST_WIDTH, see=["train.model.heads"])
+    """Width of the residual stream; a multiple of heads."""
+    heads: int = key(6, example=6, ge=1)
+    """Attention heads."""
+    kv_heads: int | None = key(
         None,
+        example=2,
         ge=1,
-        description="Key/value heads; must divide heads.",
-        examples=[2],
-        json_schema_extra=about(
-            absent="as many as heads", needs={"train.model.shape": "llama"},
-            see=["train.model.heads"],
-        ),
-    )  # fmt: skip
-    mlp: int | None = Field(
+        absent="as many as heads",
+        needs={"train.model.shape": "llama"},
+        see=["train.model.heads"],
+    )
+    """Key/value heads; must divide heads."""
+    mlp: int | None = key(
         None,
+        example=1024,
         ge=1,
         le=MOST_SIZE,
-        description="Width of the MLP.",
-        examples=[1024],
-        json_schema_extra=about(
-            absent="4 x hidden (gpt), 8/3 x hidden (llama)", see=["train.model.hidden"]
-        ),
+        absent="4 x hidden (gpt), 8/3 x hidden (llama)",
+        see=["train.model.hidden"],
     )
-    experts: int | None = Field(
+    """Width of the MLP."""
+    experts: int | None = key(
         None,
+        example=8,
         ge=2,
         le=MOST_EXPERTS,
-        description="Experts in the place of each MLP, of which every token is computed by "
-        "experts_per_token.",
-        examples=[8],
-        json_schema_extra=about(
-            absent="one MLP, which computes every token",
-            see=["train.model.experts_per_token", "train.model.expert_mlp"],
-        ),
+        absent="one MLP, which computes every token",
+        see=["train.model.experts_per_token", "train.model.expert_mlp"],
     )
-    experts_per_token: int = Field(
-        2,
-        ge=1,
-        description="Experts that a router chooses for a token. The weights of several add up to "
-        "1, that of a single one is its probability.",
-        examples=[4],
-        json_schema_extra=about(needs={"train.model.experts": 8}),
-    )
-    expert_mlp: int | None = Field(
+    """Experts in the place of each MLP, of which every token is computed by experts_per_token."""
+    experts_per_token: int = key(2, example=4, ge=1, needs={"train.model.experts": 8})
+    """Experts that a router chooses for a token. The weights of several add up to 1, that of a
+    single one is its probability."""
+    expert_mlp: int | None = key(
         None,
+        example=512,
         ge=1,
         le=MOST_SIZE,
-        description="Width of one expert.",
-        examples=[512],
-        json_schema_extra=about(absent="that of mlp", needs={"train.model.experts": 8}),
+        absent="that of mlp",
+        needs={"train.model.experts": 8},
     )
-    aux_loss: float = Field(
-        0.01,
-        ge=0,
-        allow_inf_nan=False,
-        description="Coefficient of the load-balancing loss in a training loss: the mean over "
-        "blocks of E / k sum(P f), with E experts and k per token, f the share of tokens that "
-        "chose an expert and P its mean probability; 1 where all are chosen alike.",
-        examples=[0.001],
-        json_schema_extra=about(needs={"train.model.experts": 8}),
+    """Width of one expert."""
+    aux_loss: float = key(
+        0.01, example=0.001, ge=0, allow_inf_nan=False, needs={"train.model.experts": 8}
     )
-    vocab: int = Field(
-        256,
-        ge=256,
-        le=MOST_SIZE,
-        description="Vocabulary size; bytes are tokens 0..255.",
-        examples=[32000],
-        json_schema_extra=about(unit="tokens"),
+    """Coefficient of the load-balancing loss in a training loss: the mean over blocks of E / k
+    sum(P f), with E experts and k per token, f the share of tokens that chose an expert and P its
+    mean probability; 1 where all are chosen alike."""
+    vocab: int = key(256, example=32000, ge=256, le=MOST_SIZE, unit="tokens")
+    """Vocabulary size; bytes are tokens 0..255."""
+    max_sequence: int = key(
+        1024, example=2048, ge=1, le=MOST_TOKENS, unit="tokens", see=["train.sequence"]
     )
-    max_sequence: int = Field(
-        1024,
-        ge=1,
-        le=MOST_TOKENS,
-        description="Longest sequence the model can read.",
-        examples=[2048],
-        json_schema_extra=about(unit="tokens", see=["train.sequence"]),
-    )
-    tied: bool = Field(True, description="Share the embedding with the output head.")
-    rope_theta: float = Field(
-        10000.0,
-        gt=0,
-        description="Base of the rotary frequencies.",
-        examples=[500000.0],
-        json_schema_extra=about(needs={"train.model.shape": "llama"}),
-    )
-    norm_eps: float = Field(
-        1e-5, gt=0, description="Epsilon of the normalisation layers.", examples=[1e-6]
-    )
-    init_std: float = Field(
-        0.02, gt=0, description="Standard deviation of the initial weights.", examples=[0.01]
-    )
+    """Longest sequence the model can read."""
+    tied: bool = key(True)
+    """Share the embedding with the output head."""
+    rope_theta: float = key(10000.0, example=500000.0, gt=0, needs={"train.model.shape": "llama"})
+    """Base of the rotary frequencies."""
+    norm_eps: float = key(1e-5, example=1e-6, gt=0)
+    """Epsilon of the normalisation layers."""
+    init_std: float = key(0.02, example=0.01, gt=0)
+    """Standard deviation of the initial weights."""
 
     @property
     def kv_head_count(self) -> int:
@@ -223,12 +185,8 @@ class ModelConfig(Section):
                 ("heads",),
             )
         if self.shape == "gpt" and self.kv_heads is not None and self.kv_heads != self.heads:
-            raise KeyedError(
-                f"kv_heads: {self.kv_heads} contradicts shape: gpt; "
-                "remove kv_heads or use shape: llama",
-                ("kv_heads",),
-                ("shape",),
-            )
+            why = "; remove kv_heads or use shape: llama"
+            raise self.contradiction("kv_heads", "shape", why)
         return self
 
 
@@ -237,24 +195,12 @@ class ScheduleConfig(Section):
 
     main = "type"
 
-    type: Literal["cosine", "constant"] = Field(
-        "cosine", description="Shape of the learning rate after the warm-up."
-    )
-    warmup_steps: int = Field(
-        0,
-        ge=0,
-        description="Linear warm-up from zero.",
-        examples=[20],
-        json_schema_extra=about(unit="steps"),
-    )
-    final: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="Last learning rate as a share of optimizer.lr.",
-        examples=[0.0],
-        json_schema_extra=about(needs=_COSINE, see=["optimizer.lr"]),
-    )
+    type: Literal["cosine", "constant"] = key("cosine")
+    """Shape of the learning rate after the warm-up."""
+    warmup_steps: int = key(0, example=20, ge=0, unit="steps")
+    """Linear warm-up from zero."""
+    final: float = key(0.1, example=0.0, ge=0, le=1, needs=_COSINE, see=["optimizer.lr"])
+    """Last learning rate as a share of optimizer.lr."""
 
 
 class SampleConfig(Section):
@@ -262,22 +208,12 @@ class SampleConfig(Section):
 
     main = "length"
 
-    prompt: str = Field(
-        "ROMEO:", min_length=1, description="Text the sample continues.", examples=["HAMLET:"]
-    )
-    length: int = Field(
-        160,
-        ge=0,
-        description="Bytes to generate; 0 prints no sample.",
-        examples=[0],
-        json_schema_extra=about(unit="bytes"),
-    )
-    temperature: float = Field(
-        0.8,
-        ge=0,
-        description="0 takes the likeliest byte; higher is more random.",
-        examples=[0.0],
-    )
+    prompt: str = key("ROMEO:", example="HAMLET:", min_length=1)
+    """Text the sample continues."""
+    length: int = key(160, example=0, ge=0, unit="bytes")
+    """Bytes to generate; 0 prints no sample."""
+    temperature: float = key(0.8, example=0.0, ge=0)
+    """0 takes the likeliest byte; higher is more random."""
 
 
 class TrainConfig(Section):
@@ -285,95 +221,53 @@ class TrainConfig(Section):
 
     main = "steps"
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The built-in model.")
-    text: PathText = Field(
-        "shakespeare",
-        description="shakespeare, python (the standard library's documentation and sources), "
-        "or the path of a text file.",
-        examples=["book.txt"],
+    model: ModelConfig = section(ModelConfig)
+    """The built-in model."""
+    text: PathText = key("shakespeare", example="book.txt")
+    """shakespeare, python (the standard library's documentation and sources), or the path of a text
+    file."""
+    validation: float = key(0.05, example=0.1, ge=0, lt=1)
+    """Share of the text, at its end, kept for validation."""
+    steps: int = key(200, example=1000, ge=1)
+    """Optimizer steps."""
+    batch: int = key(
+        4, example=8, ge=1, unit="sequences", see=["gradient_accumulation_steps", "micro_batches"]
     )
-    validation: float = Field(
-        0.05,
-        ge=0,
-        lt=1,
-        description="Share of the text, at its end, kept for validation.",
-        examples=[0.1],
+    """Sequences per backward pass."""
+    sequence: int = key(256, example=512, ge=1, unit="bytes")
+    """Length of a sequence."""
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    """Learning rate over the steps."""
+    evaluate_every: int = key(0, example=100, ge=0, unit="steps")
+    """Steps between validation losses; 0: at the end only."""
+    evaluate_batches: int = key(4, example=8, ge=0, unit="batches", see=["train.validation"])
+    """Batches per validation loss; 0 evaluates nothing."""
+    checkpoint_every: int = key(
+        0, example=100, ge=0, unit="steps", see=["train.keep_last", "train.keep_every"]
     )
-    steps: int = Field(200, ge=1, description="Optimizer steps.", examples=[1000])
-    batch: int = Field(
-        4,
-        ge=1,
-        description="Sequences per backward pass.",
-        examples=[8],
-        json_schema_extra=about(
-            unit="sequences", see=["gradient_accumulation_steps", "micro_batches"]
-        ),
-    )
-    sequence: int = Field(
-        256,
-        ge=1,
-        description="Length of a sequence.",
-        examples=[512],
-        json_schema_extra=about(unit="bytes"),
-    )
-    schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig, description="Learning rate over the steps."
-    )
-    evaluate_every: int = Field(
-        0,
-        ge=0,
-        description="Steps between validation losses; 0: at the end only.",
-        examples=[100],
-        json_schema_extra=about(unit="steps"),
-    )
-    evaluate_batches: int = Field(
-        4,
-        ge=0,
-        description="Batches per validation loss; 0 evaluates nothing.",
-        examples=[8],
-        json_schema_extra=about(unit="batches", see=["train.validation"]),
-    )
-    checkpoint_every: int = Field(
-        0,
-        ge=0,
-        description="Steps between checkpoints, which are written beside the steps that follow; "
-        "the last step is saved, too. 0: none, but for what a Ctrl-C or SIGTERM saves.",
-        examples=[100],
-        json_schema_extra=about(unit="steps", see=["train.keep_last", "train.keep_every"]),
-    )
-    keep_last: int = Field(
-        2,
-        ge=1,
-        description="Checkpoints that stay: the last ones.",
-        examples=[3],
-        json_schema_extra=about(see=["train.checkpoint_every"]),
-    )
-    keep_every: int | None = Field(
+    """Steps between checkpoints, which are written beside the steps that follow; the last step is
+    saved, too. 0: none, but for what a Ctrl-C or SIGTERM saves."""
+    keep_last: int = key(2, example=3, ge=1, see=["train.checkpoint_every"])
+    """Checkpoints that stay: the last ones."""
+    keep_every: int | None = key(
         None,
+        example=1000,
         ge=1,
-        description="Of older checkpoints those of each so-manieth step stay, too.",
-        examples=[1000],
-        json_schema_extra=about(
-            unit="steps", absent="none of them", see=["train.checkpoint_every"]
-        ),
+        unit="steps",
+        absent="none of them",
+        see=["train.checkpoint_every"],
     )
+    """Of older checkpoints those of each so-manieth step stay, too."""
     loggers: Annotated[tuple[Literal["csv", "tensorboard", "wandb"], ...], Field(strict=False)] = (
-        Field(
-            (),
-            description="Where figures of each step go beside the run folder's metrics.jsonl: "
-            "metrics.csv or tensorboard/ in that folder, or Weights & Biases.",
-            examples=[["csv", "tensorboard"]],
-        )
+        key((), example=["csv", "tensorboard"])
     )
-    compare_plain: bool = Field(
-        False,
-        description="Train the same in plain PyTorch afterwards, in a process of its own, and show "
-        "both (one rank, optimizer.type: adamw, fp32 or bf16).",
-        json_schema_extra=about(see=["optimizer.type", "precision"]),
-    )
-    sample: SampleConfig = Field(
-        default_factory=SampleConfig, description="The text to generate, to see what was learnt."
-    )
+    """Where figures of each step go beside the run folder's metrics.jsonl: metrics.csv or
+    tensorboard/ in that folder, or Weights & Biases."""
+    compare_plain: bool = key(False, see=["optimizer.type", "precision"])
+    """Train the same in plain PyTorch afterwards, in a process of its own, and show both (one rank,
+    optimizer.type: adamw, fp32 or bf16)."""
+    sample: SampleConfig = section(SampleConfig)
+    """The text to generate, to see what was learnt."""
 
     @model_validator(mode="after")
     def _check_sequence(self) -> Self:

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from offload.config.fields import Section, about
+from offload.config.fields import Section, key
 from offload.tiers.errors import ConfigError
 
 
 class WrittenFor(Section):
     """The model that `memest --write` wrote a configuration for, and that `offload plan` plans."""
 
-    model: str = Field(description="Its name.", examples=["Llama-3-8B"])
-    parameters: int = Field(
-        ge=1, description="How many it has, frozen ones included.", examples=[8_030_261_248]
-    )
-    source: str | None = Field(
-        None,
-        description="Where it is described: a file or folder, or module:function.",
-        examples=["Llama-3-8B/config.json"],
-    )
-    batch: int = Field(
-        1,
-        ge=1,
-        description="Sequences per pass that were planned with.",
-        examples=[1],
-        json_schema_extra=about(unit="sequences"),
-    )
-    sequence: int = Field(
-        2048,
-        ge=1,
-        description="Length of a sequence that was planned with.",
-        examples=[2048],
-        json_schema_extra=about(unit="tokens"),
-    )
+    model: str = key(..., example="Llama-3-8B")
+    """Its name."""
+    parameters: int = key(..., example=8_030_261_248, ge=1)
+    """How many it has, frozen ones included."""
+    source: str | None = key(None, example="Llama-3-8B/config.json")
+    """Where it is described: a file or folder, or module:function."""
+    batch: int = key(1, example=1, ge=1, unit="sequences")
+    """Sequences per pass that were planned with."""
+    sequence: int = key(2048, example=2048, ge=1, unit="tokens")
+    """Length of a sequence that was planned with."""
 
     def __str__(self) -> str:
         return f"{self.model} ({self.parameters:,} parameters)"
