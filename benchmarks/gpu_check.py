@@ -14,8 +14,7 @@
     pass      passes of a large batch of the largest model whose weights host memory holds
     step      the largest Llama that fits, ours; where DeepSpeed is installed, the largest that both
               can hold, ours and DeepSpeed's; and that one with every home left to the planner; one
-              with half of the optimizer's states on nvme, and one of 30 B, as far as memory, disk
-              and the time that is left allow
+              with half of the optimizer's states on nvme, as far as the time that is left allows
 
 Each part is a process of its own with a time limit. The record is written anew after each, so that
 whatever ends the check leaves what was found until then. Exit status 1 if a test or our own part
@@ -67,12 +66,12 @@ _SPILL_SHARE = 0.5  # of the time that is left: a disk may give less than the pr
 _NAMED_SHARE = 1.5  # of the estimate of a pass that is named, until it is ended
 _SPILLED = 50  # per cent of the optimizer's states
 _OURS, _BESIDE, _THEIRS = "step", "step:beside", "step:deepspeed"
-_AUTO, _SPILL, _LARGE = "step:auto", "step:spill", "step:30b"
+_AUTO, _SPILL = "step:auto", "step:spill"
 _LABELS = {
     _OURS: "ours", _BESIDE: "ours, as large as DeepSpeed", _THEIRS: "DeepSpeed ZeRO-3, all on cpu",
     _AUTO: "ours, placed by the planner", _SPILL: "ours, half of the optimizer's states on nvme",
-    _LARGE: "ours",
 }  # fmt: skip
+_PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOurs"}
 _NAMED = {shape.name: shape for shape in (LARGE, *SHAPES)}
 
 
@@ -193,17 +192,9 @@ def _run_pass(check: Check, machine: GpuMachine, name: str | None, limit_s: floa
 
 
 def _run_first(check: Check) -> bool:
-    """Whether all checks that were run passed. A sanitizer that does not finish is a failure, but
-    no reason to stop: it is not ours."""
-    limit_s, options = LIMITS_S["first"], {"folder": str(check.folder)}
-    say("first, and beside it the sanitizer ...")
-    with ThreadPoolExecutor(1) as beside:
-        watched = beside.submit(run_part, "sanitizer", options, limit_s, check.folder)
-        first = _checked(run_part("first", options, limit_s, check.folder))
-        sanitizer = _checked(watched.result())
-    for outcome in (first, sanitizer):
-        check.add(outcome)
-    return first.ok and not failed_checks(sanitizer.result)
+    """Whether all of the first checks passed."""
+    here = {"folder": str(check.folder)}
+    return check.add(_checked(check.run("first", here, LIMITS_S["first"]))).ok
 
 
 def _checked(outcome: Outcome) -> Outcome:
@@ -229,7 +220,7 @@ def _run_tests(check: Check) -> None:
 
 def run_steps(check: Check, machine: GpuMachine, model: str | None) -> None:
     """Train ours at the largest size; then DeepSpeed, if installed, and ours at DeepSpeed's size;
-    in the time left, what needs nvme or is very large. A named model may take all of it."""
+    in the time left, what needs nvme. A named model may take all of it."""
     limit_s = check.left_s() if model else min(LIMITS_S["step"], check.left_s())
     ends = time.monotonic() + limit_s
     peer = check.outcomes.get(_COMPILE)
@@ -240,8 +231,6 @@ def run_steps(check: Check, machine: GpuMachine, model: str | None) -> None:
     _run_step(check, machine, _OURS, case, ends)
     _run_peer(check, machine, case, model, ends)
     _run_spill(check, machine, model, ends)
-    if model is None:
-        _run_large(check, machine, ends)
 
 
 def _run_peer(
@@ -275,14 +264,6 @@ def _run_spill(check: Check, machine: GpuMachine, model: str | None, ends: float
         _run_step(check, machine, _SPILL, case, ends)
 
 
-def _run_large(check: Check, machine: GpuMachine, ends: float) -> None:
-    case, refused = choose(machine, ends - time.monotonic(), shapes=[LARGE])
-    if case is None:
-        check.leave_out(_LARGE, refused[-1])
-    else:
-        _run_step(check, machine, _LARGE, case, ends)
-
-
 def _choose(
     machine: GpuMachine,
     ends: float,
@@ -309,7 +290,7 @@ def _run_step(check: Check, machine: GpuMachine, name: str, case: Case, ends: fl
     theirs = name == _THEIRS
     config = {**case.config, "nvme": {"paths": [str(check.folder)]}}
     options = {
-        "program": "benchmarks.zero3:DeepSpeedZero3" if theirs else "benchmarks.gpu_step:QuickOurs",
+        "program": _PROGRAMS[theirs],
         "settings": {"device": "cpu"} if theirs else {}, "config": config, "steps": STEPS,
         "folder": str(check.folder),
     }  # fmt: skip

@@ -1,7 +1,6 @@
 """Small checks by name, which show within a minute what fails on a GPU.
 
     pin, copy   memory is pinned as the host tier pins it, and copied to the device and back
-    kernel      each Triton kernel once: the CPU kernels' bits
     step        a tiny model with all of its states and activations on one tier. After one step its
                 loss and its weights have the CPU's bits; the losses after it are those of the other
                 tiers
@@ -9,11 +8,6 @@
 
 Up to its first update all that the tiny model adds up are small whole numbers, so that no order of
 additions and no tensor core changes a bit. After it, products are rounded as each device rounds.
-
-`run_sanitized` takes the same steps under torch's CUDA sanitizer, which follows streams, events and
-allocations, and names accesses of two streams to one address that nothing orders. It sees PyTorch's
-own kernels and copies, of the model's thread and autograd's: not our Triton kernels, nor what our
-threads start.
 """
 
 from __future__ import annotations
@@ -31,27 +25,14 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from benchmarks.gpu_kernels import MAKERS, KernelCase
-from offload.kernels.cpu import convert, gradients, optimizer, weight_codes
-from offload.kernels.cpu.state_codec import decode_int8
-from offload.kernels.floats import Array, Float
-from offload.kernels.gpu.triton_convert import Draw
-from offload.kernels.rules import StateFormat
 from offload.process.child import Parent
 from offload.swap.device.streams import CopyStream
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory
 from offload.tiers.tier import Tier
-from tests.kernels import reference  # for what the CPU has no kernel of its own
 
-NUMEL = 1 << 16  # divisible by what the large arrays are divisible by: kernels compile once
 _COPY_NBYTES = 16 << 20
 _STEPS = 3
-_FLOATS = {torch.float32: Float.FP32, torch.bfloat16: Float.BF16, torch.float16: Float.FP16}
-_STATES = {
-    torch.float32: StateFormat.FP32, torch.bfloat16: StateFormat.BF16,
-    torch.uint8: StateFormat.INT8,
-}  # fmt: skip
 
 
 class Checks:
@@ -80,9 +61,6 @@ def run_first(options: Mapping[str, Any], parent: Parent) -> None:
     device = accelerator.default_device()
     checks, folder = Checks(parent), Path(options["folder"])
     checks.run("pin and copy, both ways", partial(copied_and_back, device))
-    for make in MAKERS:
-        for case in make(NUMEL, device):
-            checks.run(f"kernel: {case.name}", partial(against_the_cpu, case))
     steps = StepChecks(device, folder)
     for tier in Tier:
         checks.run(f"step: {tier}", partial(steps.check, tier))
@@ -106,81 +84,6 @@ def copied_and_back(device: torch.device) -> str:
     if not equal:
         return "what came back is not what was sent"
     return "" if pinned or not accelerator.is_accelerator(device) else "memory was not pinned"
-
-
-# ---------------------------------------------------------------- kernels
-def against_the_cpu(case: KernelCase) -> str:
-    """Run a case, and the CPU's kernel on copies of its arrays."""
-    arrays = {id(tensor): _array(tensor) for tensor in (*case.read, *case.written)}
-    _run_on_cpu(case.run, lambda tensor: arrays[id(tensor)])
-    case.run()
-    for place, tensor in enumerate(case.written):
-        got, expected = (_bits(array) for array in (_array(tensor), arrays[id(tensor)]))
-        wrong = np.count_nonzero(got != expected)
-        if wrong:
-            return f"{wrong} of {got.size} bytes of array {place} that it wrote are not the CPU's"
-    return ""
-
-
-def _array(tensor: Tensor) -> Array:
-    """A copy of its elements, as the CPU's kernels take them."""
-    is_16_bit = tensor.dtype in (torch.bfloat16, torch.float16)
-    array: Array = (tensor.view(torch.int16) if is_16_bit else tensor).cpu().numpy().copy()
-    return array.view(np.uint16) if is_16_bit else array
-
-
-def _bits(array: Array) -> Array:
-    return array.view(np.uint8)
-
-
-def _run_on_cpu(run: Callable[[], None], a: Callable[[Tensor], Array]) -> None:
-    """Call the CPU's kernel for `run`, the call of a Triton kernel, with `a` of each tensor."""
-    assert isinstance(run, partial)
-    options, g, c, w = run.keywords, gradients, convert, weight_codes
-    match run.func.__name__, run.args:
-        case "optimizer_step", (grad, weight, states, scalars):
-            low, master = (
-                None if options[name] is None else a(options[name]) for name in ("low", "master")
-            )
-            optimizer.optimizer_step(
-                a(grad), a(weight), [a(state) for state in states], scalars,
-                grad_float=_FLOATS[grad.dtype], weight_float=_FLOATS[weight.dtype],
-                state_format=_STATES[states[0].dtype], scales=[a(x) for x in options["scales"]],
-                low=low, master=master, noise=options["noise"],
-            )  # fmt: skip
-        case "copy_gradient", (dst, src, sums):
-            g.copy_gradient(a(dst), a(src), _FLOATS[dst.dtype], _FLOATS[src.dtype], a(sums))
-        case "add_gradient", (dst, src, sums):
-            g.add_gradient(a(dst), a(src), _FLOATS[src.dtype], a(sums))
-        case "promote_add_gradient", (dst, old, src, sums):
-            kinds = _FLOATS[old.dtype], _FLOATS[src.dtype]
-            g.promote_add_gradient(a(dst), a(old), a(src), *kinds, a(sums))
-        case "sum_squares", (src, sums):
-            g.sum_squares(a(src), _FLOATS[src.dtype], a(sums))
-        case "encode", (src, dst):
-            c.encode(a(src), a(dst), _FLOATS[dst.dtype])
-        case "decode", (src, dst):
-            c.decode(a(src), a(dst), _FLOATS[src.dtype])
-        case "split_master", (fp32, high, low):
-            c.split_master(a(fp32), a(high), a(low))
-        case "join_master", (high, low, out):
-            c.join_master(a(high), a(low), a(out))
-        case "round_bf16", (src, dst, noise, Draw.WEIGHT):
-            random = reference.random_bits(noise.weight_key, noise.first, src.numel())
-            a(dst)[:] = reference.round_bf16(a(src), random >> 16)
-        case "encode_int8", (src, codes, scales, noise, Draw.STATE_0):
-            random = reference.random_bits(noise.key, noise.first, src.numel())
-            a(codes)[:], a(scales)[:] = reference.encode_int8(a(src), random >> 16, **options)
-        case "decode_int8", (codes, scales, out):
-            a(out)[:] = decode_int8(a(codes), a(scales), **options)
-        case "encode_weights", (values, words, codes, weights):
-            kind = _FLOATS[values.dtype]
-            w.encode_weights(a(values), a(words).view(np.uint32), a(codes), weights, kind)
-        case "decode_weights", (words, codes, values, weights):
-            kind = _FLOATS[values.dtype]
-            w.decode_weights(a(words).view(np.uint32), a(codes), a(values), weights, kind)
-        case name, _:
-            raise NotImplementedError(f"{name}: which kernel of the CPU is its twin?")
 
 
 # ---------------------------------------------------------------- steps
@@ -298,19 +201,3 @@ def dispatched(device: torch.device, tier: Tier, folder: Path) -> str:
             owner.check_integrity()
     found = [each.item() for each in passes]
     return "" if found == [expected] * _STEPS else f"losses are {found}, the CPU's {expected}"
-
-
-# ---------------------------------------------------------------- torch's CUDA sanitizer
-def run_sanitized(options: Mapping[str, Any], parent: Parent) -> None:
-    """Run the sanitized steps, as a child's program."""
-    from benchmarks.gpu_sanitizer import sanitized
-
-    device, checks = accelerator.default_device(), Checks(parent)
-
-    def check(tier: Tier) -> str:
-        with sanitized() as races:
-            take_steps(device, tier, Path(options["folder"]))
-        return f"{len(races)} possible races; the first: {races[0]}" if races else ""
-
-    for tier in Tier:
-        checks.run(f"sanitizer: {tier}", partial(check, tier))

@@ -50,7 +50,6 @@ def render(record: Record) -> str:
     results = {part["name"]: part["result"] for part in record.details["parts"] if part["result"]}
     renderers: tuple[tuple[str, Callable[[_Json], str]], ...] = (
         ("first", lambda found: _checks("First checks", found)),
-        ("sanitizer", lambda found: _checks("Steps under torch's CUDA sanitizer", found)),
         ("tests", _tests),
         ("kernels", lambda found: _bench("Kernels", found, _KERNEL_COLUMNS)),
         ("copies", lambda found: _bench("Between host and device", found, COPY_COLUMNS)),

@@ -17,10 +17,10 @@ COPY_NBYTES = 512 << 20
 _PAGE_NBYTES = 4096
 PROGRAMS = {
     "inference": "benchmarks.gpu_inference:run_inference", "pass": "benchmarks.gpu_passes:run_pass",
-    "first": "benchmarks.gpu_first:run_first", "sanitizer": "benchmarks.gpu_first:run_sanitized",
+    "first": "benchmarks.gpu_first:run_first",
     "probe": "benchmarks.gpu_machine:probe", "tests": "benchmarks.gpu_tests:run_tests",
     "kernels": "benchmarks.gpu_kernels:run_kernels", "copies": "benchmarks.gpu_parts:run_copies",
-    "deepspeed": "benchmarks.zero3:compile_adam", "step": "benchmarks.gpu_step:train",
+    "deepspeed": "benchmarks.trained:compile_adam", "step": "benchmarks.gpu_step:train",
 }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _left(started: float, limit_s: float) -> float:
 
 
 def failed_checks(result: Mapping[str, Any]) -> list[str]:
-    """The failed checks of `first` or `sanitizer`, as texts with their name and what is wrong."""
+    """The failed checks of `first` or `inference`, as texts with their name and what is wrong."""
     return [
         f"{each['name']}: {each['wrong']}" for each in result.get("checks", []) if each["wrong"]
     ]

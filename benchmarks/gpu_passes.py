@@ -144,7 +144,7 @@ def run_pass(options: Mapping[str, Any], parent: Parent) -> None:
     turn = {"device": str(device), "batch": batch, "prompt": PROMPT, "passes": PASSES}
     with ExitStack() as stack:
         say("loading ...")
-        model = dispatch(options["shape"], None, options["config"], stack)
+        model = dispatch(options["shape"], options["config"], stack)
         moved = bytes_over(model, "host to device")
         copy, passes = RawCopy(device, options["copy_nbytes"]), Passes(model, turn)
         turns, speeds = list[dict[str, Any]](), list[float]()

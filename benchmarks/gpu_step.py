@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.generation import give_quick_values
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_sizes import Case
-from benchmarks.quick_values import give_quick_values
 from offload.bench.limits import roofline
 from offload.bench.record import Kind, Row
 from offload.bench.systems import Ours, batch_of, between, made

@@ -80,8 +80,7 @@ def test_the_accelerator_module_imports_nothing_of_ours() -> None:
 
 @pytest.mark.parametrize("layer", [*ALLOWED, "benchmarks"])
 def test_only_the_accelerator_module_asks_pytorch_for_devices(layer: str) -> None:
-    # torch's sanitizer is of CUDA alone
-    may = {ROOT / "tiers/accelerator.py", ROOT / "benchmarks/gpu_sanitizer.py"}
+    may = {ROOT / "tiers/accelerator.py"}
     paths = [path for path in sources(layer) if path not in may]
     assert [str(place) for path in paths for place in device_calls(path)] == []
 

@@ -125,9 +125,9 @@ PASS = {
     **COMMON,
     "rows": [row("ours, all on host", "ours", [1e9, 1e9, 1e9])], "ratios": [], "notes": ["39 B"],
 }  # fmt: skip
-CHECKS = {"checks": [{"name": "kernel: adamw", "seconds": 0.2, "wrong": ""}], "at": ""}
+CHECKS = {"checks": [{"name": "step: host", "seconds": 0.2, "wrong": ""}], "at": ""}
 GOOD = {
-    "first": CHECKS, "sanitizer": CHECKS,
+    "first": CHECKS,
     "probe": {"machine": dataclasses.asdict(H200), "hardware": HARDWARE}, "tests": TESTS,
     "inference": CHECKS, "pass": PASS,
     "kernels": KERNELS, "copies": COPIES, "step": STEP, "deepspeed": {"compiled_s": 60.0},
@@ -169,8 +169,8 @@ def run(
 def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
     check, record, page = run()
     assert [part["name"] for part in record["details"]["parts"]] == [
-        "first", "sanitizer", "probe", "tests", "kernels", "copies", "inference", "pass", "step",
-        "step:deepspeed", "step:spill", "step:30b",
+        "first", "probe", "tests", "kernels", "copies", "inference", "pass", "step",
+        "step:deepspeed", "step:spill",
     ]  # fmt: skip
     assert succeeded(check.outcomes.values())
     assert record["machine"]["gpu"] == "NVIDIA H200"
@@ -212,7 +212,6 @@ FAILURES = {
         "first", Status.FAILED, 3.0, 60.0, "ended by SIGSEGV", {**CHECKS, "at": "x"}
     ),
     "a hang": Outcome("first", Status.TIMED_OUT, 60.0, 60.0, "did not end in 60 s"),
-    "a race": Outcome("sanitizer", Status.DONE, 3.0, 60.0, "", WRONG),
 }
 
 
@@ -228,29 +227,14 @@ def test_first_checks_that_fail_leave_out_the_rest(run: Any, ended: Outcome) -> 
         "the first checks failed; --keep-going runs it all the same"
     }
     if ended.result.get("checks") == WRONG["checks"]:
-        assert "kernel: adamw: 9 bytes" in failed.note.splitlines()[0]
-        assert "- failed: kernel: adamw: 9 bytes" in page
+        assert "step: host: 9 bytes" in failed.note.splitlines()[0]
+        assert "- failed: step: host: 9 bytes" in page
         assert "1 passed, 1 failed" in page
     if ended.result.get("at"):
         assert "at 'x': ended by SIGSEGV" in page
     kept, _, _ = run(Wanted(keep_going=True), **{ended.name: ended})
     assert kept.outcomes["step"].ok
     assert not succeeded(kept.outcomes.values())
-
-
-def test_a_sanitizer_that_does_not_end_is_a_failure_and_not_the_end(run: Any) -> None:
-    broken = Outcome("sanitizer", Status.TIMED_OUT, 60.0, 60.0, "did not end in 60 s", CHECKS)
-    check, _, _ = run(sanitizer=broken)
-    assert not succeeded(check.outcomes.values())
-    assert check.outcomes["step"].ok
-
-
-def test_thirty_billion_are_left_out_in_a_line_where_they_do_not_fit(run: Any) -> None:
-    check, _, page = run()
-    assert check.outcomes["step:30b"].status is Status.LEFT_OUT
-    (line,) = [line for line in page.splitlines() if line.startswith("| step:30b |")]
-    assert "30 B: budget." in line
-    assert "short of" in line
 
 
 def test_failed_tests_fail_the_check(run: Any) -> None:

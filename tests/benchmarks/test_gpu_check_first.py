@@ -3,7 +3,6 @@ what is wrong is named."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from benchmarks.gpu_first import (
     Checks,
     StepChecks,
     Tiny,
-    against_the_cpu,
     copied_and_back,
 )
-from benchmarks.gpu_kernels import MAKERS, KernelCase
 from benchmarks.gpu_parts import failed_checks
 from offload.swap.device.streams import CopyStream
 from offload.tiers.tier import Tier
@@ -29,41 +26,12 @@ __all__ = ["launches"]
 pytestmark = triton_device.MARKS
 
 WHERE = torch.device(DEVICE)
-NUMEL = 4096
 
 
 class Answers(list[dict[str, Any]]):
     """What a parent is told."""
 
     answer = list.append
-
-
-# ---------------------------------------------------------------- kernels and copies
-def kernel_case(name: str) -> KernelCase:
-    (found,) = (case for make in MAKERS for case in make(NUMEL, WHERE) if case.name == name)
-    return found
-
-
-@pytest.mark.parametrize(
-    "name", [case.name for make in MAKERS for case in make(256, torch.device("cpu"))]
-)
-def test_every_kernel_has_a_twin_on_the_cpu_with_its_bits(name: str) -> None:
-    assert against_the_cpu(kernel_case(name)) == ""
-
-
-@pytest.mark.parametrize("name", ["adamw, split master", "fp32 to int8", "norm alone"])
-def test_a_kernel_that_does_nothing_is_found(name: str) -> None:
-    case = kernel_case(name)
-    assert isinstance(case.run, partial)
-
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    nothing.__name__ = case.run.func.__name__
-    idle = KernelCase(
-        name, partial(nothing, *case.run.args, **case.run.keywords), case.read, case.written
-    )
-    assert "are not the CPU's" in against_the_cpu(idle)
 
 
 def test_what_is_copied_there_and_back_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import offload
 from benchmarks.gpu_first import take_steps
-from benchmarks.gpu_sanitizer import sanitized
 from offload.swap.device.streams import CopyMark
 from offload.tiers import accelerator
 from offload.tiers.tier import Tier
 from tests.null_gpu import calls
+from tests.null_gpu.sanitizer import sanitized
 
 WIDTH, BATCH = 64, 1024  # a batch is large enough to be moved away until backward
 HALVES = {"host": "50%", "nvme": "50%"}

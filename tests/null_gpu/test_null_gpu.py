@@ -260,7 +260,7 @@ def test_gpu_check_writes_its_record(start: Any, tmp_path: Path) -> None:
     assert ended.returncode == 1, ended.stderr[-4000:]  # kernels do nothing, and that is seen
     parts = json.loads((tmp_path / "record.json").read_text())["details"]["parts"]
     assert {part["name"]: part["status"] for part in parts} == {
-        "first": "failed", "sanitizer": "done", "probe": "done", "copies": "done", "step": "done",
+        "first": "failed", "probe": "done", "copies": "done", "step": "done",
         "step:deepspeed": "left out", "step:spill": "done",
     }  # fmt: skip
     page = (tmp_path / "record.md").read_text()
@@ -275,12 +275,11 @@ def test_gpu_check_ends_after_first_checks_that_fail(start: Any, tmp_path: Path)
     assert ended.returncode == 1, ended.stderr[-4000:]
     parts = json.loads((tmp_path / "record.json").read_text())["details"]["parts"]
     assert {part["name"]: part["status"] for part in parts} == {
-        "first": "failed", "sanitizer": "done",
+        "first": "failed",
         **dict.fromkeys(("probe", "tests", "kernels", "copies", "step"), "left out"),
     }  # fmt: skip
     wrong = {check["name"]: check["wrong"] for check in parts[0]["result"]["checks"]}
     assert wrong["pin and copy, both ways"] == ""
-    assert "are not the CPU's" in wrong["kernel: fp32 to int8"]
     for tier in ("device", "host", "nvme"):
         assert "the first loss is" in wrong[f"step: {tier}"]
         assert f"- failed: step: {tier}: the first loss is" in (tmp_path / "record.md").read_text()

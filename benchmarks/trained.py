@@ -5,15 +5,11 @@ On a CPU with its defaults but for what has to be otherwise for this model to tr
 - no parameter prefetch. It reads ahead in a trace that names a parameter twice, once for forward
   and once for backward, and dies on an assertion when both are in its window;
 - the default sub-group (the whole model). Smaller ones die on an assertion in the optimizer's swap;
-- as many swap buffers as parameters are held at once. By default it keeps every parameter it has
-  met until the end of the step (`kept`: faster, more memory); without that, ten buffers do.
+- it does not keep the parameters that it has met until the end of the step, so ten swap buffers do.
 
 On a GPU with its documented offload settings: pinned memory, overlapped communication, its CPU Adam
 (compiled beforehand), and the model built inside `zero.Init`, so that it is never whole in device
 memory. Activation checkpointing is the model's own, as ours has it.
-
-A module of experts is a leaf (`set_z3_leaf_modules`, as its documentation asks for): all of its
-experts are gathered when it runs, whichever tokens chose; then there are swap buffers for them all.
 """
 
 from __future__ import annotations
@@ -28,10 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from offload.bench.systems import moved_by_the_kernel
-from offload.gpt import LanguageModel, Mixture
+from offload.bench.systems import Plain, moved_by_the_kernel
+from offload.gpt import LanguageModel
 from offload.process.child import Parent
 from offload.tiers.units import round_up
 from offload.train.batches import Batch
@@ -50,9 +47,7 @@ class DeepSpeedZero3:
 
     defers = False
 
-    def __init__(
-        self, config: OffloadConfig, folder: Path, *, device: str, kept: bool = False
-    ) -> None:
+    def __init__(self, config: OffloadConfig, folder: Path, *, device: str) -> None:
         gpu = config.device == "cuda"
         prepare("cuda" if gpu else "cpu")
         deepspeed: Any = importlib.import_module("deepspeed")
@@ -61,12 +56,10 @@ class DeepSpeedZero3:
             torch.manual_seed(config.seed)
             with deepspeed.zero.Init(config_dict_or_path=settings):
                 model = LossOnly(_whole_model(config))
-            _make_leaves(deepspeed, model)
         else:
             model = LossOnly(build_model(config))
-            _make_leaves(deepspeed, model)
             if device == "nvme":
-                _put_on_nvme(settings["zero_optimization"], folder, model, kept=kept)
+                _put_on_nvme(settings["zero_optimization"], folder, model)
             # Without this call its engine takes bf16 for the swapped parameters of an fp32 model on
             # a CPU without fp16 arithmetic, and the first product fails.
             deepspeed.zero.Init(module=model, config_dict_or_path=settings)
@@ -97,19 +90,8 @@ class DeepSpeedZero3:
         return moved_by_the_kernel()
 
     def close(self) -> None:
-        import torch.distributed as dist
-
         self._engine.destroy()
         dist.destroy_process_group()
-
-
-def _make_leaves(deepspeed: Any, model: nn.Module) -> None:
-    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
-    if mixtures:
-        deepspeed.utils.set_z3_leaf_modules(model, [Mixture])
-    for mixture in mixtures:
-        for param in mixture.experts.parameters():  # its marks of experts that lie on other ranks
-            del param.allreduce, param.group_name  # type: ignore[attr-defined]
 
 
 def _whole_model(config: OffloadConfig) -> LanguageModel:
@@ -168,20 +150,49 @@ def settings_of(config: OffloadConfig, device: str) -> dict[str, Any]:
     return settings
 
 
-def _put_on_nvme(zero: dict[str, Any], folder: Path, model: nn.Module, *, kept: bool) -> None:
+def _put_on_nvme(zero: dict[str, Any], folder: Path, model: nn.Module) -> None:
     """Set folders and buffers; see the module's docstring for the reasons."""
-    params = list(model.parameters())
-    mixtures = (each for each in model.modules() if isinstance(each, Mixture))
-    of_a_mixture = max((len(list(mixture.parameters())) for mixture in mixtures), default=0)
-    largest = max(param.numel() for param in params)
-    zero["stage3_prefetch_bucket_size"] = 0
-    if not kept:
-        zero["stage3_max_reuse_distance"] = 0
+    largest = max(param.numel() for param in model.parameters())
+    zero |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     zero["offload_param"] |= {
         "nvme_path": str(folder), "max_in_cpu": 0,
         "buffer_size": round_up(largest, _ALIGNMENT),
-        "buffer_count": len(params) if kept else _BUFFERS_OF_ONE_BLOCK + of_a_mixture,
+        "buffer_count": _BUFFERS_OF_ONE_BLOCK,
     }  # fmt: skip
     zero["offload_optimizer"] |= {
         "nvme_path": str(folder), "pipeline_read": True, "pipeline_write": True, "buffer_count": 5,
     }  # fmt: skip
+
+
+# ---------------------------------------------------------------- plain PyTorch on several ranks
+class Replicated(Plain):
+    """DistributedDataParallel: every rank has everything."""
+
+    keeps_masters = False
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        dist.init_process_group("gloo")
+        return nn.parallel.DistributedDataParallel(model)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class FullySharded(Replicated):
+    """`fully_shard` applied to every block and to the root, as in its documentation."""
+
+    def __init__(self, config: OffloadConfig, folder: Path, *, offload: bool = False) -> None:
+        self._offload = offload
+        super().__init__(config, folder)
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        dist.init_process_group("gloo")
+        settings: dict[str, Any] = {}
+        if self._offload:  # there is no GPU that memory could be pinned for
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        for block in model.model.layers:
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
+        return model
