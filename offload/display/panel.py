@@ -9,33 +9,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from offload.display.screen import Screen, screen
-from offload.display.words import (
-    BOLD,
-    CYAN,
-    DIM,
-    GREEN,
-    RED,
-    YELLOW,
-    Cell,
-    about,
-    filled,
-    lines_of,
-    of_budget,
-    per_second,
-    per_step,
-    took,
-)
+from offload.display.words import about, of_budget, per_second, per_step, took
 from offload.tiers.units import format_bytes
 
 _REFRESH_S = 0.2
 _QUIET_S = 30.0  # without a terminal: no longer without a line
 _LINES = 20  # about so many per run, if its length is known
 _KEPT = 20  # drawings that rates are taken over
-_BAR = 8
+_BAR, _LABEL = 8, 10  # columns
 _MUCH = 0.2  # of the time: waits that stand out
 _STANDS_STILL = 0.01  # of the time: a link with work waiting
-_WIDEST = 78  # of the bar of steps: the eye finds it at once
+_STEPS_BAR = 44  # columns
 # The time left is told from steps after the first two, which learn the order of uses, as soon as
 # there are so many of them, or they have taken so long.
 _SETTLING, _ENOUGH_STEPS, _ENOUGH_S, _LONG_S = 2, 3, 3.0, 30.0
@@ -173,56 +163,64 @@ class _Recent:
         return about(seconds / steps * (self.total - self.step))
 
     # ---------------------------------------------------------------- in words
-    def losses(self) -> Iterator[Cell]:
+    def rows(self, *, bars: bool) -> list[tuple[str, list[Text]]]:
+        """The figures of the step in words, each row with its label; with `bars` for budgets."""
+        rows = {
+            "": self._figures(), "moving": self._links(), "holding": self._tiers(bars=bars),
+            "time": self._waits(),
+        }  # fmt: skip
+        return [(label, cells) for label, found in rows.items() if (cells := list(found))]
+
+    def _figures(self) -> Iterator[Text]:
         values = self.values
         if self.loss is not None:
-            broken = not math.isfinite(self.loss)
-            yield Cell(f"loss {self.loss:.4f}", f"{BOLD};{RED}" if broken else BOLD)
+            yield Text(f"loss {self.loss:.4f}", "bold" if math.isfinite(self.loss) else "bold red")
         if values["tokens_per_second"] is not None:
             tokens = values["tokens_per_second"] * values["seconds"]
-            yield Cell(f"{tokens / self.step_s:,.0f} tokens/s", BOLD)
-        yield Cell(per_step(self.step_s))
-
-    def norms(self) -> Iterator[Cell]:
-        values = self.values
+            yield Text(f"{tokens / self.step_s:,.0f} tokens/s", "bold")
+        yield Text(per_step(self.step_s))
         if values["gradient_norm"] is not None:
-            yield Cell(f"norm {values['gradient_norm']:.3g}")
+            yield Text(f"norm {values['gradient_norm']:.3g}")
         if values["lr"] is not None:
-            yield Cell(f"lr {values['lr']:.3g}")
+            yield Text(f"lr {values['lr']:.3g}")
         if values["skipped_steps"]:
-            yield Cell(f"{values['skipped_steps']:,} skipped", YELLOW)
+            yield Text(f"{values['skipped_steps']:,} skipped", "yellow")
+        for name, value in values["figures"].items():
+            yield Text(f"{name} {value:.4g}")
 
-    def figures(self) -> Iterator[Cell]:
-        for name, value in self.values["figures"].items():
-            yield Cell(f"{name} {value:.4g}")
-
-    def links(self) -> Iterator[Cell]:
+    def _links(self) -> Iterator[Text]:
         for use, share in self.shares("links").items():
             stands_still = use.endswith(" stalled")
             if share >= _STANDS_STILL if stands_still else use.endswith(" busy") and share:
-                yield Cell(f"{use} {share:.0%}", YELLOW if stands_still else "")
+                yield Text(f"{use} {share:.0%}", "yellow" if stands_still else "")
         moved = self.values["moved"]
         for link, rate in self.rates().items():
             if moved[link]:
-                yield Cell(f"{link} {per_second(rate)}")
+                yield Text(f"{link} {per_second(rate)}")
 
-    def waits(self) -> Iterator[Cell]:
+    def _waits(self) -> Iterator[Text]:
         """Shares of the time from step to step: computing, and each cause for which the model's
         thread waited."""
         shares = self.shares("waited")
         if not shares:
             return
-        yield Cell(f"computing {max(0.0, 1 - sum(shares.values())):.0%}", GREEN)
+        yield Text(f"computing {max(0.0, 1 - sum(shares.values())):.0%}", "green")
         for name, share in shares.items():
             if share:
-                yield Cell(f"{name} {share:.0%}", YELLOW if share >= _MUCH else "")
+                yield Text(f"{name} {share:.0%}", "yellow" if share >= _MUCH else "")
 
-    def tiers(self) -> Iterator[tuple[str, int, int]]:
-        """The name, bytes held and budget of the tiers that hold anything."""
-        budgets = self.run.budgets or {}
-        for tier, nbytes in self.values["tiers"].items():
-            if nbytes or budgets.get(tier):
-                yield tier, nbytes, budgets.get(tier, 0)
+    def _tiers(self, *, bars: bool) -> Iterator[Text]:
+        """The bytes held by each tier that holds anything, or those of the process."""
+        held, budgets = self.values["tiers"], self.run.budgets or {}
+        for tier, nbytes in held.items():
+            if budget := budgets.get(tier):
+                full = min(_BAR, round(nbytes / budget * _BAR))
+                bar = f"{'█' * full}{'░' * (_BAR - full)} " if bars else ""
+                yield Text(f"{tier} {bar}{of_budget(nbytes, budget)}")
+            elif nbytes:
+                yield Text(f"{tier} {format_bytes(nbytes)}")
+        if not held:
+            yield Text(f"memory of the process {format_bytes(self.values['rss_nbytes'])}")
 
 
 class Panel:
@@ -251,7 +249,7 @@ class Panel:
         else:
             self._is_open = True
             self._ended = False
-            self._screen.add(self.lines)
+            self._screen.add(self.drawing)
         self._shown_at = time.monotonic()
 
     def close(self) -> None:
@@ -260,47 +258,31 @@ class Panel:
             self._is_open = False
             self._ended = True
             self._recent.note_last()
-            self._screen.remove(self.lines)
+            self._screen.remove(self.drawing)
 
-    def lines(self, columns: int) -> list[str]:
-        """The lines of the panel for a terminal of `columns`."""
-        recent, coloured = self._recent, self._screen.is_coloured
-        rows: list[tuple[str, list[Cell]]] = [
-            ("", [*recent.losses(), *recent.norms(), *recent.figures()]),
-            ("moving", list(recent.links())),
-            ("holding", [_held(*tier) for tier in recent.tiers()]),
-            ("time", list(recent.waits())),
-        ]
-        if not recent.values["tiers"]:
-            rows.append(("holding", [Cell(_process(recent.values))]))
-        found = [self._steps(columns, coloured=coloured)]
-        for label, cells in rows:
-            if cells:
-                found += lines_of(label, cells, columns, coloured=coloured)
-        return found
+    def drawing(self) -> RenderableType:
+        """The panel as it is now."""
+        grid = Table.grid()
+        grid.add_column(width=_LABEL, style="dim")
+        for label, cells in self._recent.rows(bars=True):
+            grid.add_row(label, Text("   ").join(cells))
+        return Group(self._steps(), grid)
 
-    def _steps(self, columns: int, *, coloured: bool) -> str:
+    def _steps(self) -> RenderableType:
         recent = self._recent
-        total = recent.total
+        left, total = recent.left(), recent.total
+        elapsed = took(recent.values["elapsed_seconds"])
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        grid.add_column(width=_LABEL - 3, style="dim")
+        grid.add_column(style="bold")
         if total is None:
-            so_far = f"for {took(recent.values['elapsed_seconds'])}"
-            return next(lines_of("step", [Cell(f"{recent.step:,}", BOLD), Cell(so_far, DIM)],
-                                 columns, coloured=coloured))  # fmt: skip
-        count = f"{recent.step:,}/{total:,}"
-        said = recent.left()
-        if self._ended or not said:
-            said = f"after {took(recent.values['elapsed_seconds'])}"
-        width = min(columns, _WIDEST) - 10 - len(count) - len(said) - 6
-        share = recent.step / total
-        cells = [Cell(count, BOLD)]
-        if width >= _BAR:
-            done = round(share * width)
-            bar = Cell("━" * done, CYAN).shown(coloured=coloured)
-            bar += Cell(("━" if coloured else " ") * (width - done), DIM).shown(coloured=coloured)
-            label = Cell("step".ljust(10), DIM).shown(coloured=coloured)
-            shown = (cell.shown(coloured=coloured) for cell in cells)
-            return f"{label}{''.join(shown)}   {bar}   {said}"
-        return next(lines_of("step", [*cells, Cell(said)], columns, coloured=coloured))
+            grid.add_row("step", f"{recent.step:,}", f"for {elapsed}")
+            return grid
+        grid.add_column(max_width=_STEPS_BAR)
+        said = f"after {elapsed}" if self._ended or not left else left
+        bar = ProgressBar(total=total, completed=recent.step)
+        grid.add_row("step", f"{recent.step:,}/{total:,}", bar, said)
+        return grid
 
 
 class Lines:
@@ -331,34 +313,10 @@ class Lines:
     def line(self) -> str:
         recent = self._recent
         total = "" if recent.total is None else f"/{recent.total:,}"
-        held = [f"{tier} {format_bytes(nbytes)}" for tier, nbytes, _ in recent.tiers()]
-        parts = [
-            [f"step {recent.step:,}{total}"],
-            _texts(recent.losses()),
-            _texts(recent.norms()),
-            _texts(recent.figures()),
-            held or [_process(recent.values)],
-            _texts(recent.links()),
-            _texts(recent.waits()),
-            [recent.left()] if recent.left() else [],
-        ]
-        return " | ".join("  ".join(part) for part in parts if part)
+        rows = ["  ".join(cell.plain for cell in cells) for _, cells in recent.rows(bars=False)]
+        return " | ".join(filter(None, [f"step {recent.step:,}{total}", *rows, recent.left()]))
 
     def close(self) -> None:
         """Print the last step, if it was left out."""
         if self._recent.note_last():
             self._say(self.line())
-
-
-def _texts(cells: Iterator[Cell]) -> list[str]:
-    return [cell.text for cell in cells]
-
-
-def _held(tier: str, used: int, budget: int) -> Cell:
-    if not budget:
-        return Cell(f"{tier} {format_bytes(used)}")
-    return Cell(f"{tier} {filled(used / budget, _BAR)} {of_budget(used, budget)}")
-
-
-def _process(values: Values) -> str:
-    return f"memory of the process {format_bytes(values['rss_nbytes'])}"

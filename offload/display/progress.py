@@ -18,9 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.console import RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from offload.display.plain_text import echo
 from offload.display.screen import Screen, screen
-from offload.display.words import CYAN, DIM, Cell, about, of_budget, took
+from offload.display.words import about, of_budget, took
 from offload.process.machine import rank_here
 from offload.tiers.units import format_bytes
 
@@ -28,7 +33,7 @@ _log = logging.getLogger("offload.progress")
 _SILENT_S = 2.0
 _REFRESH_S = 0.2
 _LINE_S = 10.0
-_BAR = 30
+_BAR = 30  # columns
 _ENOUGH = 0.05  # done, for the rest to be told from it
 
 
@@ -84,20 +89,13 @@ class _Progress:
         if finished and (self._is_drawn or self._is_said):
             _say(f"{self._what}: {format_bytes(self._total)} in {took(self._seconds)}")
 
-    def _bar(self, columns: int) -> list[str]:
-        cells = [Cell(f"{self._what}   ")]
-        said = f"   {self._figures()}   {self._left()}"
-        width = min(_BAR, columns - len(cells[0].text) - len(said))
-        if width >= _BAR // 3:
-            done = round(self._share * width)
-            cells += [Cell("━" * done, CYAN), Cell("━" * (width - done), DIM)]
-        cells.append(Cell(said.strip() if len(cells) == 1 else said))
-        line, coloured = "", self._screen.is_coloured
-        for cell in cells:
-            cut = Cell(cell.text[:columns], cell.style)
-            columns -= len(cut.text)
-            line += cut.shown(coloured=coloured)
-        return [line]
+    def _bar(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        grid.add_column(no_wrap=True)
+        grid.add_column(max_width=_BAR)
+        bar = ProgressBar(total=self._total, completed=self._done)
+        grid.add_row(Text(self._what), bar, self._figures(), self._left())
+        return grid
 
     @property
     def _share(self) -> float:

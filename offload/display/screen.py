@@ -1,15 +1,8 @@
 """The bottom of the terminal, where panels and progress bars are redrawn while text scrolls past.
 
-The cursor waits at the top of the drawing:
-
-    ...                         text that was printed
-    ▮                           the cursor; an empty line
-    step 12/200 ━━━━━━━━        the drawing
-
-Text printed meanwhile passes through `sys.stdout` and `sys.stderr`, which are replaced: the drawing
-is erased first and comes back below. So does the text of log handlers that had these streams. Text
-that takes another way (of a child process, of C) lands at the cursor, and the next drawing begins
-below it. No terminal mode is changed, so nothing has to be restored if the process is killed.
+`rich.live` draws. Text printed meanwhile through `sys.stdout` and `sys.stderr` is shown above the
+drawing, also that of log handlers made before. No thread draws, and no terminal mode is changed, so
+nothing has to be restored if the process is killed.
 """
 
 from __future__ import annotations
@@ -21,187 +14,121 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-_log = logging.getLogger("offload")
-# The lines of one part of the drawing, for a terminal so many columns wide.
-Part = Callable[[int], list[str]]
+from rich.console import Console, Group, RenderableType
+from rich.file_proxy import FileProxy
+from rich.live import Live
 
-_NARROWEST = 20
+_log = logging.getLogger("offload")
+Part = Callable[[], RenderableType]
 _SAMPLE = "━█░…"  # what drawings are made of
-_ERASE = "\x1b[J"  # from the cursor to the end of the screen
 
 
 class Screen:
     """Draws its parts, one below the other. Thread-safe."""
 
     def __init__(self) -> None:
-        self._parts: list[Part] = []
         self._lock = threading.RLock()
-        self._drawn = ""
-        self._is_drawn = self._is_gone = False
-        self._terminal: TextIO = sys.stdout
+        self._parts: list[Part] = []
+        self._live: Live | None = None
         self._replaced: dict[str, TextIO] = {}
-        self._unfinished = ""  # of what was printed, the line that has no end yet
+        self._is_gone = False
 
     @property
     def is_there(self) -> bool:
         """Whether standard output is a terminal that can be drawn on."""
-        if self._replaced:
+        if self._live is not None:
             return True
         out = sys.stdout
-        if (
-            self._is_gone
-            or not _is_terminal(out)
-            or os.environ.get("TERM", "dumb") in ("dumb", "unknown")
-        ):
+        if self._is_gone or not _is_terminal(out):
             return False
         try:
             _SAMPLE.encode(out.encoding or "ascii")
         except UnicodeEncodeError:
             return False
-        return True
+        return os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
-    @property
-    def is_coloured(self) -> bool:
-        return not os.environ.get("NO_COLOR")
-
-    # ---------------------------------------------------------------- parts
     def add(self, part: Part) -> None:
         """Draw `part` below the others, until it is removed."""
         with self._lock:
-            if not self._parts:
-                self._begin()
             self._parts.append(part)
-        self.draw()
+            if self._live is None:
+                self._guarded(self._begin)
+            self.draw()
 
     def remove(self, part: Part, *, keep: bool = True) -> None:
-        """Stop drawing the part. With `keep`, its lines stay as they are and scroll away."""
+        """Stop drawing the part. With `keep`, it stays as it is and scrolls away."""
         with self._lock:
-            if part not in self._parts:
+            live = self._live
+            if live is None or part not in self._parts:
                 return
-            kept = "".join(f"{line}\n" for line in part(self._size()[0])) if keep else ""
-            self._put(self._erased() + (self._ended_line() + kept if keep else ""))
-            if part in self._parts:
-                self._parts.remove(part)
+            self._parts.remove(part)
+            if keep:
+                self._guarded(lambda: live.console.print(part()))
             if self._parts:
                 self.draw()
-            else:
+            elif self._live is not None:
+                self._guarded(live.stop)
                 self._end()
 
     def draw(self) -> None:
-        """Request the lines of all parts, and draw them."""
+        """Draw all parts as they are now."""
         with self._lock:
-            if not self._parts:
-                return
-            columns, rows = self._size()
-            lines = [line for part in self._parts for line in part(columns)][: rows - 2]
-            self._drawn = "".join(f"\n{line}" for line in lines) + f"\x1b[{len(lines)}A\r"
-            self._redraw(self._erased() + self._ended_line())
+            live = self._live
+            if live is not None:
+                parts = Group(*(part() for part in self._parts))
+                self._guarded(lambda: live.update(parts, refresh=True))
 
-    def _size(self) -> tuple[int, int]:
-        """The columns and rows available for drawing."""
+    def _guarded(self, write: Callable[[], None]) -> None:
+        """Write to the terminal. Where it is closed while the program was to go on, so does
+        training."""
         try:
-            columns, rows = os.get_terminal_size(self._terminal.fileno())
-        except OSError:
-            columns = rows = 0
-        # a full line would wrap in some terminals
-        return max(_NARROWEST, (columns or 80) - 1), max(3, rows or 24)
-
-    def _ended_line(self) -> str:
-        """The text that ends an unfinished line, or replaces one that overwrites itself (`\\r`,
-        another progress bar)."""
-        unfinished, self._unfinished = self._unfinished, ""
-        if not unfinished:
-            return ""
-        return f"\r{_ERASE}" if "\r" in unfinished else "\n"
-
-    def _redraw(self, before: str = "") -> None:
-        self._is_drawn = True
-        self._put(before + self._drawn)
-
-    def _erased(self) -> str:
-        is_drawn, self._is_drawn = self._is_drawn, False
-        return _ERASE if is_drawn else ""
-
-    def _put(self, text: str) -> None:
-        try:
-            self._terminal.write(text)
-            self._terminal.flush()
-        except OSError as error:  # closed, while the program was to go on: so does training
+            write()
+        except OSError as error:
             self._parts.clear()
-            self._is_drawn = False
             self._is_gone = True
             self._end()
             _log.warning("standard output is gone (%s): nothing is shown any more", error.strerror)
+
+    def _begin(self) -> None:
+        console = Console(file=_behind(sys.stdout), highlight=False, markup=False, emoji=False)
+        self._live = Live(
+            console=console, auto_refresh=False, transient=True, vertical_overflow="crop",
+            redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        for name in ("stdout", "stderr"):
+            stream = _behind(getattr(sys, name))
+            if _is_terminal(stream):
+                self._replaced[name] = stream
+                setattr(sys, name, FileProxy(console, stream))
+        ours = {id(stream): getattr(sys, name) for name, stream in self._replaced.items()}
+        for handler in _stream_handlers():
+            if id(handler.stream) in ours:
+                handler.setStream(ours[id(handler.stream)])
+        self._live.start()
+        console.show_cursor(True)  # a killed process leaves it as it is
+
+    def _end(self) -> None:
+        """Give the streams back."""
+        self._live = None
+        for name, stream in self._replaced.items():
+            if isinstance(getattr(sys, name), FileProxy):  # else it has been replaced since
+                setattr(sys, name, stream)
+        self._replaced.clear()
+        for handler in _stream_handlers():
+            handler.setStream(_behind(handler.stream))
 
     def forget_parent(self) -> None:
         """Stop drawing in a forked child."""
         self._lock = threading.RLock()
         self._parts.clear()
-        self._is_drawn = False
         self._end()
-
-    # ---------------------------------------------------------------- what others print
-    def _begin(self) -> None:
-        self._terminal = _behind(sys.stdout)
-        for name in ("stdout", "stderr"):
-            stream = _behind(getattr(sys, name))
-            if _is_terminal(stream):
-                self._replaced[name] = stream
-                setattr(sys, name, _Passing(self, stream))
-        ours = {id(stream): getattr(sys, name) for name, stream in self._replaced.items()}
-        for handler in _stream_handlers():
-            if id(handler.stream) in ours:
-                handler.setStream(ours[id(handler.stream)])
-
-    def _end(self) -> None:
-        for name, stream in self._replaced.items():
-            if isinstance(getattr(sys, name), _Passing):  # else it has been replaced since
-                setattr(sys, name, stream)
-        self._replaced.clear()
-        for handler in _stream_handlers():
-            if isinstance(handler.stream, _Passing):
-                handler.setStream(handler.stream.stream)
-
-    def passing(self, stream: TextIO, text: str) -> int:
-        """Write printed text above the drawing."""
-        with self._lock:
-            if not self._parts:
-                return stream.write(text)
-            self._put(self._erased())
-            written = stream.write(text)
-            stream.flush()
-            _, newline, rest = text.rpartition("\n")
-            self._unfinished = rest if newline else (self._unfinished + rest)[-_KEPT:]
-            if not self._unfinished:
-                self._redraw()
-            return written
-
-
-_KEPT = 1 << 10  # characters: a line that never ends takes no more memory
 
 
 def _behind(stream: Any) -> Any:
     """Return the original stream; another display may have restored an ended replacement."""
-    while isinstance(stream, _Passing):
-        stream = stream.stream
+    while isinstance(stream, FileProxy):
+        stream = stream.rich_proxied_file
     return stream
-
-
-class _Passing:
-    """A replacement for `sys.stdout` or `sys.stderr`."""
-
-    def __init__(self, screen: Screen, stream: TextIO) -> None:
-        self._screen = screen
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        return self._screen.passing(self.stream, text)
-
-    def writelines(self, lines: Any) -> None:
-        self.write("".join(lines))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:

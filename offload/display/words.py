@@ -1,48 +1,8 @@
-"""Short texts for durations, rates and bytes, and cells that fill lines of any width."""
+"""Short texts for durations, rates and bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-
 from offload.tiers.units import format_bytes
-
-BOLD, DIM, RED, YELLOW, GREEN, CYAN = "1", "2", "31", "33", "32", "36"
-_GAP = "   "
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A piece of a line that is not broken. `style`: a number of ECMA-48, or several with `;`."""
-
-    text: str
-    style: str = ""
-
-    def shown(self, *, coloured: bool) -> str:
-        return f"\x1b[{self.style}m{self.text}\x1b[m" if self.style and coloured else self.text
-
-
-def lines_of(
-    label: str, cells: Iterable[Cell], columns: int, *, coloured: bool, indent: int = 10
-) -> Iterator[str]:
-    """Lay out `label` and `cells` beside it on as many lines as they need; wider ones are cut."""
-    start = Cell(label.ljust(indent), DIM).shown(coloured=coloured)
-    line, used = start, indent
-    for cell in cells:
-        gap = _GAP if used > indent else ""
-        if gap and used + len(gap) + len(cell.text) > columns:
-            yield line
-            line, used, gap = " " * indent, indent, ""
-        cut = Cell(cell.text[: max(0, columns - used - len(gap))], cell.style)
-        line += gap + cut.shown(coloured=coloured)
-        used += len(gap) + len(cut.text)
-    yield line
-
-
-def filled(share: float, width: int) -> str:
-    """A bar of `width` characters, of which `share` (0..1) is filled; all of it above 1."""
-    full = min(width, round(share * width))
-    return "█" * full + "░" * (width - full)
 
 
 def about(seconds: float) -> str:
