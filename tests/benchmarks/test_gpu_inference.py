@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import generation, gpu_passes
+from benchmarks import gpu_passes
 from benchmarks.generation import dispatch
 from benchmarks.gpu_inference import Generation
 from benchmarks.gpu_passes import COMPUTE, LINK, LONGEST, NAMED, OURS, choose, options_of, run_pass
@@ -119,7 +119,7 @@ class Answers(list[dict[str, Any]]):
 def test_a_pass_is_held_against_what_it_copied(
     storage: str | None, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "_PATTERN_NUMEL", 1001)
+    monkeypatch.setattr("benchmarks.generation._PATTERN_NUMEL", 1001)
     choice, _ = choose(H200, 600.0, "0.02 B")
     assert choice is not None
     case = dataclasses.replace(NAMED["0.02 B"], storage=storage)
@@ -149,7 +149,7 @@ def test_a_pass_is_held_against_what_it_copied(
 def test_quick_values_are_one_block_repeated_and_norms_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "_PATTERN_NUMEL", 1001)
+    monkeypatch.setattr("benchmarks.generation._PATTERN_NUMEL", 1001)
     config = {
         "device": "cpu", "precision": "bf16", "placement": {"parameters": "host"},
         "budget": {"host": "16MiB"},
