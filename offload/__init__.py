@@ -37,9 +37,9 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from offload.inference import Dispatched, dispatch, dispatched
-    from offload.integrations.compress import compress
     from offload.integrations.perplexity import Perplexity, perplexity
-    from offload.integrations.pretrained import from_pretrained, open_pretrained
+    from offload.integrations.transformers.compress import compress
+    from offload.integrations.transformers.pretrained import from_pretrained, open_pretrained
     from offload.taking_over import engine_of
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ _HOME = {
     "Dispatched": "offload.inference",
     "Engine": "offload.engine",
     "Perplexity": "offload.integrations.perplexity",
-    "compress": "offload.integrations.compress",
+    "compress": "offload.integrations.transformers.compress",
     "perplexity": "offload.integrations.perplexity",
     "initialize": "offload.engine",
     "OffloadConfig": "offload.config",
@@ -74,8 +74,8 @@ _HOME = {
     "dispatch": "offload.inference",
     "dispatched": "offload.inference",
     "engine_of": "offload.taking_over",
-    "from_pretrained": "offload.integrations.pretrained",
-    "open_pretrained": "offload.integrations.pretrained",
+    "from_pretrained": "offload.integrations.transformers.pretrained",
+    "open_pretrained": "offload.integrations.transformers.pretrained",
 }
 
 __all__ = [

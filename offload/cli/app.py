@@ -158,7 +158,7 @@ def generate(
 ) -> None:
     """Generate text to standard output, with a model whose weights are in the tiers."""
     from offload.cli.generate import Asked, run_generation
-    from offload.integrations.text_generation import Sampling
+    from offload.integrations.transformers.text_generation import Sampling
 
     sampling = Sampling(greedy, temperature, top_k, top_p)
     run_generation(

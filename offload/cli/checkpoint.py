@@ -118,8 +118,8 @@ def export(
     from functools import partial
 
     from offload.checkpoint.foreign.exporting import export as run
-    from offload.integrations.changed_weights import Change
-    from offload.integrations.hub_export import write_hub_format
+    from offload.integrations.transformers.changed_weights import Change
+    from offload.integrations.transformers.hub_export import write_hub_format
     from offload.quantised.writing import Target
     from offload.tiers.units import format_bytes
 

@@ -18,7 +18,7 @@ from offload.tiers.errors import ConfigError, OffloadError, PathError
 
 if TYPE_CHECKING:
     from offload.inference import Dispatched
-    from offload.integrations.text_generation import Encoded, Sampling, Stream
+    from offload.integrations.transformers.text_generation import Encoded, Sampling, Stream
     from offload.process.interrupts import Interrupts
     from offload.runs.forecast import Forecast
 
@@ -84,7 +84,7 @@ class _Generation:
         import torch
 
         import offload
-        from offload.integrations.text_generation import (
+        from offload.integrations.transformers.text_generation import (
             Stream,
             Tokenizer,
             fitting_tokens,
@@ -116,7 +116,7 @@ class _Generation:
         interrupts: Interrupts, tokenizer: Any,
     ) -> Any:  # fmt: skip
         """Return the new tokens: as many as were generated before a Ctrl-C."""
-        from offload.integrations.text_generation import generate
+        from offload.integrations.transformers.text_generation import generate
 
         with interrupts.put_off(_STOPPING):
             found = generate(

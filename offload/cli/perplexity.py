@@ -39,7 +39,7 @@ def perplexity(
     from offload.config import OffloadConfig
     from offload.inference import dispatch, dispatched
     from offload.integrations.perplexity import perplexity as run
-    from offload.integrations.pretrained import open_pretrained
+    from offload.integrations.transformers.pretrained import open_pretrained
 
     loaded = OffloadConfig.load({} if config is None else config, option or [])
     tokens = _tokens(folder, text)

@@ -20,9 +20,9 @@ import offload
 from offload.checkpoint.foreign.exporting import export
 from offload.cli.app import app
 from offload.errors import CheckpointError, ConfigError, PathError, UnsupportedError
-from offload.integrations import compress, hub_export
-from offload.integrations.changed_weights import Change
-from offload.integrations.hub_export import write_hub_format
+from offload.integrations.transformers import compress, hub_export
+from offload.integrations.transformers.changed_weights import Change
+from offload.integrations.transformers.hub_export import write_hub_format
 from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat

@@ -15,7 +15,7 @@ from offload.checkpoint.foreign.exporting import export
 from offload.checkpoint.foreign.model_files import cut
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError
-from offload.integrations.hub_export import write_hub_format
+from offload.integrations.transformers.hub_export import write_hub_format
 from offload.tiered_model import DTYPES
 from tests.offload.engine_cases import HOST, assert_same_bits, bits, config, seeded
 from tests.offload.test_checkpoint_cli import run
@@ -71,7 +71,7 @@ def test_experts_are_one_by_one_as_transformers_saves_them(
 ) -> None:
     folder = saved(tmp_path / "model", "mixtral")
     path = checkpoint(folder, tmp_path)
-    monkeypatch.setattr("offload.integrations.hub_export._SHARD", "20KB")
+    monkeypatch.setattr("offload.integrations.transformers.hub_export._SHARD", "20KB")
     monkeypatch.setattr("offload.checkpoint.foreign.exporting._PIECE_NUMEL", 999)
     export(path, tmp_path / "out", dtype, hub_format=write_hub_format)
     plain = CAUSAL.from_pretrained(tmp_path / "out")

@@ -184,7 +184,7 @@ def test_a_prompt_may_be_a_file_and_a_turn(
 
 
 def test_letters_of_several_tokens_come_whole() -> None:
-    from offload.integrations.text_generation import Stream
+    from offload.integrations.transformers.text_generation import Stream
 
     own, pieces = tokenizer(), []
     ids = own("naïve 日本 — dog")["input_ids"]

@@ -302,9 +302,9 @@ def test_weights_that_do_not_fit_are_named(
 
 # ------------------------------------------------------------------------------ other formats
 def test_exports_and_saved_models_are_in_the_hubs_format(made: Any, tmp_path: Path) -> None:
-    from offload.integrations.hub_export import write_hub_format
-    from offload.integrations.pretrained_load import load_weights
-    from offload.integrations.pretrained_save import StreamedSave
+    from offload.integrations.transformers.hub_export import write_hub_format
+    from offload.integrations.transformers.pretrained_load import load_weights
+    from offload.integrations.transformers.pretrained_save import StreamedSave
 
     split = made(tiny(), split=True, precision="bf16")
     own = split.module.save_pretrained
@@ -336,7 +336,7 @@ def test_exports_and_saved_models_are_in_the_hubs_format(made: Any, tmp_path: Pa
 def test_every_architecture(made: Any, tmp_path: Path, architecture: str, long: bool) -> None:
     if architecture not in ("gpt_oss", "jamba") and not long:
         pytest.skip("biases, transposed; and without: --long has all")
-    from offload.integrations.pretrained_save import StreamedSave
+    from offload.integrations.transformers.pretrained_save import StreamedSave
 
     base = build(architecture)
     base.save_pretrained(tmp_path / "hub")

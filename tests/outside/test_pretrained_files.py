@@ -20,7 +20,7 @@ from offload.errors import CheckpointError
 from tests.offload.engine_cases import HOST, assert_same_bits, config
 from tests.outside.trainer_cases import quiet, tiny_llama, values_of
 
-loading = pytest.importorskip("offload.integrations.pretrained_load")
+loading = pytest.importorskip("offload.integrations.transformers.pretrained_load")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -24,8 +24,8 @@ from tests.outside.trainer_cases import quiet, tiny_llama, transformers, values_
 
 safetensors = pytest.importorskip("safetensors.torch")
 conversion = importlib.import_module("transformers.core_model_loading")
-loading = importlib.import_module("offload.integrations.pretrained_load")
-saving = importlib.import_module("offload.integrations.pretrained_save")
+loading = importlib.import_module("offload.integrations.transformers.pretrained_load")
+saving = importlib.import_module("offload.integrations.transformers.pretrained_save")
 SPLIT = {
     "parameters": {"host": "40%", "nvme": "60%"}, "gradients": "host", "optimizer": "nvme",
 }  # fmt: skip

@@ -16,12 +16,12 @@ from offload.checkpoint.foreign.exporting import ExportedTensor, HubFiles
 from offload.checkpoint.foreign.model_files import INDEX, check_counts
 from offload.checkpoint.format.manifest import ITEMSIZE, ModelRecord
 from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
-from offload.integrations.pretrained import is_model_class
+from offload.integrations.transformers.pretrained import is_model_class
 from offload.tiers.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from offload.integrations.changed_weights import Change, NamedTensors
-    from offload.integrations.hub_format import HubFormat
+    from offload.integrations.transformers.changed_weights import Change, NamedTensors
+    from offload.integrations.transformers.hub_format import HubFormat
     from offload.integrations.weight_files import Write
 
 _log = logging.getLogger("offload")
@@ -55,7 +55,7 @@ def write_files(
     saved: NamedTensors, model: nn.Module, folder: Path, change: Change | None = None
 ) -> HubFiles:
     """Write the safetensors files of a model, and their index."""
-    from offload.integrations.changed_weights import ChangedWeights
+    from offload.integrations.transformers.changed_weights import ChangedWeights
     from offload.integrations.weight_files import write_shards
 
     changed = None if change is None else ChangedWeights(saved, model, change)
@@ -70,7 +70,7 @@ class _Converted:
         self.model = model = _on_meta(record)
         ignored = model._keys_to_ignore_on_save or ()
         self._own = [tensor for tensor in tensors if tensor.info.name not in ignored]
-        from offload.integrations.hub_format import HubFormat
+        from offload.integrations.transformers.hub_format import HubFormat
 
         own = {t.info.name: (t.info.shape, _DTYPES[t.info.dtype]) for t in self._own}
         self._format: HubFormat = HubFormat(model, own)

@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 
 from offload.checkpoint.foreign.model_files import INDEX, SINGLE, weight_files
 from offload.display.progress import progress
-from offload.integrations.pretrained import built
+from offload.integrations.transformers.pretrained import built
 from offload.tiers.errors import CheckpointError
 from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
 

@@ -14,14 +14,14 @@ from offload.checkpoint.engine.model import model_record
 from offload.checkpoint.foreign.exporting import check_new, pending_output, write_others
 from offload.checkpoint.format.disk import make_folder, storage_errors
 from offload.config.paths import StrPath, path_of
-from offload.integrations.changed_weights import Change
-from offload.integrations.hub_export import write_files
-from offload.integrations.pretrained import open_pretrained
+from offload.integrations.transformers.changed_weights import Change
+from offload.integrations.transformers.hub_export import write_files
+from offload.integrations.transformers.pretrained import open_pretrained
 from offload.quantised.writing import Target
 from offload.tiers.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from offload.integrations.hub_format import ModelInHubFormat
+    from offload.integrations.transformers.hub_format import ModelInHubFormat
 
 _SPELT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -51,7 +51,7 @@ def compress(
     Raise ConfigError for options that do not work with this model, PathError if `out` cannot be
     created, CheckpointError for values that the format cannot hold.
     """
-    from offload.integrations.hub_format import ModelInHubFormat
+    from offload.integrations.transformers.hub_format import ModelInHubFormat
 
     change = Change(Target.of(storage, group_size), skip)
     out = path_of(out, "out")

@@ -16,7 +16,7 @@ import torch
 
 from offload.checkpoint.foreign.model_files import CONFIG, read_json
 from offload.display.words import about
-from offload.integrations.pretrained import open_pretrained
+from offload.integrations.transformers.pretrained import open_pretrained
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 USUAL_NEW_TOKENS = 128

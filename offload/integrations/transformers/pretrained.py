@@ -32,7 +32,7 @@ from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
 from offload.display.plain_text import plain
 from offload.engine import Engine, ParamGroups, initialize
-from offload.integrations.hub_names import not_local
+from offload.integrations.transformers.hub_names import not_local
 from offload.quantised.reading import settings_in, settings_of, transposed_weights
 from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
@@ -171,7 +171,9 @@ def _opened(
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
                 module._buffers[name] = buffer.value()
-    from offload.integrations.pretrained_save import StreamedSave  # which needs transformers
+    from offload.integrations.transformers.pretrained_save import (
+        StreamedSave,  # which needs transformers
+    )
 
     for module in model.modules():
         StreamedSave.install(module)  # also the base model alone

@@ -32,14 +32,19 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.integrations.adapters import AdapterSave, is_adapted
-from offload.integrations.trainer_optimizer import (
+from offload.integrations.transformers.trainer_optimizer import (
     GroupsOnly,
     changed_arguments,
     client_of,
     groups_only,
     source_of,
 )
-from offload.integrations.training_arguments import Source, arguments_for, named_keys, settle
+from offload.integrations.transformers.training_arguments import (
+    Source,
+    arguments_for,
+    named_keys,
+    settle,
+)
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -53,9 +58,9 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < _LEAST:
         "write the loop with offload.initialize"
     )
 
-from offload.integrations.pretrained_load import load_weights  # noqa: E402
-from offload.integrations.pretrained_save import StreamedSave  # noqa: E402
-from offload.integrations.trainer_watch import WatchCallback as WatchCallback  # noqa: E402
+from offload.integrations.transformers.pretrained_load import load_weights  # noqa: E402
+from offload.integrations.transformers.pretrained_save import StreamedSave  # noqa: E402
+from offload.integrations.transformers.trainer_watch import WatchCallback as WatchCallback  # noqa: E402
 
 STATES = "offload"  # the folder of the engine's states in a checkpoint of Trainer's
 _SCHEDULER = "scheduler.pt"

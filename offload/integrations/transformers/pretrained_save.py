@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from offload.checkpoint.engine.weights import stream_weights
 from offload.checkpoint.format.disk import make_folder, storage_errors, sync_files
 from offload.engine import Engine
-from offload.integrations.hub_format import ModelInHubFormat
+from offload.integrations.transformers.hub_format import ModelInHubFormat
 from offload.integrations.weight_files import write_shards
 from offload.taking_over import tiers_of
 from offload.tiered_model import TieredModel
