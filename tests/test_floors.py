@@ -79,8 +79,10 @@ def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
 def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
             continue
+        if isinstance(child, ast.expr):
+            continue  # no import is in an expression
         yield child
         yield from run_nodes(child)
 
