@@ -24,8 +24,9 @@ from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import keeps
 from offload.tiers.errors import CheckpointError
 from offload.weights.lazy_tensors import LazyWeights
-from offload.weights.materialise import MetaInitialiser, check_shape
+from offload.weights.materialise import MetaInitialiser
 from offload.weights.safetensors_weights import SafetensorsWeights
+from offload.weights.tensor_file import check_shape
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.ranks.tensor_parallel import TensorParallel

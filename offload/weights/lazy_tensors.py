@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 from offload.quantised.matrix import Matrix
 from offload.quantised.reading import matrices_of
 from offload.tiers.errors import UnsupportedError
-from offload.weights.materialise import check_range, check_shape
-from offload.weights.tensor_file import Stored, stored_tensors
+from offload.weights.tensor_file import Stored, check_range, check_shape, stored_tensors
 from offload.zero.groups.discovery import managed
 
 aten = torch.ops.aten

@@ -1,30 +1,128 @@
-"""Values for a group's parameters: the model's own, freshly initialised, or from safetensors.
+"""Weight initialisation of a model that was built on the meta device.
 
-A model built on the meta device has shapes and no values. Each module with parameters of its own is
-given real memory, one group at a time, and initialised by what would initialise it in a constructor
-(`initialisers`), under a seed made from the run's seed and the module's name: the values do not
-depend on grouping, order or placement. Fresh memory is filled with a value that no initialiser
-writes; a tensor that still has it afterwards is refused.
+Such a model has shapes and no values. Each module with tensors of its own is given real memory, one
+group at a time, and initialised by what a constructor calls: `reset_parameters()` of the module and
+of the modules around it, then `_init_weights` of the model for each of these. (Hugging Face models
+promise that the latter initialises everything.) All other tensors are on the meta device meanwhile.
+The seed is made from the run's seed and the module's name: values do not depend on grouping, order
+or placement.
+
+Two checks keep what a constructor did in another way from being lost in silence:
+
+    filled     fresh memory holds a value that no initialiser writes (NaN, or first 0, then 1)
+    counted    torch counts writes on the meta device, too: a tensor that was written more often
+               when the model was built was set otherwise (`nn.init.zeros_(self.head.weight)`)
+
+Writes through `.data`, by `trunc_normal_` and by `orthogonal_` are not counted there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping
-from typing import TYPE_CHECKING
+import inspect
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from offload.planning.activations.compiler_free import without_dynamo
-from offload.tiers.errors import CheckpointError, UnsupportedError
-from offload.weights.initialisers import Call, Entry, Initialisers
+from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import managed
+from offload.zero.tensors.local_tensors import is_dtensor
 
 if TYPE_CHECKING:
     from offload.weights.safetensors_weights import SafetensorsWeights
 
-_PIECE_NUMEL = 1 << 22
+_REMEDY = (
+    "build the model on the CPU (not under torch.device('meta') or zero.Init), pass weights= with "
+    "safetensors files, or give the module a reset_parameters() that sets its own parameters and "
+    "buffers as its constructor does"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """A module that has a tensor as one of its own."""
+
+    name: str  # of the tensor
+    module: nn.Module
+    tensors: dict[str, Any]  # the module's parameters, or its buffers
+    key: str
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A parameter or buffer of the model, and every module that has it."""
+
+    tensor: torch.Tensor
+    is_parameter: bool
+    is_meta: bool
+    version: int  # the number of writes since it was made
+    twin: torch.Tensor  # on the meta device, in the place of the tensor during initialisation
+    owners: list[Owner] = field(default_factory=list)
+    tied: list[Owner] = field(default_factory=list)  # by transformers, after all is initialised
+
+    @property
+    def name(self) -> str:
+        return self.owners[0].name
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether torch puts it into a state dict."""
+        owner = self.owners[0]
+        return self.is_parameter or owner.key not in owner.module._non_persistent_buffers_set
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one module has it."""
+        return len(self.owners) + len(self.tied) == 1
+
+    @property
+    def has_nan(self) -> bool:
+        return self.tensor.is_floating_point() or self.tensor.is_complex()
+
+    def install(self, tensor: torch.Tensor, by: nn.Module | None = None) -> None:
+        """Put `tensor` in its places; while `by` is initialised, in no other one's tied places."""
+        for owner in (*self.owners, *self.tied):
+            if by is None or owner.module is by or owner not in self.tied:
+                owner.tensors[owner.key] = tensor
+
+    def like(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values` as a tensor of this kind, with the attributes of the original."""
+        if not self.is_parameter:
+            return values
+        made = nn.Parameter(values, requires_grad=self.tensor.requires_grad)
+        vars(made).update(vars(self.tensor))
+        vars(made).pop("_is_hf_initialized", None)
+        return made
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """A tensor that was initialised."""
+
+    value: torch.Tensor
+    is_written: bool = False  # all of it
+    writes: int = 0  # as a constructor on the meta device counts them
+    is_overwritten: bool = False  # by transformers, which writes nothing in such a constructor
+
+    def accounts_for(self, writes: int) -> bool:
+        """Return whether a constructor that wrote so often may have made no others."""
+        return writes <= self.writes or (self.is_overwritten and not self.writes)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that initialises tensors of `module`."""
+
+    module: nn.Module
+    run: Callable[[], object]
+    times: int = 1  # that a constructor on the meta device makes it
 
 
 class MetaInitialiser:
@@ -37,39 +135,53 @@ class MetaInitialiser:
         self._model = model
         self._seed = seed
         with without_dynamo():  # references of kernels import it, 95 MiB, for one answer
-            self._plan = Initialisers(model)
-        self._names = {id(module): name for name, module in model.named_modules()}
-        for entry in self._plan.entries:
-            entry.is_meta = entry.is_meta and entry.tensor not in elsewhere
-        entries = sorted(self._plan.entries, key=lambda entry: entry.is_meta)
-        self._entry = {id(entry.tensor): entry for entry in entries}  # that is to have values
+            self._entries = _entries(model, elsewhere)
+        self._entry = {id(entry.tensor): entry for entry in self._entries}
+        self._of: dict[int, list[Entry]] = {}  # those that a module has
+        for entry in self._entries:
+            for owner in (*entry.owners, *entry.tied):
+                self._of.setdefault(id(owner.module), []).append(entry)
+        self._names: dict[int, str] = {}
+        self._around: dict[int, list[nn.Module]] = {}  # a module and those around it, inside first
+        self._note(model, "", [])
+
+    def _note(self, module: nn.Module, name: str, around: list[nn.Module]) -> None:
+        if id(module) in self._names:
+            return
+        self._names[id(module)] = name
+        self._around[id(module)] = chain = [module, *around]
+        for key, child in module.named_children():
+            self._note(child, f"{name}.{key}" if name else key, chain)
 
     def check(self, files: SafetensorsWeights | None) -> None:
-        """Raise UnsupportedError for tensors that neither `values` nor `files` can give."""
-        entries = [entry for entry in self._plan.entries if entry.is_meta]
-        if files is not None:
-            # parameters come from the files, or are missed there
-            entries = [
-                e for e in entries if not e.is_parameter and not files.has(e.name)
-            ]  # fmt: skip
-        self._plan.refuse(entries)
-        _refuse_attributes(self._model, self._entry)
+        """Raise UnsupportedError for tensors that nothing will give values to."""
+        wanted = [entry for entry in self._entries if entry.is_meta]
+        if files is not None:  # which have all parameters, or it is an error of theirs
+            wanted = [e for e in wanted if not e.is_parameter and not files.has(e.name)]
+        _refuse_unwritten([
+            entry for entry in wanted
+            if not any(True for owner in entry.owners for _ in self._calls_for(owner.module))
+        ])  # fmt: skip
+        for name, module in self._model.named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and id(value) not in self._entry:
+                    _refuse_attribute(f"{name}.{key}", value)
 
     def values(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return values, in RAM, for those of `params` (by name, all of one group) without any."""
         entries = {name: self._entry[id(param)] for name, param in params.items()}
         entries = {name: entry for name, entry in entries.items() if entry.is_meta}
-        found = self._initialise(entries.values())
-        return {name: found[entry] for name, entry in entries.items()}
+        made = self._initialise(entries.values())
+        return {name: made[entry] for name, entry in entries.items()}
 
     def finish(self, files: SafetensorsWeights | None, device: torch.device) -> None:
         """Give values to all tensors that are in no group: buffers, integers."""
         entries = [
-            entry for entry in self._plan.entries
+            entry for entry in self._entries
             if entry.is_meta and not (entry.is_parameter and entry.tensor.is_floating_point())
         ]  # fmt: skip
         given = {} if files is None else {
-            e: files.get_as(e.name, e.tensor) for e in entries if not _is_made_anew(e)
+            e: files.get_as(e.name, e.tensor) for e in entries if e.is_persistent
         }  # fmt: skip
         missing = [entry for entry in entries if given.get(entry) is None]
         for entry, value in {**given, **self._initialise(missing)}.items():
@@ -78,116 +190,281 @@ class MetaInitialiser:
             if entry.is_parameter:
                 old.data = new
                 continue
-            for each in (e for e in self._plan.entries if e.tensor is old):
-                each.tensor = new
-                each.install(new)
-                for owner in each.owners:
-                    _replace_attributes(owner.module, old, new)
+            entry.tensor = new
+            entry.install(new)
+            for owner in entry.owners:  # and other names that a module has for a buffer
+                attributes = vars(owner.module)
+                attributes.update((k, new) for k, v in list(attributes.items()) if v is old)
+
+    # ---------------------------------------------------------------- the calls
+    def _calls_for(self, module: nn.Module) -> Iterator[Call]:
+        """Yield the calls that may write a module's own tensors, in a constructor's order."""
+        chain = self._around[id(module)]
+        library = sys.modules.get("transformers.modeling_utils")  # imported, if there is a model
+        kind = () if library is None else library.PreTrainedModel
+        theirs = [index for index, each in enumerate(chain) if isinstance(each, kind)]
+        for index, outer in enumerate(chain):
+            method = _reset_of(outer)
+            if method is not None:
+                yield Call(outer, method, _times_reset(type(outer)))
+            if theirs and index == theirs[-1]:
+                for number, inner in enumerate(chain[: index + 1]):
+                    nearest: Any = chain[next(place for place in theirs if place >= number)]
+                    # in a constructor on the meta device it writes nothing
+                    yield Call(inner, partial(nearest._init_weights, inner), times=0)
+            elif not theirs or index > theirs[-1]:
+                yield from _model_calls(outer, chain[: index + 1])
 
     # ---------------------------------------------------------------- module by module
     def _initialise(self, entries: Iterable[Entry]) -> dict[Entry, torch.Tensor]:
-        with torch.random.fork_rng(devices=[]), self._plan.twins_installed():
-            found: dict[nn.Module, dict[Entry, torch.Tensor]] = {}
-            for module in (entry.owners[0].module for entry in entries):
-                if module not in found:
-                    found[module] = self._of_module(module, module)
-            values = {e: found[e.owners[0].module][e] for e in entries}
-            for entry, value in values.items():
-                self._check_tied(entry, value)
-            return values
+        values: dict[Entry, torch.Tensor] = {}
+        with torch.random.fork_rng(devices=[]), self._twins_installed(), without_dynamo():
+            for entry in entries:
+                if entry not in values:
+                    values.update(self._beside(entry))
+        return values
 
-    def _check_tied(self, entry: Entry, value: torch.Tensor) -> None:
-        """Check that all modules that share a tensor give it the same values under the first one's
-        seed: the model does not say which of them initialised it."""
+    @contextmanager
+    def _twins_installed(self) -> Iterator[None]:
+        """Inside, twins replace the model's tensors: writes to them do not change the model."""
+        try:
+            for entry in self._entries:
+                entry.install(entry.twin)
+            with torch.device("cpu"), torch.no_grad():
+                yield
+        finally:
+            for entry in self._entries:
+                entry.install(entry.tensor)
+
+    def _beside(self, entry: Entry) -> dict[Entry, torch.Tensor]:
+        """Return the values of a tensor, and of those that its module alone has beside it.
+
+        Modules that share a tensor have to give it the same values under the first one's seed: the
+        model does not say which of them initialised it."""
         first, *others = entry.owners
+        made = self._of_module(first.module, first.module)
+        made = {e: each for e, each in made.items() if e is entry or e.is_alone}
+        if entry.tied and not made[entry].is_written:
+            tied = entry.tied[0].module
+            made[entry] = self._of_module(tied, tied)[entry]
         for other in others:
-            if not torch.equal(self._of_module(other.module, first.module)[entry], value):
+            again = self._of_module(other.module, first.module)[entry]
+            made[entry].writes += again.writes
+            if not torch.equal(again.value, made[entry].value):
                 raise UnsupportedError(
                     f"{entry.name} on the meta device is {other.name}, too, and their modules "
                     "would initialise it in different ways: it is not known which one the model "
-                    "began with; build the model on the CPU (not under torch.device('meta') or "
-                    "zero.Init), or pass weights= with safetensors files"
+                    f"began with; {_REMEDY}"
                 )
+        _refuse_unwritten([e for e, each in made.items() if not each.is_written])
+        _refuse_otherwise([e for e, each in made.items() if not each.accounts_for(e.version)])
+        return {e: each.value for e, each in made.items()}
 
-    def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, torch.Tensor]:
-        """Return the values of a module's own tensors."""
-        own = [entry for entry in self._plan.of_module[id(module)] if entry.is_meta]
-        calls = self._plan.calls_for(module)
+    def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, Made]:
+        """Initialise a module's own tensors."""
+        own = [entry for entry in self._of[id(module)] if entry.is_meta]
         name = self._names[id(seeded_as)]
-        values = self._run(own, calls, name, fill=0)
-        exact = {entry for entry in own if not _has_nan(entry)}
-        again = self._run(own, calls, name, fill=1) if exact else values
-        for entry, value in values.items():
-            unwritten = not torch.equal(value, again[entry]) if entry in exact else _is_nan(value)
-            if unwritten:
-                raise UnsupportedError(
-                    f"{entry.name} on the meta device is not initialised everywhere by "
-                    f"{type(module).__name__}.reset_parameters() or _init_weights; build the model "
-                    "on the CPU, or pass weights= with safetensors files"
-                )
-        return values
+        made = self._run(own, module, name, fill=0)
+        if not all(entry.has_nan for entry in own):
+            again = self._run(own, module, name, fill=1)
+            for entry, each in made.items():
+                if not entry.has_nan:
+                    each.is_written = torch.equal(each.value, again[entry].value)
+        return made
 
     def _run(
-        self, own: list[Entry], calls: list[Call], name: str, *, fill: int
-    ) -> dict[Entry, torch.Tensor]:
+        self, own: list[Entry], module: nn.Module, name: str, *, fill: int
+    ) -> dict[Entry, Made]:  # fmt: skip
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        made = {entry: Made(_filled(entry, fill)) for entry in own}
         try:
-            for entry in own:
-                entry.install(entry.like(_filled(entry, fill)))
-            for call in calls:
-                call.run()
-            found = {entry: entry.owners[0].get(is_parameter=entry.is_parameter) for entry in own}
+            for entry, each in made.items():
+                entry.install(entry.like(each.value), by=module)
+            for call in self._calls_for(module):
+                _perform(call, made, module)
+            for entry, each in made.items():
+                each.value = _checked(entry, module)
+                each.is_written = not (entry.has_nan and _has_nan(each.value))
         finally:
             for entry in own:
                 entry.install(entry.twin)
-        return {entry: _checked(entry, value) for entry, value in found.items()}
+        return made
 
 
-def _has_nan(entry: Entry) -> bool:
-    return entry.tensor.is_floating_point() or entry.tensor.is_complex()
+# ---------------------------------------------------------------- the tensors
+def _entries(model: nn.Module, elsewhere: Container[torch.Tensor]) -> list[Entry]:
+    """Return one entry per tensor: those that have values first."""
+    found: dict[int, Entry] = {}
+    tied = _tied_names(model)
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in found:
+                    found[id(tensor)] = _entry(
+                        tensor, is_parameter=tensors is module._parameters,
+                        is_meta=tensor.is_meta and tensor not in elsewhere,
+                    )  # fmt: skip
+                name = f"{prefix}.{key}" if prefix else key
+                entry = found[id(tensor)]
+                owners = entry.tied if name in tied else entry.owners
+                owners.append(Owner(name, module, tensors, key))
+    for entry in found.values():
+        if not entry.owners:
+            entry.owners, entry.tied = entry.tied[:1], entry.tied[1:]
+    return list(found.values())
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters that a Hugging Face model ties to others."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "all_tied_weights_keys", None) or {}
+    }  # fmt: skip
+
+
+def _entry(tensor: torch.Tensor, *, is_parameter: bool, is_meta: bool) -> Entry:
+    if is_dtensor(tensor):
+        raise UnsupportedError(
+            "a model of DTensors is on the meta device, or a part of it is; build it on the CPU, "
+            "or call parallelize_module on a model that has its values"
+        )
+    entry = Entry(tensor, is_parameter, is_meta, tensor._version, _meta_like(tensor))
+    entry.twin = entry.like(entry.twin)
+    return entry
+
+
+def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return torch.empty_like(tensor, device="meta", requires_grad=False)
+    # empty_like imports symbolic shapes for a tensor on the meta device, and sympy with them
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("meta"))
 
 
 def _filled(entry: Entry, fill: int) -> torch.Tensor:
-    value = float("nan") if _has_nan(entry) else fill
+    value = float("nan") if entry.has_nan else fill
     return torch.full(entry.twin.shape, value, dtype=entry.twin.dtype, device="cpu")
 
 
-def _is_nan(value: torch.Tensor) -> bool:
+def _has_nan(value: torch.Tensor) -> bool:
     return bool(value.sum().isnan()) and bool(value.isnan().any())
 
 
-def _checked(entry: Entry, value: torch.Tensor | None) -> torch.Tensor:
+# ---------------------------------------------------------------- the calls
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method) and _takes(method):
+            found: Callable[[], object] = method
+            return found
+    return None
+
+
+def _model_calls(module: nn.Module, chain: Iterable[nn.Module]) -> Iterator[Call]:
+    """Yield calls of `self.apply(self._init_weights)`, or of a method that does all modules."""
+    method = getattr(module, "_init_weights", None)
+    if not callable(method):
+        return
+    if _takes(method, module):
+        for inner in chain:
+            yield Call(inner, partial(method, inner))
+    elif _takes(method):
+        yield Call(module, method)
+
+
+def _takes(method: Callable[..., object], *args: object) -> bool:
+    try:
+        inspect.signature(method).bind(*args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _times_reset(kind: type) -> int:
+    """Return how many constructors of a class and its bases call reset_parameters, at least 1."""
+    codes = [getattr(vars(c).get("__init__"), "__code__", None) for c in kind.__mro__]
+    names = {"reset_parameters", "_reset_parameters"}
+    return max(1, sum(code is not None and not names.isdisjoint(code.co_names) for code in codes))
+
+
+def _perform(call: Call, made: Mapping[Entry, Made], module: nn.Module) -> None:
+    """Make a call for the tensors of `module`, and note which of them it writes.
+
+    Raises UnsupportedError where a module around it needs values of others, too."""
+    before = {entry: _installed(entry, module) for entry in made}
+    versions = {entry: tensor._version for entry, tensor in before.items()}
+    try:
+        call.run()
+    except Exception as error:
+        if call.module is module:
+            raise
+        raise UnsupportedError(
+            f"{type(call.module).__name__} on the meta device: its initialiser looks at values "
+            f"beside those of {type(module).__name__} ({error}); {_REMEDY}"
+        ) from error
+    for entry, each in made.items():
+        after = _installed(entry, module)
+        writes = after._version - versions[entry] if after is before[entry] else 1
+        each.writes += writes * call.times
+        each.is_overwritten |= writes > 0 and not call.times
+
+
+def _installed(entry: Entry, module: nn.Module) -> Any:
+    """Return what a module has in the place of one of its own tensors."""
+    owner = next(each for each in (*entry.owners, *entry.tied) if each.module is module)
+    return owner.tensors.get(owner.key)
+
+
+def _checked(entry: Entry, module: nn.Module) -> torch.Tensor:
     """Return a tensor that an initialiser may have replaced, after a check."""
+    value = _installed(entry, module)
     if value is None or value.is_meta or value.shape != entry.twin.shape:
         raise UnsupportedError(
             f"{entry.name} on the meta device: its initialiser left "
             f"{'nothing' if value is None else f'{tuple(value.shape)} on {value.device}'} in the "
             f"place of {tuple(entry.twin.shape)}; build the model on the CPU"
         )
-    return value.detach()
+    found: torch.Tensor = value.detach()
+    return found
 
 
-def _refuse_attributes(model: nn.Module, known: Mapping[int, Entry]) -> None:
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if not isinstance(value, torch.Tensor) or id(value) in known:
-                continue
-            if value.is_meta and value.numel():
-                raise UnsupportedError(
-                    f"{name}.{key} is a tensor on the meta device that is neither parameter nor "
-                    "buffer, and nothing gives it a value; set it again after building the model, "
-                    "or build the model on the CPU"
-                )
+# ---------------------------------------------------------------- what cannot be initialised
+def _refuse_unwritten(entries: list[Entry]) -> None:
+    if entries:
+        kind = type(entries[0].owners[0].module).__name__
+        raise UnsupportedError(
+            f"{_listed(entries)} on the meta device: nothing gives a value to all that the "
+            f"constructor of {kind} filled, neither reset_parameters() nor _init_weights; {_REMEDY}"
+        )
 
 
-def _replace_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace the other names that a module has for a buffer."""
-    for key, value in list(vars(module).items()):
-        if value is old:
-            vars(module)[key] = new
+def _refuse_otherwise(entries: list[Entry]) -> None:
+    if entries:
+        raise UnsupportedError(
+            f"{_listed(entries)} on the meta device: written {entries[0].version} times when the "
+            "model was built, in other ways than reset_parameters() and _init_weights write again, "
+            f"so that the values would not be the constructor's; {_REMEDY}"
+        )
 
 
+def _listed(entries: list[Entry]) -> str:
+    names = ", ".join(entry.name for entry in entries[:6])
+    return names if len(entries) <= 6 else f"{names} and {len(entries) - 6} more"
+
+
+def _refuse_attribute(name: str, value: torch.Tensor) -> None:
+    if value.is_meta and value.numel():
+        raise UnsupportedError(
+            f"{name} is a tensor on the meta device that is neither parameter nor buffer, and "
+            "nothing gives it a value; set it again after building the model, or build the model "
+            "on the CPU"
+        )
+
+
+# ---------------------------------------------------------------- meta parameters become real
 def make_real(
     named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device,
     only: torch.dtype | None = None,
@@ -210,13 +487,6 @@ def make_real(
             ) from error
 
 
-def _is_made_anew(entry: Entry) -> bool:
-    """Return whether the entry is a buffer that torch leaves out of a state dict."""
-    owner = entry.owners[0]
-    own = entry.name.rpartition(".")[2]
-    return not entry.is_parameter and own in owner.module._non_persistent_buffers_set
-
-
 def _placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     one = torch.zeros((), dtype=dtype, device=device)
     made = nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
@@ -224,22 +494,3 @@ def _placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) 
         if getattr(param, hooks):
             setattr(made, hooks, getattr(param, hooks))
     return made
-
-
-def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    if found != shape:
-        raise CheckpointError(f"weights: {name} has shape {found}, in the model {shape}")
-
-
-def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise CheckpointError if a finite value would become infinite."""
-    limit = torch.finfo(dtype).max
-    if torch.finfo(tensor.dtype).max <= limit:
-        return
-    for piece in tensor.reshape(-1).split(_PIECE_NUMEL):
-        lost = piece[piece.isfinite() & piece.to(dtype).isinf()]
-        if lost.numel():
-            raise CheckpointError(
-                f"weights: {name} ({tensor.dtype}) holds {float(lost[0]):g}, more than {dtype} can "
-                f"({limit:g}); use a precision with a larger range"
-            )

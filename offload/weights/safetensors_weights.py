@@ -15,8 +15,12 @@ from offload.config.paths import StrPath, path_of
 from offload.quantised.reading import settings_in
 from offload.tiers.errors import CheckpointError, ConfigError
 from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
-from offload.weights.materialise import check_range, check_shape
-from offload.weights.tensor_file import checked_tensors, checkpoint_at
+from offload.weights.tensor_file import (
+    check_range,
+    check_shape,
+    checked_tensors,
+    checkpoint_at,
+)
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.layout import ParamSpec
 

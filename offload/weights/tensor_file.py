@@ -24,6 +24,8 @@ DTYPES = {
     "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 
+_PIECE_NUMEL = 1 << 22
+
 
 class TensorFile:
     """An open safetensors file. It keeps the contents that it had when it was opened, even if
@@ -171,3 +173,23 @@ def checked_tensors(reader: CheckpointReader, part: Path) -> dict[str, Stored]:
         names[0]: Stored(CheckedFile(reader, tensor.file), tensor)
         for names, tensor in reader.weights(files)
     }
+
+
+def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Raise CheckpointError unless a tensor of the files has the shape that the model wants."""
+    if shape != wanted:
+        raise CheckpointError(f"weights: {name} has shape {shape}, in the model {wanted}")
+
+
+def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise CheckpointError if a finite value would become infinite in `dtype`."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(tensor.dtype).max <= limit:
+        return
+    for piece in tensor.reshape(-1).split(_PIECE_NUMEL):
+        lost = piece[piece.isfinite() & piece.to(dtype).isinf()]
+        if lost.numel():
+            raise CheckpointError(
+                f"weights: {name} ({tensor.dtype}) holds {float(lost[0]):g}, more than {dtype} can "
+                f"({limit:g}); use a precision with a larger range"
+            )
