@@ -174,19 +174,19 @@ class Dispatched(TieredModel):
         store.on_close.append(kv_cache.install(self.module, self._kv))
 
     def _split_batches(self) -> None:
-        """Let blocks run over pieces of the batch, caches included."""
+        """Let blocks run over pieces of the batch."""
         if self.config.micro_batches == 1:
             return
-        keys: dict[str, Any] = {}
+        check = None
         if "transformers" in sys.modules:  # else it is none of its models
-            from offload.kv import cache_pieces
+            from offload.kv import kv_cache
 
-            keys = {"splitters": cache_pieces.SPLITTERS, "check": cache_pieces.refuse_records}
+            check = kv_cache.refuse_pieces
         store = self.store
         batching = MicroBatching(
             int(self.config.micro_batches), store.units,
             lambda indices, more: store.held([store.groups[index] for index in indices]),
-            **keys,
+            check=check,
         )  # fmt: skip
         store.on_close.append(batching.remove)
 

@@ -2,16 +2,15 @@
 
 transformers makes its caches itself, deep inside of `generate` or of a model's forward. The
 layers of a cache are exchanged (`CacheLayerMixin` is transformers' seam), when a model is
-called with it: `DynamicCache`, `StaticCache` and `EncoderDecoderCache` stay what they are, and say
-of lengths, masks and windows what transformers has them say.
+called with it: `DynamicCache` and `EncoderDecoderCache` stay what they are, and say of
+ lengths, masks and windows what transformers has them say.
 """
 
 from __future__ import annotations
 
 import abc
-import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -24,10 +23,9 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
     get_layer_types_and_kwargs,
 )
+from transformers.utils import output_capturing
 
 from offload.errors import StateError, UnsupportedError
 from offload.zero.kv.kv_pages import KVPages
@@ -42,21 +40,15 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
     """The base of all layers in tiers. `keys` and `values` are read from the tiers."""
 
     is_compileable = False
-    _parts: dict[tuple[int, int], _Paged]
 
     def _own(self, store: KVStore, name: str, window: int | None = None) -> None:
-        self._store, self._name, self._window = store, name, window
-        self._parts = {}  # of the batch, where blocks compute it in pieces, by their rows
+        self._store, self._name = store, name
         self._hold(store.pages(name, window))
 
     def _hold(self, pages: KVPages) -> None:
         self._pages = pages
         self._given_back = weakref.finalize(self, self._store.drop, pages)
         self._given_back.atexit = False
-
-    def _after_store(self) -> int | None:
-        """Return the length up to which zeros follow the tokens; None if none follow."""
-        return None
 
     # ---------------------------------------------------------------- what transformers asks
     @property
@@ -76,11 +68,7 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         self._refuse(given)
 
     def _whole(self, **which: bool) -> torch.Tensor | None:
-        layers = self._each()
-        if not layers[0].is_initialized:
-            return None
-        found = [layer._pages.read(**which, length=layer._after_store())[0] for layer in layers]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return self._pages.read(**which)[0] if self.is_initialized else None
 
     @staticmethod
     def _refuse(given: torch.Tensor | None) -> None:
@@ -97,7 +85,6 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._join()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._update(key_states, value_states)
@@ -108,18 +95,8 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def get_seq_length(self) -> int:
-        return self._each()[0]._seen()
-
-    def _seen(self) -> int:
         """Return the number of tokens so far, including those outside of a window."""
         return self._pages.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        layer = self._each()[0]
-        if layer is not self:
-            return layer.get_mask_sizes(query_length)
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length)
-        return sizes
 
     def offload(self) -> None:
         """Do nothing: the placement decides where the layer lives."""
@@ -129,43 +106,27 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens. (transformers' own dynamic layers keep as many, of zeros.)"""
-        for layer in self._each():
-            layer._reset()
-
-    def _reset(self) -> None:
         self._pages.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.get_seq_length() > 0:
-            self._select(beam_idx)
+            self._pages.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.get_seq_length() > 0:
-            self._join()
-            self._select(torch.arange(self._pages.batch).repeat_interleave(repeats))
+            self._pages.select(torch.arange(self._pages.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
         if self.get_seq_length() > 0:
-            self._join()
             if isinstance(indices, torch.Tensor):
                 indices = indices.cpu()
-            self._select(torch.arange(self._pages.batch)[indices])
-
-    def _select(self, rows: torch.Tensor) -> None:
-        rows = rows.cpu()
-        spans = [(rows[start:stop], start, stop) for start, stop in self._parts]
-        if not all(((own >= start) & (own < stop)).all() for own, start, stop in spans):
-            self._join()  # beams of one sample in two pieces
-        if not self._parts:
-            self._pages.select(rows)
-        for (start, stop), part in self._parts.items():
-            part._pages.select(rows[start:stop] - start)
+            self._pages.select(torch.arange(self._pages.batch)[indices])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Paged:
-        other = self._like()
-        other._hold(self._pages.copied())
-        other._parts = {rows: copy.deepcopy(part, memo) for rows, part in self._parts.items()}
+        other: _Paged = object.__new__(type(self))
         memo[id(self)] = other
+        other.__dict__.update(vars(self))
+        other._hold(self._pages.copied())
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -173,75 +134,6 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
             f"{self._name} lives in tiers of this process and cannot be pickled; compute the "
             "prompt again where it is needed, or remove placement.kv"
         )
-
-    # ---------------------------------------------------------------- pieces of the batch
-    def of_rows(self, rows: slice, batch: int) -> _Paged:
-        """Return a layer of these `rows` of the `batch` alone, which holds them from now on. If
-        other rows than before are asked for, or all, parts are joined first."""
-        asked = rows.start, rows.stop
-        if asked in self._parts:
-            return self._parts[asked]
-        touched = sorted(
-            each for each in self._parts if each[0] < rows.stop and rows.start < each[1]
-        )
-        if touched and (touched[0][0], touched[-1][1]) == asked:
-            part = self._joined(touched)
-        else:
-            if touched:
-                self._join()
-            part = self._part(rows)
-        part._name = f"{self._name}, rows {rows.start} to {rows.stop - 1}"
-        self._parts[asked] = part
-        if sum(stop - start for start, stop in self._parts) == batch:
-            self._pages.clear()
-        return part
-
-    def _each(self) -> list[_Paged]:
-        """Return the parts, in their order, or the layer itself."""
-        return [self._parts[rows] for rows in sorted(self._parts)] or [self]
-
-    def _like(self) -> _Paged:
-        """Return another layer like this one, without pages."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _parts={})
-        return other
-
-    def _part(self, rows: slice) -> _Paged:
-        part = self._like()
-        if self._pages.length:
-            part._hold(self._pages.copied())
-            part._pages.select(torch.arange(rows.start, rows.stop))
-            return part
-        known = (layer._pages.page_tokens for layer in (self, *self._parts.values()))
-        tokens = next((count for count in known if count is not None), None)
-        part._hold(self._store.pages(self._name, self._window, tokens))
-        return part
-
-    def _joined(self, rows: Sequence[tuple[int, int]]) -> _Paged:
-        """Replace some parts by one that joins them, and return it."""
-        parts = [self._parts[each] for each in rows]
-        joined = parts[0]._like()
-        joined._hold(self._store.pages(self._name, self._window, parts[0]._pages.page_tokens))
-        if len({part.get_seq_length() for part in parts}) > 1:
-            raise StateError(
-                f"{self._name}: pieces of the batch have different lengths, as behind a forward "
-                "that was interrupted; make a new cache"
-            )
-        if parts[0]._pages.batch:
-            joined._pages.join([part._pages for part in parts])
-        for each in rows:
-            self._parts.pop(each)._pages.close()
-        return joined
-
-    def _join(self) -> None:
-        """Join all parts: the layer is one again."""
-        if not self._parts:
-            return
-        joined, name = self._joined(sorted(self._parts)), self._name
-        self._pages.close()
-        joined._given_back.detach()
-        self.__dict__.update(joined.__dict__, _name=name)
-        self._hold(joined._pages)
 
 
 class PagedLayer(_Paged, DynamicLayer):  # type: ignore[misc]
@@ -261,8 +153,7 @@ class PagedLayer(_Paged, DynamicLayer):  # type: ignore[misc]
         length, removed = self.get_seq_length(), int(tokens_to_remove)  # it may be a tensor
         if removed > 0:
             removed = max(0, length - removed)
-        for layer in self._each():
-            layer._pages.drop_last(abs(removed))
+        self._pages.drop_last(abs(removed))
 
 
 class PagedSlidingLayer(_Paged, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -281,21 +172,12 @@ class PagedSlidingLayer(_Paged, DynamicSlidingWindowLayer):  # type: ignore[misc
         self.cumulative_length += keys.shape[-2]
         return whole
 
-    def _seen(self) -> int:
+    def get_seq_length(self) -> int:
         return self.cumulative_length
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-        for layer in self._parts.values():
-            layer.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Crop as `DynamicSlidingWindowLayer.crop` does."""
-        for layer in self._each():
-            cast(PagedSlidingLayer, layer)._crop(int(tokens_to_remove))
-
-    def _crop(self, removed: int) -> None:
-        length = self.cumulative_length
+        length, removed = self.cumulative_length, int(tokens_to_remove)
         if length >= self.sliding_window:
             if not self.record_past:
                 raise StateError(
@@ -316,66 +198,9 @@ class PagedSlidingLayer(_Paged, DynamicSlidingWindowLayer):  # type: ignore[misc
         self.cumulative_length = length - abs(removed)
         self._pages.keep_last(self.sliding_window - 1)
 
-    def _reset(self) -> None:
-        super()._reset()
+    def reset(self) -> None:
+        super().reset()
         self.cumulative_length = 0
-
-
-class PagedStaticLayer(_Paged, StaticLayer):  # type: ignore[misc]
-    """A `StaticLayer` in tiers: what attention gets is as long as it, with zeros at the end."""
-
-    is_compileable = True  # so that masks are made for the whole length
-
-    def __init__(self, store: KVStore, name: str, max_cache_len: int) -> None:
-        StaticLayer.__init__(self, max_cache_len)
-        self._own(store, name)
-
-    def _after_store(self) -> int:
-        return cast(int, self.max_cache_len)
-
-    def _update(
-        self, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        needed = self._pages.length + keys.shape[-2]
-        if needed > self.max_cache_len:
-            raise StateError(
-                f"{self._name}: a static cache of {self.max_cache_len} tokens is given "
-                f"{needed}; make it longer (max_cache_len)"
-            )
-        return self._pages.extend(keys, values, length=self.max_cache_len)
-
-
-class PagedStaticSlidingLayer(_Paged, StaticSlidingWindowLayer):  # type: ignore[misc]
-    """A `StaticSlidingWindowLayer` in tiers: it keeps the last `sliding_window` tokens."""
-
-    is_compileable = True
-
-    def __init__(self, store: KVStore, name: str, window: int) -> None:
-        StaticSlidingWindowLayer.__init__(self, max_cache_len=window, sliding_window=window)
-        self.cumulative_length_int = 0
-        self._own(store, name, window)
-
-    def _after_store(self) -> int:
-        return cast(int, self.max_cache_len)
-
-    def _update(
-        self, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        window, count = self.max_cache_len, keys.shape[-2]
-        before = self.cumulative_length_int
-        if before >= window:  # the oldest one is not seen any more
-            self._pages.keep_last(window - 1)
-        length = window if before + count <= window else None
-        whole = self._pages.extend(keys, values, keep=window, length=length)
-        self.cumulative_length_int += count
-        return whole
-
-    def _seen(self) -> int:
-        return self.cumulative_length_int
-
-    def _reset(self) -> None:
-        super()._reset()
-        self.cumulative_length_int = 0
 
 
 # ---------------------------------------------------------------- exchanging layers
@@ -390,14 +215,10 @@ def _paged(layer: Any, store: KVStore, name: str) -> CacheLayerMixin:
     elif kind is DynamicSlidingWindowLayer:
         made = PagedSlidingLayer(store, name, layer.sliding_window)
         made.record_past = layer.record_past
-    elif kind is StaticLayer:
-        made = PagedStaticLayer(store, name, layer.max_cache_len)
-    elif kind is StaticSlidingWindowLayer:
-        made = PagedStaticSlidingLayer(store, name, layer.max_cache_len)
     else:
         raise UnsupportedError(
-            f"{name} is a {kind.__name__}, of which offload knows no place in tiers; use another "
-            "cache, or remove placement.kv"
+            f"{name} is a {kind.__name__}, of which offload knows no place in tiers; use a "
+            "DynamicCache, or remove placement.kv"
         )
     _take_over(layer, made)
     return made
@@ -412,9 +233,8 @@ def _take_over(layer: Any, made: Any) -> None:
     held = min(seen, layer.keys.shape[-2])
     if held:
         made.update(layer.keys[:, :, :held], layer.values[:, :, :held])
-    for counter in ("cumulative_length", "cumulative_length_int"):
-        if isinstance(getattr(made, counter, None), int):
-            setattr(made, counter, seen)
+    if isinstance(made, PagedSlidingLayer):
+        made.cumulative_length = seen
 
 
 class _NewLayers:
@@ -510,3 +330,22 @@ def _of_heads(config: Any) -> CachedLayer:
         getattr(config, "qk_head_dim", None) or dim,
         getattr(config, "v_head_dim", None) or dim,
     )
+
+
+def refuse_pieces(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a call of the block `name` that cannot run over pieces of the
+    batch: with a cache, or while transformers records outputs of the modules in it."""
+    if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+        raise UnsupportedError(
+            f"{name}: micro_batches computes the pieces of a batch one after the other, and a "
+            "cache of keys and values holds all of them; pass use_cache=False, or set "
+            "micro_batches: 1"
+        )
+    collector = getattr(output_capturing, "_active_collector", None)
+    for key in () if collector is None else collector.get() or ():
+        if key != "hidden_states" and not key.startswith("_"):  # those are the block's own
+            raise UnsupportedError(
+                f"{name}: micro_batches computes the pieces of a batch one after the other, and "
+                f"{key} of all of them are asked for (output_{key}=True); leave that out, or set "
+                "micro_batches: 1"
+            )

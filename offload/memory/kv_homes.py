@@ -35,7 +35,7 @@ class KVHomes:
 
     @property
     def kv_tokens(self) -> int:
-        return self._kv.piece_tokens
+        return self._kv.planned_tokens
 
     def kv_room_nbytes(self) -> int:
         return self._room[self._kv.computing]

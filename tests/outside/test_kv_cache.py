@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
-from offload.errors import StateError, TierFullError
+from offload.errors import StateError, TierFullError, UnsupportedError
 from offload.kv.kv_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import Fetcher
@@ -36,8 +36,6 @@ KINDS: dict[str, Callable[[], Cache]] = {
     "dynamic": DynamicCache,
     "configured": lambda: DynamicCache(config=PLAIN),
     "sliding": lambda: DynamicCache(config=SLIDING),
-    "static": lambda: StaticCache(config=PLAIN, max_cache_len=40),
-    "static sliding": lambda: StaticCache(config=SLIDING, max_cache_len=40),
 }
 
 
@@ -69,7 +67,6 @@ class Pair:
         self.own, self.ours, self.store = KINDS[kind](), KINDS[kind](), store
         keep_in_tiers(self.ours, store)
         self.batch = 3
-        self.pieces = 1
 
     def both(self, call: Callable[[Cache], Any]) -> Any:
         results = []
@@ -82,30 +79,14 @@ class Pair:
         assert refused[0] == refused[1], results
         return results
 
-    def update(self, draw: random.Random, count: int, pieces: int = 1) -> None:
+    def update(self, draw: random.Random, count: int) -> None:
         for layer in range(LAYERS):
             keys, values = tokens(draw, self.batch, count)
-            if pieces > 1:
-                self.update_pieces(keys, values, layer, pieces)
-                continue
             own, ours = self.both(partial(Cache.update, key_states=keys, value_states=values,
                                           layer_idx=layer))  # fmt: skip
             for one, other in zip(own, ours, strict=True):
                 assert torch.equal(one, other)
                 assert other.is_contiguous()
-
-    def update_pieces(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, pieces: int
-    ) -> None:  # fmt: skip
-        """As a block does under micro_batches, behind a first pass."""
-        bounds = [self.batch * number // pieces for number in range(pieces + 1)]
-        spans = [slice(*pair) for pair in pairwise(bounds)]
-        whole = self.ours.layers[layer]
-        found = [whole.of_rows(span, self.batch).update(keys[span], values[span]) for span in spans]
-        for own, parts in zip(
-            self.own.update(keys, values, layer), zip(*found, strict=True), strict=True
-        ):
-            assert torch.equal(own, torch.cat(parts))
 
     def check(self) -> None:
         for count in (1, 3):
@@ -118,28 +99,18 @@ class Pair:
         assert own == ours
 
 
-def step(pair: Pair, kind: str, draw: random.Random) -> None:
+def step(pair: Pair, draw: random.Random) -> None:
     """One operation, drawn."""
-    static = "static" in kind
-    which = draw.choice(["update", "update", "pieces", "crop", "reorder", "repeat", "select",
-                         "copy", "record", "reset"])  # fmt: skip
-    if which in ("update", "pieces"):
-        longest = 6 if not static else min(6, 40 - int(pair.own.get_seq_length()))
-        pieces = draw.randint(2, pair.batch) if which == "pieces" and pair.batch > 1 else 1
-        if longest > 0 and pair.ours.layers and pieces in (1, pair.pieces):
-            pair.update(draw, draw.randint(1, longest), pieces)
-        elif longest > 1:
-            pair.update(draw, 1)
-            pair.update(draw, draw.randint(1, longest - 1), pieces if pair.ours.layers else 1)
-            pair.pieces = pieces
+    which = draw.choice(["update", "update", "crop", "reorder", "repeat", "select", "copy",
+                         "record", "reset"])  # fmt: skip
+    if which == "update":
+        pair.update(draw, draw.randint(1, 6))
     elif which == "reorder":
         rows = torch.tensor([draw.randrange(pair.batch) for _ in range(pair.batch)])
         pair.both(lambda cache: cache.reorder_cache(rows))
     elif which == "copy":
         pair.ours = copy.deepcopy(pair.ours)
-    elif which == "reset" and static:
-        pair.both(lambda cache: cache.reset())
-    elif static or not pair.own.get_seq_length():
+    elif not pair.own.get_seq_length():
         pass  # transformers has no more for these
     elif which == "crop":
         count = draw.randint(0, int(pair.own.get_seq_length()) - 1)
@@ -147,12 +118,10 @@ def step(pair: Pair, kind: str, draw: random.Random) -> None:
     elif which == "repeat" and pair.batch < 5:
         pair.both(lambda cache: cache.batch_repeat_interleave(2))
         pair.batch *= 2
-        pair.pieces = 1
     elif which == "select":
         rows = torch.tensor([draw.randrange(pair.batch) for _ in range(draw.randint(1, 4))])
         pair.both(lambda cache: cache.batch_select_indices(rows))
         pair.batch = len(rows)
-        pair.pieces = 1
     elif which == "record":
         pair.both(lambda cache: cache.activate_past_recording())
 
@@ -168,10 +137,10 @@ def test_drawn_operations_have_the_bits_of_transformers_own(
         store = here.store(page_tokens=draw.choice([1, 2, 3, 5]))
         pair = Pair(kind, store)
         for _ in range(40):
-            step(pair, kind, draw)
+            step(pair, draw)
             pair.check()
             here.held()
-        pair.update(draw, 1) if "static" not in kind else None
+        pair.update(draw, 1)
         del pair
         gc.collect()
         store.reap()  # what an error of transformers' own has kept until here
@@ -222,6 +191,12 @@ def test_where_more_rows_find_no_room_nothing_has_changed(
         with pytest.raises(TierFullError):
             pair.ours.layers[0].batch_repeat_interleave(256)
         pair.update(draw, 1)
+
+
+def test_a_static_cache_stays_out_of_tiers(homes: Callable[..., Homes]) -> None:
+    cache = StaticCache(config=PLAIN, max_cache_len=40)
+    with pytest.raises(UnsupportedError, match=r"layer 0 is a StaticLayer.* use a DynamicCache"):
+        keep_in_tiers(cache, homes("host").store())
 
 
 LATENT = {

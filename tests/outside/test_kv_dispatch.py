@@ -46,7 +46,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "sampled beams": {"num_beams": 2, "do_sample": True},
     "assisted": {"prompt_lookup_num_tokens": 3},
-    "static": {"cache_implementation": "static"},
     "prompt in chunks": {"prefill_chunk_size": 5},
     "no cache": {"use_cache": False},
 }
@@ -191,19 +190,6 @@ def test_pages_cross_to_a_device_and_back(tmp_path: Path, monkeypatch: pytest.Mo
             assert owner.plan.gpu
             assert bits(generated(owner.module, num_beams=2)) == expected
             assert kv_nbytes(owner) == 0
-
-
-@pytest.mark.parametrize("way", ["greedy", "beams"])
-def test_pieces_of_a_batch_have_pages_of_their_own(way: str, tmp_path: Path) -> None:
-    """Of five prompts in two pieces, the beams of one sample are in both."""
-    prompt = torch.randint(3, 61, (5, 11), generator=torch.Generator().manual_seed(2))
-    keys = {"micro_batches": 2, "groups": {"blocks": ["LlamaDecoderLayer"]}}
-    in_ram = {"placement": {"parameters": "nvme"}}
-    with dispatched(llama(), tmp_path, None, **keys, **in_ram) as owner:
-        expected = bits(generated(owner.module, prompt, **WAYS[way]))
-    with dispatched(llama(), tmp_path, MIXED, **keys) as owner:
-        assert bits(generated(owner.module, prompt, **WAYS[way])) == expected
-        assert kv_nbytes(owner) == 0
 
 
 # -------------------------------------------------------------------------------- in 8 bits

@@ -115,16 +115,16 @@ class PageFormat(abc.ABC):
 
     def copy(
         self, page: torch.Tensor, span: slice, rows: torch.Tensor | None, other: PageFormat,
-        into: torch.Tensor, first_row: int = 0,
+        into: torch.Tensor,
     ) -> None:  # fmt: skip
         """Put the tokens `span` of `page` to the same place of another page of the same kind, which
-        may be this one, as they are stored; of `rows` as in `read`, from `first_row` on."""
+        may be this one, as they are stored; of `rows` as in `read`."""
         for (shape, part), (_, to) in zip(self._parts(page), other._parts(into), strict=True):
             pairs = zip(self._stored(shape, part), other._stored(shape, to), strict=True)
             for source, target in pairs:
                 some = source[:, :, span]
                 some = some if rows is None else some.index_select(0, rows)
-                target[first_row : first_row + len(some), :, span] = some
+                target[: len(some), :, span] = some
 
     @abc.abstractmethod
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,10 +56,7 @@ class _Page:
 class KVPages:
     """Keys and values [batch, heads, length, dim] of one layer. For the thread of the model."""
 
-    def __init__(
-        self, store: KVStore, name: str, seat: Seat, window: int | None = None,
-        tokens: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, store: KVStore, name: str, seat: Seat, window: int | None = None) -> None:
         """`window` is the number of tokens that are kept in the end. Made by `KVStore.pages`."""
         self.name = name
         self.length = 0  # tokens
@@ -68,7 +64,6 @@ class KVPages:
         self.seat = seat
         self._store = store
         self._window = window
-        self._tokens = tokens
         self._format: PageFormat | None = None  # once anything is known
         self._pages: list[tuple[_Page, Rows]] = []
         self._open: OpenPage | None = None
@@ -107,15 +102,13 @@ class KVPages:
     # ---------------------------------------------------------------- the verbs
     @interrupted_in_waits
     def extend(
-        self, keys: torch.Tensor, values: torch.Tensor, *, keep: int | None = None,
-        length: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, keys: torch.Tensor, values: torch.Tensor, *, keep: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add tokens, [batch, heads, count, dim]; return keys and values of all of them, old and
         new.
 
         They are contiguous, with the bits of `torch.cat`, and valid until they are let go of. With
-        `keep` only the last so many stay here. With `length` zeros follow up to it. Raises
-        TierFullError, and has then added nothing.
+        `keep` only the last so many stay here. Raises TierFullError, and has then added nothing.
         """
         self._check(keys, values)
         self._learn(keys, values)
@@ -123,14 +116,13 @@ class KVPages:
         past, count = self.length, keys.shape[2]
         with self._in_use():
             whole: Sequence[torch.Tensor]
-            if not past and self._format.exact and length in (None, count):
+            if not past and self._format.exact:
                 whole = self._contiguous(keys, values)
             else:
-                whole = self._room_for(max(past + count, length or 0))
+                whole = self._room_for(past + count)
                 self._read(*(each[:, :, :past] for each in whole))
                 for each, new in zip(whole, (keys, values), strict=True):
-                    self._format.rounded(new, into=each[:, :, past : past + count])
-                    each[:, :, past + count :] = 0
+                    self._format.rounded(new, into=each[:, :, past:])
         unneeded = 0 if keep is None else max(0, count - keep)
         if unneeded and past:
             self.drop_last(past)
@@ -140,17 +132,13 @@ class KVPages:
         return whole[0], whole[1]
 
     @interrupted_in_waits
-    def read(
-        self, *, keys: bool = False, values: bool = False, length: int | None = None
-    ) -> list[torch.Tensor]:
+    def read(self, *, keys: bool = False, values: bool = False) -> list[torch.Tensor]:
         """Return the keys or values that are asked for, as `extend` does."""
         self._check_open()
         with self._in_use():
-            found = list(self._room_for(max(self.length, length or 0), keys=keys, values=values))
-            parts = iter([each[:, :, : self.length] for each in found])
+            found = list(self._room_for(self.length, keys=keys, values=values))
+            parts = iter(found)
             self._read(next(parts) if keys else None, next(parts) if values else None)
-        for each in found:
-            each[:, :, self.length :] = 0
         return found
 
     @interrupted_in_waits
@@ -209,44 +197,10 @@ class KVPages:
             self._pages[place] = page, memo[id(before)]
         self.batch = len(rows)
 
-    @property
-    def page_tokens(self) -> int | None:
-        """Tokens of a page, if that is known."""
-        return self._tokens if self._format is None else self._format.tokens
-
-    @interrupted_in_waits
-    def join(self, others: Sequence[KVPages]) -> None:
-        """Let these pages, which are empty, have the rows of all others, one after the other. Those
-        are parts of a batch: of the same layer and length, with as many tokens in a page."""
-        self._check_open()
-        first = others[0]
-        assert first._format is not None, "they have tokens"
-        self._format = replace(first._format, batch=sum(other.batch for other in others))
-        self.batch = self._format.batch
-        for place in range(len(first._pages)):
-            self._add_page(partial(self._fill_joined, [other._pages[place] for other in others]))
-        if first._filled:
-            into, row = self._open_page(), 0
-            for other in others:
-                assert other._open is not None, "as long as the first"
-                kind, tokens = other._format, slice(first._filled)
-                assert kind is not None, "as long as the first"
-                kind.copy(other._open.tensor, tokens, None, self._format, into, row)
-                row += other.batch
-        self.length, self._filled, self._dropped = first.length, first._filled, first._dropped
-
-    def _fill_joined(self, pages: Sequence[tuple[_Page, Rows]], into: torch.Tensor) -> None:
-        assert self._format is not None, "it is joined"
-        row = 0
-        for page, rows in pages:
-            kind, source = page.format, page.state.tensor()
-            kind.copy(source, slice(kind.tokens), rows, self._format, into, row)
-            row += kind.batch if rows is None else len(rows)
-
-    def copied(self, name: str | None = None) -> KVPages:
+    def copied(self) -> KVPages:
         """Return the same tokens once more, independent from now on. Full pages are shared."""
         self._check_open()
-        other = self._store.pages(name or self.name, self._window, self.page_tokens)
+        other = self._store.pages(self.name, self._window)
         other.batch, other._format = self.batch, self._format
         if self._open is not None and self._filled:
             try:
@@ -321,7 +275,6 @@ class KVPages:
             KVShape.of(values, value_type),
             self.batch,
             self._window,
-            self._tokens,
         )
 
     def _contiguous(self, *states: torch.Tensor) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ class KVHomes(Protocol):
 
     @property
     def kv_tokens(self) -> int:
-        """The tokens that are planned for, of all rows of a piece of the batch; 0 if unknown."""
+        """The tokens that are planned for, of all rows of the batch; 0 if unknown."""
         ...
 
 
@@ -124,9 +124,9 @@ class KVStore:
         page_tokens: int | None = None, check_usable: Callable[[], None] = lambda: None,
         trim: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """`layers` is about how many layers caches have (times pieces of the batch); `page_tokens`
-        are in a page, by default as many as make it `KV_PAGE_NBYTES` long and leave room for open
-        ones. `trim` gives memory that was freed back to the system, now and then."""
+        """`layers` is about how many layers caches have; `page_tokens` are in a page, by default as
+        many as make it `KV_PAGE_NBYTES` long and leave room for open ones. `trim` gives memory that
+        was freed back to the system, now and then."""
         self.fetcher = fetcher
         self.device = device
         self.check_usable = check_usable
@@ -147,11 +147,8 @@ class KVStore:
         self._closed = False
 
     # ---------------------------------------------------------------- pages
-    def pages(
-        self, name: str, window: int | None = None, tokens: int | None = None
-    ) -> KVPages:  # fmt: skip
-        """Return empty room for the keys and values of one layer; with `tokens` in a page, by
-        default as many as suit it."""
+    def pages(self, name: str, window: int | None = None) -> KVPages:
+        """Return empty room for the keys and values of one layer."""
         self.reap()
         if self._closed:
             raise StateError(f"{name}: the model was given back; dispatch it again")
@@ -160,7 +157,7 @@ class KVStore:
             self.fetcher.add(seat)
         else:
             seat = self._free_seats.pop()
-        seat.pages = KVPages(self, name, seat, window, tokens)
+        seat.pages = KVPages(self, name, seat, window)
         self._live[seat.index] = seat.pages
         return seat.pages
 
@@ -208,12 +205,9 @@ class KVStore:
         with self._session:
             self.fetcher.fetch_ahead()
 
-    def format(
-        self, keys: KVShape, values: KVShape, batch: int, window: int | None,
-        tokens: int | None = None,
-    ) -> PageFormat:  # fmt: skip
+    def format(self, keys: KVShape, values: KVShape, batch: int, window: int | None) -> PageFormat:
         """Return the format of the pages of one layer."""
-        tokens = tokens or self._page_tokens
+        tokens = self._page_tokens
         if tokens is None:
             most = self._homes.page_nbytes or min(
                 KV_PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers)

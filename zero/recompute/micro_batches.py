@@ -14,8 +14,7 @@ uses in one chain, here those of a piece are added first, then the pieces, then 
 In 16 bits the sum over pieces is kept in fp32 and rounded once.
 
 A block that is called without gradients has nothing to go through again: it computes its pieces one
-after the other. Arguments that hold samples and are no tensors (caches of keys and values) say
-themselves what a piece of them is (`SplitArgument`).
+after the other.
 
 Blocks that cannot be split are refused: batch norm on installation, other objects when they are
 given to a block, and other mixing of samples by a comparison, the first time a block is called in a
@@ -26,11 +25,11 @@ which does not know the choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -59,47 +58,19 @@ BlockBackward = Callable[[Sequence[int], bool], AbstractContextManager[None]]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-class SplitArgument(Protocol):
-    """An argument with something of every sample, of one call of a block."""
-
-    @property
-    def whole(self) -> Any:
-        """The argument that the block was given."""
-        ...
-
-    def part(self, rows: slice) -> Any:
-        """Return the block's argument for these samples. Changes in it count after `join`."""
-        ...
-
-    def join(self) -> None:
-        """Note that every sample was in one part, in this order, and has been computed."""
-        ...
-
-    def trial(self) -> SplitArgument:
-        """Return the same, whose parts are copies that a block may change without effect."""
-        ...
-
-
-# How arguments of a class and its subclasses are split; the number is that of samples.
-Splitters = Mapping[type, Callable[[Any, int], SplitArgument]]
-
-
 class MicroBatching:
     """Installed in every repeated block of a model. `remove` takes it out again."""
 
     def __init__(
         self, count: int, units: Sequence[Unit], backward: BlockBackward, *, compare: bool = True,
-        splitters: Splitters | None = None, check: Callable[[str], None] | None = None,
+        check: Callable[[str, Any, Any], None] | None = None,
     ) -> None:  # fmt: skip
         """Raises UnsupportedError if no block can be split, or a block holds a batch norm.
 
-        `compare=False` skips the test for mixed samples: without values it cannot be made.
-        `splitters` are for calls without gradients. `check` is given the name of each block that is
-        called without them."""
+        `compare=False` skips the test for mixed samples: without values it cannot be made. `check`
+        is given the name, args and kwargs of each block that is called without gradients."""
         blocks = blocks_of(count, units)
-        self._blocks = [
-            _BatchedBlock(unit, count, backward, compare, splitters or {}, check) for unit in blocks
-        ]
+        self._blocks = [_BatchedBlock(unit, count, backward, compare, check) for unit in blocks]
 
     def remove(self) -> None:
         for block in self._blocks:
@@ -124,13 +95,12 @@ class _BatchedBlock(ReplacedForward):
     """One block: its forward is replaced by the loop over pieces."""
 
     def __init__(
-        self, unit: Unit, count: int, backward: BlockBackward, compare: bool, splitters: Splitters,
-        check: Callable[[str], None] | None,
+        self, unit: Unit, count: int, backward: BlockBackward, compare: bool,
+        check: Callable[[str, Any, Any], None] | None,
     ) -> None:  # fmt: skip
         self.unit = unit
         self.count = count
         self.backward = backward
-        self.splitters = splitters
         self._check = check
         # how it was called when it was seen to treat samples alone; None: not looked at
         self._alone: set[tuple[tuple[bool, ...], tuple[bool, ...], bool]] | None = (
@@ -140,9 +110,9 @@ class _BatchedBlock(ReplacedForward):
         super().__init__(unit.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = self.flattened((args, kwargs))
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         training = torch.is_grad_enabled()
-        batch = self._batch(leaves, training=training)
+        batch = self._batch(leaves)
         if batch < self.count:
             if not training:  # nothing adds up: a small batch (generation) may go in one piece
                 return self.own(*args, **kwargs)
@@ -153,8 +123,8 @@ class _BatchedBlock(ReplacedForward):
             )
         refuse_outer_checkpoint(self.unit)
         if not training and self._check is not None:
-            self._check(self.unit.name)
-        leaves = [self._splittable(leaf, batch) for leaf in leaves]
+            self._check(self.unit.name, args, kwargs)
+        self._refuse_objects(leaves)
         pieces = _Pieces(leaves, structure, batch, self.count)
         self._refuse_mixing_once(pieces, training=training)
         if not training:
@@ -172,29 +142,12 @@ class _BatchedBlock(ReplacedForward):
         for number in range(self.count):
             call = pieces.call(number, pieces.leaves)
             output = self.run(call)
-            whole.put(number, pieces, self.flattened(output), self.unit.name)
-        for leaf in pieces.leaves:
-            if is_split_argument(leaf):
-                leaf.join()
+            whole.put(number, pieces, pytree.tree_flatten(output), self.unit.name)
         return whole.result()
 
     def run(self, call: tuple[Any, Any]) -> Any:
         args, kwargs = call
         return self.own(*args, **kwargs)
-
-    def flattened(self, values: Any) -> tuple[list[Any], pytree.TreeSpec]:
-        """Flatten `values`. Split arguments stay whole, even caches that are trees to torch."""
-        return pytree.tree_flatten(values, is_leaf=lambda each: self._splitter_of(each) is not None)
-
-    def _splitter_of(self, value: Any) -> Callable[[Any, int], SplitArgument] | None:
-        for kind, split in self.splitters.items():
-            if isinstance(value, kind):
-                return split
-        return None
-
-    def _splittable(self, leaf: Any, batch: int) -> Any:
-        split = self._splitter_of(leaf)
-        return leaf if split is None else split(leaf, batch)
 
     def called(self) -> _Call:
         """Return a call, for its graph to keep until backward has gone through it."""
@@ -207,17 +160,17 @@ class _BatchedBlock(ReplacedForward):
         self._waiting.discard(call)
         return self.backward(self.unit.groups, bool(self._waiting))
 
-    def _batch(self, leaves: Sequence[Any], *, training: bool) -> int:
-        """Return the first tensor's first dimension. Raises UnsupportedError for other objects."""
+    def _refuse_objects(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
-            splits = self._splitter_of(leaf) is not None
-            if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and (training or not splits):
-                alone = ", or compute under torch.no_grad()" if splits else ""
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 raise UnsupportedError(
                     f"{self.unit.name}: micro_batches cannot split a {type(leaf).__name__} given "
                     "to the block; pass tensors and plain numbers only (transformers: "
-                    f"use_cache=False{alone})"
+                    "use_cache=False)"
                 )
+
+    def _batch(self, leaves: Sequence[Any]) -> int:
+        """Return the first tensor's first dimension."""
         sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0]
         if not sizes:
             raise UnsupportedError(f"{self.unit.name}: no tensor is given to the block to split")
@@ -237,13 +190,9 @@ class _Call:
     """One call of a block whose backward is still to come, or was given up with its graph."""
 
 
-def is_split_argument(leaf: Any) -> TypeGuard[SplitArgument]:
-    return not isinstance(leaf, (torch.Tensor, *_PLAIN))
-
-
 class _Pieces:
     """The arguments of a block, piece by piece. Tensors whose first dimension is the batch are
-    split (by views), as are arguments that say how, everything else goes to every piece."""
+    split (by views), everything else goes to every piece."""
 
     def __init__(
         self, leaves: Sequence[Any], structure: pytree.TreeSpec, batch: int, count: int
@@ -251,7 +200,6 @@ class _Pieces:
         self.leaves = leaves
         self.structure = structure
         self.batch = batch
-        self._wholes: dict[int, Any] = {}  # by the id of a part that a block was given
         bounds = [batch * number // count for number in range(count + 1)]
         self.spans = [slice(lo, hi) for lo, hi in pairwise(bounds)]
         self.split = [
@@ -269,20 +217,9 @@ class _Pieces:
 
     def _call(self, span: slice, leaves: Sequence[Any]) -> tuple[Any, Any]:
         pairs = zip(leaves, self.split, strict=True)
-        chosen = [leaf[span] if split else self._part(leaf, span) for leaf, split in pairs]
+        chosen = [leaf[span] if split else leaf for leaf, split in pairs]
         args, kwargs = pytree.tree_unflatten(chosen, self.structure)
         return args, kwargs
-
-    def _part(self, leaf: Any, span: slice) -> Any:
-        if not is_split_argument(leaf):
-            return leaf
-        part = leaf.part(span)
-        self._wholes[id(part)] = leaf.whole
-        return part
-
-    def whole_of(self, leaf: Any) -> Any:
-        """Return the whole argument for a part that a block returns; any other leaf as it is."""
-        return self._wholes.get(id(leaf), leaf)
 
 
 @dataclass(slots=True)
@@ -304,10 +241,10 @@ class _Whole:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         span = pieces.spans[number]
         check_joinable(tensors, span, name)
-        others = [None if isinstance(x, torch.Tensor) else pieces.whole_of(x) for x in leaves]
-        for leaf, other in zip(leaves, others, strict=True):
-            if other is leaf and is_split_argument(leaf):
-                refuse_output(f"a {type(leaf).__name__}", name)
+        others = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        for other in others:
+            if not isinstance(other, _PLAIN):
+                refuse_output(f"a {type(other).__name__}", name)
         if self.structure is None:
             self.structure, self.leaves = structure, others
             self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -385,7 +322,7 @@ class _OverPieces(torch.autograd.Function):
             with torch.enable_grad():
                 call = _entered(pieces, number, differentiable, ctx.sink)
                 output = block.run(call)
-            produced = whole.put(number, pieces, block.flattened(output), block.unit.name)
+            produced = whole.put(number, pieces, pytree.tree_flatten(output), block.unit.name)
             ctx.ends.append([_edge(tensor) for tensor in produced])
             del output, produced, call, span
         # what needs no gradient here needs none outside: torch chooses other kernels for what does

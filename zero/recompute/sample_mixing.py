@@ -146,8 +146,7 @@ class _Question:
         stop = self._pieces.spans[1].stop
         pairs = zip(self._pieces.leaves, self._pieces.split, strict=True)
         return [
-            (leaf[:stop] if split else leaf).detach().clone() if isinstance(leaf, Tensor)
-            else leaf.trial() if hasattr(leaf, "trial") else leaf
+            (leaf[:stop] if split else leaf).detach().clone() if isinstance(leaf, Tensor) else leaf
             for leaf, split in pairs
         ]  # fmt: skip
 

@@ -33,8 +33,8 @@ class KVPlan:
 
     placement: Placement  # of full pages
     tokens: int  # of all sequences together
-    piece_tokens: int  # ... of a piece of the batch; 0: it is not known
-    layers: int  # times pieces of the batch
+    planned_tokens: int  # ... that the configuration names; 0: it names none
+    layers: int
     page_nbytes: int | None  # of a page, about; None: as there is room
     computing: Tier
     expected: Mapping[Tier, int]  # bytes
@@ -48,20 +48,17 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
     tokens, int8 = config.kv.tokens or 1, config.kv.dtype == "int8"
     stored = [layer.token_nbytes(itemsize, int8=int8) for layer in model.cached]
     computed = [layer.token_nbytes(itemsize) for layer in model.cached]
-    pieces = int(config.micro_batches)  # each has pages of its own
-    page = max(_page_nbytes(token_nbytes, -(-tokens // pieces)) for token_nbytes in stored)
+    page = max(_page_nbytes(token_nbytes, tokens) for token_nbytes in stored)
     computing = Tier.DEVICE if gpu else Tier.HOST
     expected: dict[Tier, int] = defaultdict(int)
-    expected[computing] += page * len(stored) * pieces + _whole(
-        -(-tokens // pieces) * max(computed)
-    )
+    expected[computing] += page * len(stored) + _whole(tokens * max(computed))
     if Tier.NVME in placement.tiers:
         expected[Tier.HOST] += 2 * page
     for tier, share in placement.shares:
         expected[tier] += sum(_whole(int(tokens * each * share)) + page for each in stored)
     known = page if config.kv.tokens else None
-    piece_tokens = tokens // pieces if config.kv.tokens else 0
-    return KVPlan(placement, tokens, piece_tokens, len(stored) * pieces, known, computing, expected)
+    planned = tokens if config.kv.tokens else 0
+    return KVPlan(placement, tokens, planned, len(stored), known, computing, expected)
 
 
 @dataclass(frozen=True, slots=True)
