@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from offload.checkpoint.engine.module_state import refusal_of
 from offload.config.paths import StrPath
 from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import keeps
@@ -26,7 +24,6 @@ from offload.tiers.errors import CheckpointError
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import MetaInitialiser
 from offload.weights.safetensors_weights import SafetensorsWeights
-from offload.weights.tensor_file import check_shape
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.ranks.tensor_parallel import TensorParallel
@@ -166,50 +163,27 @@ def _load_unmanaged(named: Mapping[str, nn.Parameter], files: SafetensorsWeights
 
 def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
     """Load persistent buffers that files have. Raises CheckpointError if one does not fit."""
-    absent, otherwise = [], {}
+    absent = []
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():
             name = f"{prefix}.{own}" if prefix else own
             if own in module._non_persistent_buffers_set:
                 continue
-            if buffer is None or files.has_other_shape(name, buffer):
+            if buffer is None:
                 if files.has(name):
-                    otherwise[name] = files.value(name)
+                    raise CheckpointError(
+                        f"weights: {name} is in the files, and None in the model; register it as a "
+                        "buffer, or leave it out of the files"
+                    )
                 continue
             saved = files.get_as(name, buffer)
             if saved is None:
                 absent.append(name)
             else:
                 buffer.copy_(saved)
-    if otherwise:
-        _ask_modules(model, otherwise)
     if absent:
         more = ", ..." if len(absent) > 3 else ""
         _log.warning(
             "weights: %d buffers are not in the files and stay as the model has them (%s%s)",
             len(absent), ", ".join(absent[:3]), more,
         )  # fmt: skip
-
-
-def _ask_modules(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Ask modules to load buffers of other shapes, or that they do not have yet, in ways of their
-    own, as by `load_state_dict`, with all else unchanged. Raises CheckpointError if one refuses."""
-    state: Any = nn.Module.state_dict(model, keep_vars=True)
-    for key in [key for key in state if key.rpartition(".")[2] == "_extra_state"]:
-        del state[key]
-    state.update(buffers)
-    failure: Exception | None = None
-    try:
-        nn.Module.load_state_dict(model, state, strict=False)
-    except Exception as error:  # noqa: BLE001 - raised below, if nothing better can be said
-        failure = error
-    for name, saved in buffers.items():
-        here = model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]]
-        if here is None:
-            raise CheckpointError(
-                f"weights: {name} is in the files, and None in the model, whose modules do not "
-                "load it; register it as a buffer, or leave it out of the files"
-            )
-        check_shape(name, tuple(saved.shape), tuple(here.shape))
-    if failure is not None:
-        raise CheckpointError(f"weights: {refusal_of(failure)}") from failure

@@ -8,13 +8,11 @@
 
 So a library may build a model out of them in its own way, and the model's states are read group by
 group when `offload.initialize` asks for them; `lazy[3]` of stacked experts reads the fourth alone.
-A tensor written to in place is in RAM from then on. The idea is that of torchdistx's deferred
-initialisation.
+Writing to one is an error. The idea is that of torchdistx's deferred initialisation.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,24 +65,6 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A source in memory: values that replaced those of a lazy tensor."""
-
-    value: torch.Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    def read(self, *, rounded: bool) -> torch.Tensor:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
 class _Moved:
     """One result of an operation, by `number` if it has several. `args` hold sources of tensors."""
 
@@ -102,16 +82,14 @@ class _Moved:
                 found: torch.Tensor = source.read(rounded=False)
                 return found
             rounded = True  # what is cast to a wider format shows what was lost before
-        result = self.on(*pytree.tree_map(
+        args, kwargs = pytree.tree_map(
             lambda value: value.read(rounded=rounded) if _is_source(value) else value,
             (self.args, self.kwargs),
-        ))  # fmt: skip
-        return result if self.number is None else result.clone()  # the others' memory is freed
-
-    def on(self, args: Any, kwargs: Any) -> torch.Tensor:
-        result = self.func(*args, **kwargs)
-        found: torch.Tensor = result if self.number is None else result[self.number]
-        return found
+        )  # fmt: skip
+        made: Any = self.func(*args, **kwargs)
+        # the others' memory is freed
+        result: torch.Tensor = made if self.number is None else made[self.number].clone()
+        return result
 
 
 def _row(source: Source, number: int) -> Source:
@@ -123,8 +101,6 @@ def _row(source: Source, number: int) -> Source:
         info = replace(stored.info, shape=stored.info.shape[1:])
         at = stored.offset_bytes + number * info.nbytes
         return replace(source, tensor=replace(stored, info=info, offset_bytes=at))
-    if isinstance(source, _Held):
-        return _Held(source.value[number])
     found = _row_of_moved(source, number) if isinstance(source, _Moved) else None
     if found is None:
         shape = source.shape[1:]
@@ -175,7 +151,7 @@ def _cast(source: Source, dtype: torch.dtype) -> Source:
 
 
 def _is_source(value: object) -> bool:
-    return isinstance(value, Stored | Matrix | _Held | _Moved)
+    return isinstance(value, Stored | Matrix | _Moved)
 
 
 def _is_decoded(source: Source) -> bool:
@@ -193,48 +169,25 @@ def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 # ---------------------------------------------------------------------------------- the tensor
-@dataclass(slots=True)
-class _Memory:
-    """The memory that a tensor and its views have in common."""
-
-    source: Source
-
-
 class LazyTensor(torch.Tensor):
     """A tensor on the CPU that holds the source of its values, and no values."""
 
-    memory: _Memory
-    views: tuple[_Moved, ...]  # of the memory, one of the other; their first argument is left out
-    like: torch.Tensor  # on the meta device; shares its storage where this one shares memory
+    source: Source
+    like: torch.Tensor  # on the meta device; shares its storage where this one is a view
 
     @staticmethod
-    def __new__(
-        cls, memory: _Memory, like: torch.Tensor, views: tuple[_Moved, ...] = ()
-    ) -> LazyTensor:
+    def __new__(cls, source: Source, like: torch.Tensor | None = None) -> LazyTensor:
         """`like` (on the meta device) has its shape, strides and offset."""
+        if like is None:
+            like = torch.empty(source.shape, dtype=source.dtype, device="meta")
         # To torch it is on the meta device, and only says that it is on the CPU: else torch would
         # do `ordinary.data = lazy` without asking us, and crash when that is looked at.
         made: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
             dtype=like.dtype, device=torch.device("meta"), dispatch_device=True,
         )  # fmt: skip
-        made.memory, made.views, made.like = memory, views, like
+        made.source, made.like = source, like
         return made
-
-    @classmethod
-    def of(cls, source: Source) -> LazyTensor:
-        like = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        return cls(_Memory(source), like)
-
-    @property
-    def source(self) -> Source:
-        """The source of the values that the tensor has now."""
-        source = self.memory.source
-        for view in self.views:
-            source = replace(view, args=(source, *view.args))
-            if view.func is aten.select.int and view.args[0] == 0:
-                source = _row(source.args[0], view.args[1])
-        return source
 
     @property
     def is_quantised(self) -> bool:
@@ -244,27 +197,6 @@ class LazyTensor(torch.Tensor):
     def value(self) -> torch.Tensor:
         """Return the values, read now, as an ordinary tensor."""
         return self.source.read(rounded=True)
-
-    @property
-    def in_ram(self) -> bool:
-        """Whether the memory is in RAM: what was written to, or put in its place."""
-        return isinstance(self.memory.source, _Held)
-
-    def read_memory(self) -> None:
-        """Read the whole memory that this tensor is a view of; it is in RAM from then on."""
-        if not self.in_ram:
-            self.memory.source = _Held(self.memory.source.read(rounded=True))
-
-    def held(self) -> torch.Tensor:
-        """An ordinary tensor over the memory in RAM, which its other views share."""
-        assert isinstance(self.memory.source, _Held), "the caller asks first"
-        return self.view_in(self.memory.source.value)
-
-    def view_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the view of another memory that this tensor is of its own."""
-        for view in self.views:
-            memory = view.on((memory, *view.args), view.kwargs)
-        return memory
 
     def row(self, number: int) -> LazyTensor:
         """Return row `number` of the first dimension. Only the values of that row are read."""
@@ -301,9 +233,7 @@ class LazyTensor(torch.Tensor):
             return torch.device("cpu")
         if _moves(func, args, kwargs):
             return _moved(func, args, kwargs)
-        written = _written(func, args, kwargs)
-        if written:
-            return _write(func, args, kwargs, written)
+        _refuse_writes(func, args, kwargs)
         return func(*pytree.tree_map(_value_of, args), **pytree.tree_map(_value_of, kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -311,9 +241,8 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         if id(self) not in memo:
-            source = _Held(self.held().clone()) if self.in_ram else self.source
             like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-            made = LazyTensor(_Memory(source), like)
+            made = LazyTensor(self.source, like)
             vars(made).update((k, v) for k, v in vars(self).items() if k not in _OWN_ATTRIBUTES)
             vars(made).update(_is_param=getattr(self, "_is_param", False))
             memo[id(self)] = made.requires_grad_(self.requires_grad)
@@ -336,54 +265,38 @@ def _moves(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     shapes = func(*pytree.tree_map(_meta_of, args), **pytree.tree_map(_meta_of, kwargs))
-    is_view = func._schema.returns[0].alias_info is not None
+    inputs, others = pytree.tree_map(_source_of, (args, kwargs))
 
     def made(shape: torch.Tensor, number: int | None) -> LazyTensor:
-        if is_view:
-            view = _Moved(func, args[1:], kwargs, number, shape.dtype, tuple(shape.shape))
-            return LazyTensor(args[0].memory, shape, (*args[0].views, view))
-        inputs, others = pytree.tree_map(_source_of, (args, kwargs))
+        if func is aten.select.int and args[1] == 0:
+            return LazyTensor(_row(inputs[0], args[2]), shape)
         source = _Moved(func, inputs, others, number, shape.dtype, tuple(shape.shape))
-        return LazyTensor(_Memory(source), shape)
+        return LazyTensor(source, shape)
 
     if isinstance(shapes, torch.Tensor):
         return made(shapes, None)
     return [made(shape, number) for number, shape in enumerate(shapes)]
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LazyTensor]:
-    """Return the lazy tensors among those that an operation writes to."""
-    found = []
+def _refuse_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [t for t in pytree.tree_leaves(value) if isinstance(t, LazyTensor)]
-    return found
-
-
-def _write(func: Any, args: Any, kwargs: dict[str, Any], written: list[LazyTensor]) -> Any:
-    """Bring written tensors into RAM, and write there. Results noted before keep the old values."""
-    new = {id(t.memory): t.memory.source.read(rounded=True).clone() for t in written}
-
-    def given(value: Any) -> Any:
-        if not isinstance(value, LazyTensor) or id(value.memory) not in new:
-            return _value_of(value)
-        return value.view_in(new[id(value.memory)])
-
-    result = func(*pytree.tree_map(given, args), **pytree.tree_map(given, kwargs))
-    for tensor in written:
-        tensor.memory.source = _Held(new[id(tensor.memory)])
-    returns = func._schema.returns
-    itself = len(returns) == 1 and returns[0].alias_info is not None
-    return written[0] if itself else result
+            if any(isinstance(each, LazyTensor) for each in pytree.tree_leaves(value)):
+                raise UnsupportedError(f"writing to a weight {_HINT}")
 
 
 def _set_data(tensor: LazyTensor, new: torch.Tensor) -> None:
-    """Set `tensor.data = new`."""
-    if not isinstance(new, LazyTensor):
-        new = LazyTensor(_Memory(_Held(new.detach())), torch.empty_like(new, device="meta"))
-    torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
-    tensor.memory, tensor.views, tensor.like = new.memory, new.views, new.like
+    """Set `tensor.data = new`. With an ordinary tensor's values it becomes an ordinary one."""
+    if isinstance(new, LazyTensor):
+        torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
+        tensor.source, tensor.like = new.source, new.like
+        return
+    other: torch.Tensor = new.detach()
+    if getattr(tensor, "_is_param", False):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    vars(other).update((k, v) for k, v in vars(tensor).items() if k not in _OWN_ATTRIBUTES)
+    _swap(tensor, other)
 
 
 def _meta_of(value: Any) -> Any:
@@ -401,41 +314,28 @@ def _value_of(value: Any) -> Any:
 # -------------------------------------------------------------------------------- in a model
 class LazyWeights:
     """The lazy parameters of a model, taken out of it: parameters on the meta device are there
-    instead, and ordinary ones for those in RAM. The same objects: references to them stay valid.
-    What shared memory still does: RAM, or a storage on the meta device."""
+    instead. The same objects: references to them stay valid. What shared memory shares a storage on
+    the meta device."""
 
     def __init__(self, model: nn.Module, only: torch.dtype | None = None) -> None:
         """`only`: parameters in other formats are read now, and stay in the model."""
-        self._only = only
         self._taken: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
         params = [param for param in model.parameters() if isinstance(param, LazyTensor)]
         buffers = [each for each in model.buffers() if isinstance(each, LazyTensor)]
-        real = [*(param for param in params if not managed(param, only)), *buffers]
-        self._users = Counter(id(each.memory) for each in [*params, *buffers])
-        made = {id(tensor): self._real(tensor) for tensor in real}
+        made = {id(buffer): buffer.value() for buffer in buffers}
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if isinstance(buffer, LazyTensor):
                     module._buffers[name] = made[id(buffer)]
         for param in params:
-            self._take(param, made.get(id(param)))
+            self._take(param, is_managed=managed(param, only))
 
-    def _real(self, tensor: LazyTensor) -> torch.Tensor:
-        """Its values, in memory that others share where they shared its own."""
-        if self._users[id(tensor.memory)] > 1:
-            tensor.read_memory()
-        return tensor.held() if tensor.in_ram else tensor.value()
-
-    def _take(self, param: Any, values: torch.Tensor | None) -> None:
-        """`values` are those of a parameter that is not managed."""
-        if values is None and param.in_ram:
-            values = param.held()
-        other: Any = nn.Parameter(
-            param.like if values is None else values, requires_grad=param.requires_grad
-        )
+    def _take(self, param: Any, *, is_managed: bool) -> None:
+        values = param.like if is_managed else param.value()
+        other: Any = nn.Parameter(values, requires_grad=param.requires_grad)
         vars(other).update((k, v) for k, v in vars(param).items() if k not in _OWN_ATTRIBUTES)
         _swap(param, other)  # now `other` is the lazy one
-        if values is None:
+        if is_managed:
             self._taken[id(param)] = param, other
 
     def __enter__(self) -> LazyWeights:
@@ -472,7 +372,7 @@ class LazyWeights:
         return tensor
 
 
-_OWN_ATTRIBUTES = frozenset({"memory", "views", "like", "_is_param"})
+_OWN_ATTRIBUTES = frozenset({"source", "like", "_is_param"})
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -502,7 +402,7 @@ def lazy_tensors(
     stored = stored_tensors(files)
     matrices = matrices_of(stored, quantisation)  # taken out of `stored`
     sources: dict[str, Source] = {**stored, **matrices}
-    found = {name: LazyTensor.of(source) for name, source in sources.items()}
+    found = {name: LazyTensor(source) for name, source in sources.items()}
     for name in matrices.keys() & transposed:
         found[name] = found[name].t().contiguous()  # type: ignore[assignment]
     return found

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -216,13 +216,13 @@ class MetaInitialiser:
                 yield from _model_calls(outer, chain[: index + 1])
 
     # ---------------------------------------------------------------- module by module
-    def _initialise(self, entries: Iterable[Entry]) -> dict[Entry, torch.Tensor]:
+    def _initialise(self, entries: Collection[Entry]) -> dict[Entry, torch.Tensor]:
         values: dict[Entry, torch.Tensor] = {}
         with torch.random.fork_rng(devices=[]), self._twins_installed(), without_dynamo():
             for entry in entries:
                 if entry not in values:
                     values.update(self._beside(entry))
-        return values
+        return {entry: values[entry] for entry in entries}
 
     @contextmanager
     def _twins_installed(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ class SafetensorsWeights:
         folder, part = ours
         self._reader = CheckpointReader(folder)
         found = checked_tensors(self._reader, part)
-        self._tensors = {name: LazyTensor.of(stored) for name, stored in found.items()}
+        self._tensors = {name: LazyTensor(stored) for name, stored in found.items()}
 
     def close(self) -> None:
         """Release the files: a checkpoint may be removed again."""
@@ -66,14 +66,6 @@ class SafetensorsWeights:
 
     def has(self, name: str) -> bool:
         return name in self._tensors
-
-    def value(self, name: str) -> torch.Tensor:
-        """Return a tensor as it is in the files."""
-        return self._tensors[name].value()
-
-    def has_other_shape(self, name: str, like: torch.Tensor) -> bool:
-        """Return whether the files have a tensor of this name, not of the shape of `like`."""
-        return self.has(name) and self._tensors[name].shape != like.shape
 
     def check_names(self, model: nn.Module, others: Collection[str] = ()) -> None:
         """Raise CheckpointError, which names them, if parameters of the model are in no file. Warn

