@@ -43,7 +43,7 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
 
     def _own(self, store: KVStore, name: str, window: int | None = None) -> None:
         self._store, self._name = store, name
-        self._hold(store.pages(name, window))
+        self._hold(KVPages(store, name, window))
 
     def _hold(self, pages: KVPages) -> None:
         self._pages = pages

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offload.moe.expert_groups import ExpertGroups, Group, expert_groups
+from offload.moe.exchange import ExpertGroups, Group, expert_groups
 from offload.moe.gate import Gate
 from offload.moe.layer import MoE
 from offload.tiers.errors import StateError

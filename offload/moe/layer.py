@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
-from offload.moe.exchange import Exchange
-from offload.moe.expert_groups import expert_groups
+from offload.moe.exchange import Exchange, expert_groups
 from offload.moe.experts import Experts
 from offload.moe.gate import Gate, GateOptions
 from offload.moe.routing import Dispatch, Routing
@@ -32,7 +31,7 @@ class MoE(nn.Module):
     Arguments:
         hidden_size: H, of the input and output.
         num_experts: E.
-        ep_size: over how many ranks they are spread (`offload/moe/expert_groups.py`). Every rank
+        ep_size: over how many ranks they are spread (`offload/moe/exchange.py`). Every rank
             builds the layer; names of experts have their numbers among all.
         k: experts per token. 1: Switch; 2: GShard; any other number: the k best.
         capacity_factor, eval_capacity_factor, min_capacity: in training and otherwise an expert

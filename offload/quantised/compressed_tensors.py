@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.quantised.grouped import Grouped
-from offload.quantised.matrix import Matrix, packed, piece_rows, unpacked
+from offload.quantised.matrix import Grouped, Matrix, packed, piece_rows, unpacked
 from offload.quantised.parts import FLOATS, Parts, damaged, group_of, groups_in, names, number
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored

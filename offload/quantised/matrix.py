@@ -50,3 +50,23 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
     return codes.contiguous().view(-1).view(torch.int32).reshape(*codes.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A weight: a value is (code - zero point) x scale, rounded to the format of `scale`."""
+
+    bits: int  # 4 or 8
+    words: Tensor  # int32 [rows, columns x bits / 32]: the lowest bits first
+    scale: Tensor  # [rows, groups]
+    zeros: Tensor | None  # uint8 [rows, groups]; None: 2^(bits - 1) everywhere
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows and columns."""
+        rows, words = self.words.shape
+        return rows, words * 32 // self.bits
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // self.scale.shape[1]

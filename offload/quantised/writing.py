@@ -25,8 +25,7 @@ from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Array, Float
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised import bitsandbytes, compressed_tensors
-from offload.quantised.grouped import Grouped
-from offload.quantised.matrix import packed, piece_rows, unpacked
+from offload.quantised.matrix import Grouped, packed, piece_rows, unpacked
 from offload.tiers.errors import CheckpointError, ConfigError
 from offload.zero.groups.bits import array_of
 from offload.zero.groups.coded_layout import refusal

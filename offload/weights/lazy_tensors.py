@@ -283,7 +283,10 @@ def _refuse_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             if any(isinstance(each, LazyTensor) for each in pytree.tree_leaves(value)):
-                raise UnsupportedError(f"writing to a weight {_HINT}")
+                raise UnsupportedError(
+                    "writing to a weight whose values are still in files: bring it into RAM first, "
+                    "with weight.data = weight.value(), or write inside engine.gathered(weight)"
+                )
 
 
 def _set_data(tensor: LazyTensor, new: torch.Tensor) -> None:
@@ -314,15 +317,19 @@ def _value_of(value: Any) -> Any:
 # -------------------------------------------------------------------------------- in a model
 class LazyWeights:
     """The lazy parameters of a model, taken out of it: parameters on the meta device are there
-    instead. The same objects: references to them stay valid. What shared memory shares a storage on
-    the meta device."""
+    instead. The same objects: references to them stay valid. What shared memory with a trained one
+    shares a storage on the meta device, which is refused afterwards."""
 
     def __init__(self, model: nn.Module, only: torch.dtype | None = None) -> None:
         """`only`: parameters in other formats are read now, and stay in the model."""
         self._taken: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
         params = [param for param in model.parameters() if isinstance(param, LazyTensor)]
         buffers = [each for each in model.buffers() if isinstance(each, LazyTensor)]
-        made = {id(buffer): buffer.value() for buffer in buffers}
+        trained = {param.like.untyped_storage()._cdata for param in params if param.requires_grad}
+        made = {
+            id(buffer): buffer.like if buffer.like.untyped_storage()._cdata in trained
+            else buffer.value() for buffer in buffers
+        }  # fmt: skip
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if isinstance(buffer, LazyTensor):

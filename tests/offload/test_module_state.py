@@ -318,13 +318,10 @@ def test_a_buffer_that_a_hook_leaves_out_of_state_dicts_comes_back(tmp_path: Pat
 
 # ------------------------------------------------------------------------- other ways to load
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
-def test_state_dicts_and_files_load_as_into_a_plain_model(
-    placement: dict[str, Any], tmp_path: Path
-) -> None:
+def test_state_dicts_load_as_into_a_plain_model(placement: dict[str, Any], tmp_path: Path) -> None:
     plain = seeded(Whole)
     train(plain, torch.optim.SGD(plain.parameters(), 0.1), 2, seed=1)
     state = plain.state_dict()
-    save_file(state, tmp_path / "model.safetensors")
     expected = as_plain_loads(Whole, state)
     keys = config(tmp_path, placement)
     model = seeded(Whole, 3)
@@ -344,18 +341,14 @@ def test_state_dicts_and_files_load_as_into_a_plain_model(
         assert_same_bits(model.state_dict(), state)
         train(model, engine.optimizer, 1, seed=2)
     model = seeded(Whole, 3)
-    with offload.initialize(model, keys, weights=tmp_path / "model.safetensors"):
-        assert_equal(kept(model), expected)
-        assert_same_bits(model.state_dict(), state)
-    model = seeded(Whole, 3)
-    offload.dispatch(model, keys, weights=tmp_path / "model.safetensors")
+    offload.dispatch(model, keys)
     with offload.dispatched(model):
         model.load_state_dict(state)
         assert_equal(kept(model), expected)
         assert_same_bits(model.state_dict(), state)
 
 
-def test_files_that_modules_refuse_are_refused_by_name(tmp_path: Path) -> None:
+def test_buffers_of_files_have_the_shape_that_the_model_has(tmp_path: Path) -> None:
     plain = seeded(lambda: Whole(Growing))
     train(plain, torch.optim.SGD(plain.parameters(), 0.1), 1, seed=1)
     for drop, text in (

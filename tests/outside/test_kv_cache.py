@@ -20,6 +20,7 @@ from offload.errors import StateError, TierFullError, UnsupportedError
 from offload.kv.kv_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import Fetcher
+from offload.zero.kv.kv_pages import KVPages
 from offload.zero.kv.kv_sizes import CachedLayer
 from offload.zero.kv.kv_store import KVStore
 from tests.offload.kv_cases import Homes
@@ -155,7 +156,7 @@ def test_open_pages_of_all_layers_lie_together(
     them that a quarter of the memory holds."""
     here = homes("nvme", host_nbytes=room * 4096)
     store = KVStore(here, Fetcher(4), torch.device("cpu"), layers=4, page_tokens=8)
-    layers = [store.pages(f"layer {number}") for number in range(4)]
+    layers = [KVPages(store, f"layer {number}") for number in range(4)]
     for layer in layers:
         layer.extend(*tokens(random.Random(0), 2, 3))
     starts = sorted(layer._open.tensor.data_ptr() for layer in layers if layer._open is not None)

@@ -29,6 +29,7 @@ from offload.errors import (
     OffloadError,
     UnsupportedError,
 )
+from offload.weights.lazy_tensors import LazyTensor
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.pretrained_cases import FILE, assert_same_model, edit, opened, plainly, saved
 from tests.outside.test_causal_lm_zoo import NAMES, transformers
@@ -267,11 +268,15 @@ def more_tokens(model: Any) -> None:
 
 
 def new_values(model: Any) -> None:
+    layer = model.model.layers[0]
+    for module in (model.model.embed_tokens, model.lm_head, layer.mlp.up_proj):
+        if isinstance(module.weight, LazyTensor):
+            module.weight.data = module.weight.value()
     with torch.no_grad():
         model.model.embed_tokens.weight[3] = model.model.embed_tokens.weight[:3].mean(0)
     model.lm_head.weight.data.mul_(2)
     model.model.norm.weight.data = torch.full((32,), 0.5)
-    torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight, std=0.1)
+    torch.nn.init.normal_(layer.mlp.up_proj.weight, std=0.1)
 
 
 def rounded(model: Any) -> None:

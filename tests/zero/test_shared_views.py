@@ -178,7 +178,9 @@ def tied_buffers(model: Two) -> None:
 
 
 @pytest.mark.parametrize("make", [in_ram, lazily])
-@pytest.mark.parametrize("change", [halves, columns_in_turn, tied, frozen_with_a_buffer, copied, tied_buffers])
+@pytest.mark.parametrize(
+    "change", [halves, columns_in_turn, tied, frozen_with_a_buffer, copied, tied_buffers]
+)
 def test_what_is_apart_or_one_object_trains(
     tmp_path: Path, change: Callable[[Two], None], make: Any
 ) -> None:

@@ -19,7 +19,6 @@ import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -31,9 +30,6 @@ from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import Layout, ParamSpec
 from offload.zero.tensors.local_tensors import hold, is_dtensor, local_of
 from offload.zero.tensors.placeholders import exchanging, placeholder
-
-if TYPE_CHECKING:
-    from offload.zero.experts.packed import ExpertTable
 
 NO_PICKLES = (
     "the model cannot be pickled: its parameters are in tiers, not in its modules. Pickle an "
@@ -136,7 +132,7 @@ class ParamGroup:
         "_placeholders", "_places", "_shown", "_users", "_uses", "_views", "_watched", "_written",
         "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy", "layout", "name",
         "on_assigned", "on_hold", "on_trial", "params", "pending", "permanent", "residing", "state",
-        "table", "updated_at", "version", "written_at",
+        "updated_at", "version", "written_at",
     )  # fmt: skip
 
     def __init__(
@@ -149,7 +145,6 @@ class ParamGroup:
         many ranks, where other ranks have other experts."""
         self.index = index
         self.ep_size = ep_size
-        self.table: ExpertTable | None = None  # the experts that it is one of
         self.name = name
         self.layout = layout
         self.params = list(params)  # in the layout's order

@@ -31,11 +31,11 @@ from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
 from offload.zero.groups.shared_views import AssignedMemory, Memory
 from offload.zero.hooks.closed_engine import ENGINE, Refusal
-from offload.zero.hooks.graph_capture import refuse_capture
 from offload.zero.hooks.handles import HandleTable, Keeper
 from offload.zero.hooks.hooks import ASK_FOR_CLASSES, UnitHooks
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward
+from offload.zero.hooks.transforms import refuse_capture
 from offload.zero.ranks.rank_weights import AnyRankWeights, OneRankWeights
 from offload.zero.ranks.sharding import ALONE, Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values
@@ -75,6 +75,7 @@ class WeightStore:
         self.units = [unit for unit in discovery.units if not unit.is_packed]
         self.packed = discovery.packed
         self.tables: list[ExpertTable] = []
+        self._tables: dict[int, ExpertTable] = {}  # by the index of a group
         self.ranks: AnyRankWeights = OneRankWeights() if ranks is None else ranks
         self.fetcher = Fetcher(prefetch)
         self.trace = self.fetcher.trace
@@ -137,8 +138,8 @@ class WeightStore:
                     }
         for plan, group in zip(discovery.groups, self.groups, strict=True):
             if plan.table:
-                group.table = tables[plan.table]
-                group.table.groups.append(group)
+                self._tables[group.index] = tables[plan.table]
+                tables[plan.table].groups.append(group)
         self.tables = list(tables.values())
 
     def _sharding_of(self, group: ParamGroup) -> Sharding:
@@ -182,8 +183,9 @@ class WeightStore:
         if group.residing is GroupState.GATHERED:
             self._handles.note(group)  # no module that brings it may ever be called
         self.ranks.refresh([group])
-        if group.table is not None and group is group.table.groups[-1]:
-            for packed in group.table.packed.values():
+        table = self.table_of(group)
+        if table is not None and group is table.groups[-1]:
+            for packed in table.packed.values():
                 self.hide(packed)
 
     def hide(self, packed: PackedParam) -> None:
@@ -214,7 +216,7 @@ class WeightStore:
         """Let the first pass fetch ahead, too: as if it came to the modules in the order in which
         they stand in the model."""
         uses = [index for unit in self.units for index in unit.groups]
-        self.trace.assume([index for index in uses if self.groups[index].table is None])
+        self.trace.assume([index for index in uses if index not in self._tables])
 
     # ---------------------------------------------------------------- fetching
     def begin_forward(self) -> None:
@@ -327,8 +329,11 @@ class WeightStore:
         packed = self._packed.get(self.whole.get(id(param), 0))
         if packed is None:
             return group.layout.params[index], 0
-        assert group.table is not None, "rows are of experts"
-        return packed.spec, group.table.groups.index(group) * param.numel()
+        return packed.spec, self._tables[group.index].groups.index(group) * param.numel()
+
+    def table_of(self, group: ParamGroup) -> ExpertTable | None:
+        """Return the experts that a group is one of."""
+        return self._tables.get(group.index)
 
     def places_of(self, param: torch.Tensor) -> list[tuple[ParamGroup, int]]:
         """Return a parameter's group and its index there; for a packed one, its rows'. Empty if it

@@ -1,11 +1,14 @@
-"""Refuses transforms of torch.func and forward-mode AD: their wrapped tensors have no storage that
-a handle could name, and autograd's hooks for saved tensors do not work under them."""
+"""Refuses what cannot follow parameters that move: transforms of torch.func and forward-mode AD,
+whose wrapped tensors have no storage that a handle could name, and under which autograd's hooks for
+saved tensors do not work; and a device's graphs (CUDA graphs), which replay kernels with the
+addresses they had, where fetching changes addresses and waits in threads."""
 
 from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
 
+from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 
 _HARMLESS = "Vmap"  # nothing is differentiated
@@ -43,3 +46,15 @@ def refuse_in_transforms(param: str) -> None:
         "ignore hooks for saved tensors, through which backward fetches parameters; give them "
         "parameter.detach().clone(), or call them within engine.gathered(parameter)"
     )
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise UnsupportedError if this thread's stream of `device` is recording a graph."""
+    if accelerator.is_capturing(device):
+        raise UnsupportedError(
+            f"a {accelerator.of(device).title} graph is being captured (torch.cuda.graph, "
+            "torch.cuda.make_graphed_callables) while an offloaded model is called: its parameters "
+            "have another address at each use, and are waited for by threads, which a graph cannot "
+            "replay; leave this model's forward, backward and step out of the graph, and capture "
+            "parts without parameters alone; torch.compile(model) saves launches, too"
+        )

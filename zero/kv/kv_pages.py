@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +24,7 @@ from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import OffloadError, StateError, StorageError, UnsupportedError
 from offload.tiers.units import round_up
 from offload.zero.kv.kv_format import KVShape, PageFormat
-
-if TYPE_CHECKING:
-    from offload.zero.kv.kv_store import KVStore, OpenPage, Seat
+from offload.zero.kv.kv_store import KVStore, OpenPage
 
 _NOW = -1.0  # before all that the trace expects
 _PER_LOOK = 4  # pages that are read before what comes next is looked for again
@@ -56,12 +53,12 @@ class _Page:
 class KVPages:
     """Keys and values [batch, heads, length, dim] of one layer. For the thread of the model."""
 
-    def __init__(self, store: KVStore, name: str, seat: Seat, window: int | None = None) -> None:
-        """`window` is the number of tokens that are kept in the end. Made by `KVStore.pages`."""
+    def __init__(self, store: KVStore, name: str, window: int | None = None) -> None:
+        """`window` is the number of tokens that are kept in the end."""
         self.name = name
         self.length = 0  # tokens
         self.batch = 0
-        self.seat = seat
+        self.seat = store.seat(name, self)
         self._store = store
         self._window = window
         self._format: PageFormat | None = None  # once anything is known
@@ -200,7 +197,7 @@ class KVPages:
     def copied(self) -> KVPages:
         """Return the same tokens once more, independent from now on. Full pages are shared."""
         self._check_open()
-        other = self._store.pages(self.name, self._window)
+        other = KVPages(self._store, self.name, self._window)
         other.batch, other._format = self.batch, self._format
         if self._open is not None and self._filled:
             try:

@@ -31,7 +31,6 @@ from offload.tiers.memory_tier import Lease
 from offload.tiers.units import round_up
 from offload.zero.groups.fetching import Fetcher
 from offload.zero.kv.kv_format import Int8Format, KVShape, PageFormat, PlainFormat
-from offload.zero.kv.kv_pages import KVPages
 
 _log = logging.getLogger("offload")
 KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
@@ -75,6 +74,20 @@ class KVHomes(Protocol):
         ...
 
 
+class SeatedPages(Protocol):
+    """The pages of one layer of a cache (`KVPages`)."""
+
+    seat: Seat
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Begin to bring the pages, as far as there is room; return whether all had room."""
+        ...
+
+    def note_use(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Seat:
     """A number in the trace, for the successive pages of one layer: in caches that follow each
     other, the same layer has the same number."""
@@ -83,7 +96,7 @@ class Seat:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.pages: KVPages | None = None
+        self.pages: SeatedPages | None = None
 
     @property
     def state(self) -> Seat:
@@ -139,16 +152,16 @@ class KVStore:
         self._session: AbstractContextManager[object] = session or nullcontext()
         self._thread = threading.get_ident()
         self._process = os.getpid()
-        self._live: dict[int, KVPages] = {}  # by seat
+        self._live: dict[int, SeatedPages] = {}  # by seat
         self._free_seats: list[Seat] = []
-        self._dropped: deque[KVPages] = deque()  # nobody has them any more
+        self._dropped: deque[SeatedPages] = deque()  # nobody has them any more
         self._buffers: dict[str, list[Lease]] = {}
         self._slabs: dict[int, list[_Slab]] = {}  # by the size of a page
         self._closed = False
 
     # ---------------------------------------------------------------- pages
-    def pages(self, name: str, window: int | None = None) -> KVPages:
-        """Return empty room for the keys and values of one layer."""
+    def seat(self, name: str, pages: SeatedPages) -> Seat:
+        """Return the seat of another layer's pages. Raises StateError if the store is closed."""
         self.reap()
         if self._closed:
             raise StateError(f"{name}: the model was given back; dispatch it again")
@@ -157,18 +170,17 @@ class KVStore:
             self.fetcher.add(seat)
         else:
             seat = self._free_seats.pop()
-        seat.pages = KVPages(self, name, seat, window)
-        self._live[seat.index] = seat.pages
-        return seat.pages
+        self._live[seat.index] = seat.pages = pages
+        return seat
 
-    def left(self, pages: KVPages) -> None:
+    def left(self, pages: SeatedPages) -> None:
         """Note that pages were closed."""
         if self._live.pop(pages.seat.index, None) is not None:
             pages.seat.pages = None
             self._free_seats.append(pages.seat)
             self._free_seats.sort(key=lambda seat: -seat.index)  # the same order for the next cache
 
-    def drop(self, pages: KVPages) -> None:
+    def drop(self, pages: SeatedPages) -> None:
         """Give back pages to which no reference is left. For any thread, at any time."""
         if os.getpid() != self._process:  # a forked child: they are its parent's
             return
@@ -192,7 +204,7 @@ class KVStore:
             self._close_buffers()
 
     # ---------------------------------------------------------------- for pages
-    def use(self, pages: KVPages) -> None:
+    def use(self, pages: SeatedPages) -> None:
         """Note that pages are needed now, and begin to bring them."""
         self.check_usable()
         self._thread = threading.get_ident()  # threads take turns

@@ -213,9 +213,10 @@ class Runtime:
         # What is at home on the device is not updated where the CPU could wait for it: the model
         # has to ask for it anew, so that its stream waits.
         states = (group.state, gradients.state, *records)
+        table = self.store.table_of(group)
         group.permanent = (
             kept.in_place and not group.has_masters and layout.ranks == 1
-            and not (group.table is not None and group.table.packed)  # which may miss steps
+            and not (table is not None and table.packed)  # which may miss steps
             and not any(each.at_home_on_device for each in states)
         )  # fmt: skip
         return kept

@@ -80,11 +80,7 @@ class SavedGroup:
 
     name: str
     groups: list[ParamGroup]
-
-    @property
-    def packed(self) -> bool:
-        table = self.groups[0].table
-        return table is not None and bool(table.packed)
+    packed: bool = False
 
     def of_all_ranks(self) -> Iterator[tuple[ParamGroup, int]]:
         """The groups in the order in which they are written, each with the rank that owns it."""
@@ -99,11 +95,13 @@ class SavedGroup:
 def saved_groups(engine: Engine) -> list[SavedGroup]:
     """The saved groups in the order of groups: the experts of a module are side by side."""
     found: list[SavedGroup] = []
-    for group in engine.runtime.groups:
-        if group.table is None:
+    store = engine.runtime.store
+    for group in store.groups:
+        table = store.table_of(group)
+        if table is None:
             found.append(SavedGroup(group.name, [group]))
-        elif group is group.table.groups[0]:
-            found.append(SavedGroup(group.table.name, group.table.groups))
+        elif group is table.groups[0]:
+            found.append(SavedGroup(table.name, table.groups, bool(table.packed)))
     return found
 
 
