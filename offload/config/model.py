@@ -91,7 +91,7 @@ class NvmeConfig(Section):
     """How files are read and written: by threads, or by the system's libaio (extra `aio`). auto:
     threads, as fast as any with requests of some MiB."""
     threads: AutoThreads = key("auto", example=4, unit="threads per path", see=["nvme.backend"])
-    """I/O threads per path, of backend: threads."""
+    """I/O threads per path; with libaio, also requests in the kernel."""
     checksum: bool = key(True)
     """Compare an XXH3 sum of every block that is read with the written one."""
     direct: AutoBool = key("auto", example=True)
@@ -101,15 +101,6 @@ class NvmeConfig(Section):
     """How long a folder's disk may be asked to read and write without ending any of it, or for
     anything else (to make or to reserve a file); then a StuckError names what is stuck. A disk that
     is only slow ends something. Of a checkpoint's folder, how long one call may take."""
-
-    @model_validator(mode="after")
-    def _check_threads(self) -> Self:
-        if self.threads != "auto" and self.backend == "libaio":
-            raise self.contradiction(
-                "threads", "backend",
-                ", which has no worker threads; remove threads, or set backend: threads",
-            )  # fmt: skip
-        return self
 
 
 class ActivationConfig(Section):

@@ -25,6 +25,7 @@ from offload.tiers.units import round_up
 
 _log = logging.getLogger(__name__)
 
+WORKERS = 6  # 6 x 8 MiB keep a device busy
 _LEAST_SHARE_NBYTES = 512 << 10  # of an urgent read: calls with less reach less of the bandwidth
 
 # os.preadv and os.pwritev, or something in their place that fails on purpose
@@ -32,7 +33,7 @@ VectorCall = Callable[[int, Sequence[memoryview], int], int]
 
 
 class ThreadsBackend(IOBackend):
-    """`workers` daemon threads on one priority queue of pieces (6 x 8 MiB keep a device busy).
+    """`workers` daemon threads on one priority queue of pieces.
 
     A request is cut when its first piece is begun, so `before` runs once and ahead of all of
     them; the other pieces then go to the head of their priority and idle workers join in.
@@ -45,7 +46,7 @@ class ThreadsBackend(IOBackend):
     name = "threads"
 
     def __init__(
-        self, *, workers: int = 6, io_block_nbytes: int = IO_BLOCK_NBYTES,
+        self, *, workers: int = WORKERS, io_block_nbytes: int = IO_BLOCK_NBYTES,
         timeout_s: float = TIMEOUT_S, preadv: VectorCall = os.preadv,
         pwritev: VectorCall = os.pwritev,
     ) -> None:  # fmt: skip

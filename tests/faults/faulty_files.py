@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from offload.memory import tier_manager as homes
+from offload.swap.io.backends import open_backend
 from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.io_request import Operation
 from offload.swap.io.io_watch import LOOKS
-from offload.swap.io.libaio_backend import LibaioBackend
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.tiers.extent import PAGE_NBYTES
 
 _NEVER_S = 1e6  # time is what a fault says it is: nobody else looks at the calls
 _RELEASE_S = 60.0
@@ -66,46 +66,6 @@ class FaultyFiles:
             yield
 
     def _open(self, name: str, **options: Any) -> IOBackend:
-        options = {**options, "timeout_s": _NEVER_S}
-        return self._open_libaio(options) if name == "libaio" else self._open_threads(options)
-
-    def _open_libaio(self, options: dict[str, Any]) -> LibaioBackend:
-        """What is handed to the kernel is changed, or what it says of it."""
-        backend = LibaioBackend(**options)
-        aio, real_events = backend._libaio, backend._context.getEvents
-        handed: dict[Any, tuple[str, memoryview]] = {}
-
-        def block_of(mode: Any, fd: int, buffers: list[Any], offset: int) -> Any:
-            reads, buffer = mode == aio.AIOBLOCK_MODE_READ, memoryview(buffers[0]).cast("B")
-            kind = self._fault(offset, reads=reads)
-            if kind == "short":
-                buffer = buffer[: max(buffer.nbytes // 2 // PAGE_NBYTES, 1) * PAGE_NBYTES]
-            elif not reads and kind in ("flip", "torn"):
-                buffer = _damaged(buffer, kind)
-            block = aio.AIOBlock(mode, fd, [buffer], offset)
-            handed[block] = kind, buffer
-            return block
-
-        def events(*args: Any) -> list[tuple[Any, int, int]]:
-            return [
-                (block, self._said(*handed.pop(block), result), other)
-                for block, result, other in real_events(*args)
-            ]
-
-        backend._libaio = _Replaced(aio, AIOBlock=block_of)
-        backend._context = _Replaced(backend._context, getEvents=events)
-        return backend
-
-    @staticmethod
-    def _said(kind: str, buffer: memoryview, result: int) -> int:
-        number = getattr(errno, kind.split()[0], None) if kind else None
-        if number is not None:
-            return -int(number)
-        if kind == "flip read":
-            buffer[result // 3] ^= 16
-        return 0 if kind == "end of file" else result
-
-    def _open_threads(self, options: dict[str, Any]) -> ThreadsBackend:
         def on(real: Call, *, reads: bool) -> Call:
             def call(fd: int, buffers: Any, offset: int) -> int:
                 kind = self._fault(offset, reads=reads)
@@ -115,10 +75,12 @@ class FaultyFiles:
 
             return call
 
-        backend = ThreadsBackend(
-            preadv=on(os.preadv, reads=True), pwritev=on(os.pwritev, reads=False), **options
-        )
-        return backend
+        backend: Any = open_backend(name, **{**options, "timeout_s": _NEVER_S})
+        backend._calls = {
+            operation: on(call, reads=operation is Operation.READ)
+            for operation, call in backend._calls.items()
+        }
+        return backend  # type: ignore[no-any-return]
 
     def _fault(self, offset: int, *, reads: bool) -> str:
         """What happens to this call."""
@@ -172,17 +134,6 @@ class FaultyFiles:
             with self._lock:
                 self._inside -= 1
                 self._out.notify_all()
-
-
-class _Replaced:
-    """An object with some attributes exchanged."""
-
-    def __init__(self, real: Any, **others: Any) -> None:
-        self._real = real
-        self.__dict__.update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
 
 
 def _can_happen(kind: str, *, reads: bool) -> bool:

@@ -279,7 +279,6 @@ def test_a_plan_for_a_gpu_that_is_not_here_names_the_command_of_memest(
         ("budget: {host: 900TiB}", ":2: budget.host: 900.0 TiB is more than"),
         ("nvme: {paths: [FOLDER/missing/deeper]}", ":2: nvme.paths: "),
         ("nvme: {paths: [FOLDER, FOLDER/../FOLDER_NAME]}", "is named twice"),
-        ("nvme: {threads: 2, backend: libaio}", ":2: nvme.threads: 2 contradicts"),
         ("groups: {blocks: [Nope]}", ":2: groups.blocks: "),
     ],
 )

@@ -110,7 +110,7 @@ def test_kernel_requests_are_looked_at_for_libaio_alone(tmp_path):
     keys = {"placement": NVME, "budget": {"host": "128MiB"}}
     assert fly(tmp_path, keys, root).refusals == ()
     found = fly(tmp_path, {**keys, "nvme": {"backend": "libaio"}}, root)
-    with pytest.raises(UnsupportedError, match=r"nvme.backend: libaio needs 8 .* 2 are left"):
+    with pytest.raises(UnsupportedError, match=r"nvme.backend: libaio needs 6 .* 2 are left"):
         found.refuse()
 
 

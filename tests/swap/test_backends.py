@@ -234,7 +234,6 @@ class BackendConformance:
     def test_urgent_requests_are_served_first_and_equals_in_order(
         self, file: SwapFile, pages: Pages
     ) -> None:
-        options = {"workers": 1} if self.backend_name == "threads" else {"depth": 1}
         served: list[str] = []
         gate, entered = threading.Event(), threading.Event()
 
@@ -248,7 +247,7 @@ class BackendConformance:
                 before=lambda: served.append(name),
             )  # fmt: skip
 
-        with self.make(**options) as backend:
+        with self.make(workers=1) as backend:
             held = backend.submit_write(file.fd, pages(PAGE_NBYTES), 0, path="p", before=hold)
             assert entered.wait(TIMEOUT_S)
             moves = [
@@ -290,70 +289,24 @@ class TestThreadsBuffered(BackendConformance):
 class TestLibaio(BackendConformance):
     backend_name = "libaio"
 
-    def test_a_short_transfer_is_completed(
-        self, backend: Any, file: SwapFile, noise: Noise, pages: Pages,
-        monkeypatch: pytest.MonkeyPatch,
+    @pytest.mark.parametrize(
+        ("call", "number"), [("getEvents", errno.EINTR), ("submit", errno.EAGAIN)]
+    )
+    def test_what_the_kernel_refuses_for_a_moment_is_retried(
+        self, backend: Any, file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch,
+        call: str, number: int,
     ) -> None:  # fmt: skip
-        """The kernel is made to move only a part, by cutting what is handed to it."""
-        hand_over = backend._libaio.AIOBlock
+        real, refusals = getattr(backend._libaio.AIOContext, call), iter([1, 1, 1])
 
-        def short(mode: Any, fd: int, buffers: list[memoryview], offset: int) -> Any:
-            (buffer,) = buffers
-            return hand_over(mode, fd, [buffer[: max(buffer.nbytes // 2, PAGE_NBYTES)]], offset)
-
-        sent, received = noise(2 << 20), pages(2 << 20)
-        with monkeypatch.context() as patch:
-            patch.setattr(backend._libaio, "AIOBlock", short)
-            backend.submit_write(file.fd, sent, 0, path="p").wait(TIMEOUT_S)
-            backend.submit_read(file.fd, received, 0, path="p").wait(TIMEOUT_S)
-        assert received == sent
-        backend.drain()
-        assert backend.statistics().continued_transfers > 0
-
-    def test_an_interrupted_wait_is_retried(
-        self, backend: Any, file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        real, interrupts = backend._context.getEvents, iter([1, 1, 1])
-
-        def interrupted(*arguments: Any) -> Any:
-            if next(interrupts, None):
-                raise OSError(errno.EINTR, "io_getevents")
-            return real(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(backend._context, "getEvents", interrupted)
-            backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
-
-    def test_a_kernel_without_room_is_retried(
-        self, backend: Any, file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        real, refusals = backend._context.submit, iter([1, 1, 1])
-
-        def refusing(blocks: Any) -> Any:
+        def refusing(context: Any, *arguments: Any) -> Any:
             if next(refusals, None):
-                raise OSError(errno.EAGAIN, "io_submit")
-            return real(blocks)
+                raise OSError(number, call)
+            return real(context, *arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(backend._context, "submit", refusing)
+            patch.setattr(backend._libaio.AIOContext, call, refusing)
             backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
-
-    def test_a_dead_thread_fails_its_waiters(
-        self, file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:  # fmt: skip
-        backend: Any = self.make()
-
-        def broken() -> Any:
-            raise MemoryError("no room for events")
-
-        monkeypatch.setattr(backend, "_events", broken)
-        with caplog.at_level(logging.CRITICAL), pytest.raises(StorageError) as caught:
-            backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
-        assert isinstance(caught.value.__cause__, MemoryError)
-        with pytest.raises(StorageError, match="have died"):
-            backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
-        backend.close()
+        assert next(refusals, None) is None
 
 
 @needs_libaio

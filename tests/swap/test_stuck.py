@@ -21,7 +21,7 @@ from offload.swap.threads.transfer import Transfer, all_of
 from offload.tiers.errors import StorageError, StuckError, TierFullError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
-from tests.aio import needs_libaio
+from tests.aio import IO_BACKENDS
 from tests.swap.test_file_state import make_bench as make_slots
 
 Noise = Callable[[int], memoryview]
@@ -40,7 +40,6 @@ class Device:
         self._go_on = threading.Event()
         self._lock = threading.Condition()
         self._inside = 0
-        self._later: list[Callable[[], Any]] = []
 
     def call(self, offset: int, real: Callable[[bool], Any]) -> Any:
         """`real`, and whether it was held, which blocks."""
@@ -58,29 +57,18 @@ class Device:
                 self._inside -= 1
                 self._lock.notify_all()
 
-    def keeps(self, offset: int, call: Callable[[], Any]) -> bool:
-        """Does not block: `release` makes the call."""
-        self.calls.append(offset)
-        if offset in self.held:
-            self._later.append(call)
-            self.entered.release()
-        return offset in self.held
-
     def await_entered(self) -> None:
         assert self.entered.acquire(timeout=TIMEOUT_S)
 
     def release(self) -> None:
         """All return, and have when this does."""
         self._go_on.set()
-        for call in self._later:
-            call()
-        self._later.clear()
         with self._lock:
             assert self._lock.wait_for(lambda: not self._inside, TIMEOUT_S)
 
 
-def threads(device: Device, **options: Any) -> IOBackend:
-    """Stuck in preadv or pwritev."""
+def backend_with(device: Device, name: str = "threads", **options: Any) -> IOBackend:
+    """Its calls go through `device`."""
 
     def on(call: Callable[..., int]) -> Callable[..., int]:
         def held(fd: int, buffers: Any, offset: int) -> int:
@@ -91,33 +79,8 @@ def threads(device: Device, **options: Any) -> IOBackend:
 
         return held
 
-    return ThreadsBackend(
-        workers=options.pop("depth", 6), timeout_s=NEVER_S, preadv=on(os.preadv),
-        pwritev=on(os.pwritev), **options,
-    )  # fmt: skip
-
-
-def libaio(device: Device, **options: Any) -> IOBackend:
-    """In the kernel's queue, from which it does not come back."""
-    backend: Any = open_backend("libaio", timeout_s=NEVER_S, **options)
-    real = backend._context.submit
-
-    def submit(blocks: list[Any]) -> Any:
-        return 1 if device.keeps(blocks[0].offset, lambda: real(blocks)) else real(blocks)
-
-    backend._context.submit = submit
-    return backend  # type: ignore[no-any-return]
-
-
-def submission(device: Device, **options: Any) -> IOBackend:
-    """In io_submit itself, as with files that are not direct."""
-    backend: Any = open_backend("libaio", timeout_s=NEVER_S, **options)
-    real = backend._context.submit
-
-    def submit(blocks: list[Any]) -> Any:
-        return device.call(blocks[0].offset, lambda _: real(blocks))
-
-    backend._context.submit = submit
+    backend: Any = open_backend(name, timeout_s=NEVER_S, **options)
+    backend._calls = {operation: on(call) for operation, call in backend._calls.items()}
     return backend  # type: ignore[no-any-return]
 
 
@@ -131,18 +94,12 @@ def device() -> Iterator[Device]:
 Make = Callable[..., IOBackend]
 
 
-@pytest.fixture(
-    params=[
-        threads, pytest.param(libaio, marks=needs_libaio),
-        pytest.param(submission, marks=needs_libaio),
-    ],
-    ids=["threads", "libaio", "submission"],
-)  # fmt: skip
+@pytest.fixture(params=IO_BACKENDS)
 def make(request: pytest.FixtureRequest, device: Device) -> Iterator[Make]:
     made: list[IOBackend] = []
 
     def make_backend(**options: Any) -> IOBackend:
-        made.append(request.param(device, **options))
+        made.append(backend_with(device, request.param, **options))
         return made[-1]
 
     yield make_backend
@@ -199,7 +156,7 @@ def test_what_is_stuck_is_an_error_that_says_what_where_and_how_long(
 def test_what_waits_behind_it_and_what_comes_later_fails_with_the_same_error(
     make: Make, device: Device, file: SwapFile, pages: Pages
 ) -> None:
-    backend = make(depth=1)
+    backend = make(workers=1)
     first = hold(backend, device, file, pages(PAGE_NBYTES))
     begun: list[int] = []
     behind = [
@@ -247,9 +204,6 @@ def test_closing_does_not_wait_for_it_and_leaves_the_descriptor_open(
     assert backend.is_lost(file.fd)
 
 
-@pytest.mark.parametrize(
-    "make", [threads, pytest.param(libaio, marks=needs_libaio)], indirect=True
-)  # a thread that is held in a submission submits nothing else
 def test_a_path_on_which_anything_ends_is_not_given_up(
     make: Make, device: Device, file: SwapFile, pages: Pages
 ) -> None:
@@ -267,7 +221,7 @@ def test_a_path_on_which_anything_ends_is_not_given_up(
 def test_the_other_paths_go_on(
     make: Make, device: Device, file: SwapFile, pages: Pages, noise: Noise
 ) -> None:
-    backend, sent, received = make(depth=1), noise(PAGE_NBYTES), pages(PAGE_NBYTES)
+    backend, sent, received = make(workers=1), noise(PAGE_NBYTES), pages(PAGE_NBYTES)
     stuck = hold(backend, device, file, pages(PAGE_NBYTES), path="/a")
     write = backend.submit_write(file.fd, sent, 1 << 20, path="/b")
     look(backend)
@@ -288,18 +242,15 @@ def test_what_returns_too_late_changes_nothing_any_more(
     device.release()
     for _ in itertools.takewhile(lambda _: backend.is_lost(file.fd), itertools.count()):
         threading.Event().wait(0.001)
-        if isinstance(backend, ThreadsBackend):
-            continue
-        # what the kernel has is asked for when something else is under way
-        backend.submit_read(file.fd, pages(PAGE_NBYTES), 8 << 20, path="/b").wait(TIMEOUT_S)
     with pytest.raises(StuckError):
         moved.wait(TIMEOUT_S)
     backend.drain(TIMEOUT_S)
     counts = backend.statistics()
     assert (counts.in_flight_requests, counts.failed_requests) == (0, 1)
     assert backend.use().busy_s >= 0
-    again = [offset for offset in device.calls if offset < 8 << 20]
-    assert again == [1 << 20]  # nothing goes on with the rest: the file may be another one by then
+    assert device.calls == [
+        1 << 20
+    ]  # nothing goes on with the rest: the file may be another one by then
 
 
 def test_a_slow_device_is_told_of_once_while_it_is_slow(
@@ -354,7 +305,7 @@ def test_who_waits_for_room_in_the_tier_gets_an_answer(
 
 
 def test_memory_that_a_late_read_may_fill_is_not_used_again(device: Device, tmp_path: Path) -> None:
-    backend = threads(device)
+    backend = backend_with(device)
     for bench in make_slots(tmp_path, backend, slots=2):
         lost, *others = (bench.filled(name, 1) for name in "abc")
         device.held.add(lost._blocks[0].extent.offset_bytes)

@@ -97,12 +97,13 @@ def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
 def _kernel_requests(nvme: NvmeConfig, root: Path) -> Iterator[OffloadError]:
     if nvme.backend != "libaio":
         return
-    from offload.swap.io.libaio_backend import DEPTH
+    from offload.swap.io.threads_backend import WORKERS
 
+    needed = WORKERS if nvme.threads == "auto" else nvme.threads
     room = machine.aio_room(root)
-    if room is not None and room < DEPTH:
+    if room is not None and room < needed:
         yield UnsupportedError(
-            f"nvme.backend: libaio needs {DEPTH} kernel requests, {room} are left of "
+            f"nvme.backend: libaio needs {needed} kernel requests, {room} are left of "
             "fs.aio-max-nr; sysctl fs.aio-max-nr=1048576, or set nvme.backend: threads"
         )
 
