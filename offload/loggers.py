@@ -10,18 +10,21 @@ called at the end, if there is one. The libraries behind these are imported when
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import importlib.util
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+import aiofiles
+
 from offload.config.paths import StrPath, path_of
-from offload.swap.io.line_file import LineFile
 from offload.tiers.errors import ConfigError, PathError
 
 Values = Mapping[str, Any]
@@ -90,30 +93,53 @@ class JSONLinesLogger:
     def __init__(self, path: StrPath) -> None:
         """Nothing is written before `log`."""
         self.path = path_of(path, "path")
-        self._lines: LineFile | None = None
+        self._lines: list[str] | None = None  # not written yet
+        self._writing: Future[None] | None = None
+        self._thread: ThreadPoolExecutor
 
     def log(self, values: Values, step: int) -> None:
         """Write a line. Values that are not finite become null, since JSON has no NaN; unknown ones
-        are left out."""
+        are left out. OSError if an earlier line could not be written."""
         if self._lines is None:
             _make_parent(self.path)
-            is_cut = _ends_amid_a_line(self.path)
-            self._lines = LineFile(self.path)
-            if is_cut:
-                self._lines.append("")  # the beginning of a line stays one of its own
+            # the beginning of a line stays one of its own
+            self._lines = [""] if _ends_amid_a_line(self.path) else []
+            self._thread = ThreadPoolExecutor(1, "offload-lines")
         finite = {name: _finite(value) for name, value in values.items() if value is not None}
         self._lines.append(json.dumps({"step": step, **finite}))
+        if self._writing is None or self._writing.done():  # else they wait for the next call
+            self._write()
+
+    def _write(self) -> None:
+        """Wait for the lines that are being written, and begin to write those that have come since.
+        OSError if they could not be written."""
+        written, self._writing = self._writing, None
+        if written is not None:
+            written.result()
+        if self._lines:
+            text = "".join(f"{line}\n" for line in self._lines)
+            self._writing = self._thread.submit(asyncio.run, _append(self.path, text))
+            self._lines.clear()
 
     def flush(self) -> None:
-        """Wait until all steps are in the file."""
-        if self._lines is not None:
-            self._lines.flush()
+        """Wait until all steps are in the file. OSError if one could not be written."""
+        while self._writing is not None or self._lines:
+            self._write()
 
     def close(self) -> None:
         """Flush, and end the thread that writes."""
-        lines, self._lines = self._lines, None
-        if lines is not None:
-            lines.close()
+        if self._lines is None:
+            return
+        try:
+            self.flush()
+        finally:
+            self._lines = None
+            self._thread.shutdown()
+
+
+async def _append(path: Path, text: str) -> None:
+    async with aiofiles.open(path, "a", encoding="utf-8") as file:
+        await file.write(text)
 
 
 def _ends_amid_a_line(path: Path) -> bool:
