@@ -18,16 +18,10 @@ from benchmarks.gpu_machine import timed_on_device
 from benchmarks.gpu_parts import say
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Timed, measure
-from offload.kernels.cpu.gradients import norm_blocks
 from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.noise import Noise
-from offload.kernels.gpu import (
-    triton_convert,
-    triton_gradients,
-    triton_optimizer,
-    triton_weight_codes,
-)
-from offload.kernels.gpu.triton_convert import Draw
+from offload.kernels.floats import norm_blocks
+from offload.kernels.gpu import triton_gradients, triton_optimizer, triton_weight_codes
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.process.child import Parent
@@ -142,7 +136,7 @@ def _steps(numel: int, device: torch.device) -> Iterator[KernelCase]:
 
 def _gradients(numel: int, device: torch.device) -> Iterator[KernelCase]:
     partials = torch.zeros(norm_blocks(numel), dtype=torch.float64, device=device)
-    grad, old = _normal(numel, BF16, device), _normal(numel, BF16, device)
+    grad = _normal(numel, BF16, device)
     out16, out32 = torch.zeros_like(grad), torch.zeros(numel, device=device)
     g = triton_gradients
     yield KernelCase(
@@ -153,54 +147,19 @@ def _gradients(numel: int, device: torch.device) -> Iterator[KernelCase]:
         "gradient added to fp32, with norm", partial(g.add_gradient, out32, grad, partials),
         (grad, out32), (out32, partials),
     )  # fmt: skip
-    yield KernelCase(
-        "two gradients summed to fp32, with norm",
-        partial(g.promote_add_gradient, out32, old, grad, partials),
-        (grad, old), (out32, partials),
-    )  # fmt: skip
-    yield KernelCase("norm alone", partial(g.sum_squares, grad, partials), (grad,), (partials,))
-
-
-def _conversions(numel: int, device: torch.device) -> Iterator[KernelCase]:
-    fp32, bf16 = _normal(numel, FP32, device), _normal(numel, BF16, device)
-    low = torch.zeros(numel, dtype=torch.int16, device=device)
-    codes = torch.zeros(numel, dtype=torch.uint8, device=device)
-    scales = torch.zeros(-(-numel // BLOCK), device=device)
-    c = triton_convert
-    yield KernelCase("fp32 to bf16", partial(c.encode, fp32, bf16), (fp32,), (bf16,))
-    yield KernelCase("bf16 to fp32", partial(c.decode, bf16, fp32), (bf16,), (fp32,))
-    yield KernelCase("master split", partial(c.split_master, fp32, bf16, low), (fp32,), (bf16, low))
-    yield KernelCase("master joined", partial(c.join_master, bf16, low, fp32), (bf16, low), (fp32,))
-    yield KernelCase(
-        "fp32 to bf16, stochastic", partial(c.round_bf16, fp32, bf16, _NOISE, Draw.WEIGHT),
-        (fp32,), (bf16,),
-    )  # fmt: skip
-    yield KernelCase(
-        "fp32 to int8",
-        partial(c.encode_int8, fp32, codes, scales, _NOISE, Draw.STATE_0, signed=True),
-        (fp32,), (codes, scales),
-    )  # fmt: skip
-    yield KernelCase(
-        "int8 to fp32", partial(c.decode_int8, codes, scales, fp32, signed=True),
-        (codes, scales), (fp32,),
-    )  # fmt: skip
 
 
 def _weight_codes(numel: int, device: torch.device) -> Iterator[KernelCase]:
-    k, values = triton_weight_codes, _normal(numel, BF16, device)
     for weights in map(WeightFormat, Code):
         shape = (weights.codes_nbytes(numel),)
         groups = (numel // weights.group_size,)
         words = torch.full(groups, _SCALE_1, dtype=torch.int32, device=device)
         codes = torch.randint(1, 256, shape, device=device, dtype=torch.uint8)
-        out = torch.zeros_like(values)
-        decode = partial(k.decode_weights, words, codes, out, weights)
+        out = torch.zeros(numel, dtype=BF16, device=device)
+        decode = partial(triton_weight_codes.decode_weights, words, codes, out, weights)
         yield KernelCase(f"{weights.name} weights to bf16", decode, (words, codes), (out,))
-        words, codes = torch.zeros_like(words), torch.zeros_like(codes)
-        encode = partial(k.encode_weights, values, words, codes, weights)
-        yield KernelCase(f"bf16 weights to {weights.name}", encode, (values,), (words, codes))
 
 
 MAKERS: tuple[Callable[[int, torch.device], Iterator[KernelCase]], ...] = (
-    _steps, _gradients, _conversions, _weight_codes,
+    _steps, _gradients, _weight_codes,
 )  # fmt: skip

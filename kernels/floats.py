@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+NORM_BLOCK = 65536  # elements per partial sum of squares, of which a gradient's norm is the sum
+
 Array = NDArray[Any]
 Body = Callable[[int, int], None]
 Runner = Callable[[Body, int], None]
@@ -40,6 +42,11 @@ class Float(IntEnum):
 
 
 _STORAGE = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.uint16))
+
+
+def norm_blocks(numel: int) -> int:
+    """The number of partial sums of squares of an array of `numel` elements."""
+    return -(-numel // NORM_BLOCK)
 
 
 def serial(body: Body, n: int) -> None:

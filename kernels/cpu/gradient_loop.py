@@ -13,8 +13,7 @@ from numba.extending import intrinsic
 from offload.kernels.cpu import jit
 from offload.kernels.cpu.lanes import F64, I64, STORAGE, WIDTH, Lanes, Value
 from offload.kernels.cpu.loops import interleave
-from offload.kernels.floats import Float
-from offload.kernels.norm_blocks import NORM_BLOCK
+from offload.kernels.floats import NORM_BLOCK, Float
 
 SUM_LANES = 32  # partial sums within a block; fixed, since the bits of a partial follow from it
 _DIGEST = jit.digest(__file__)
@@ -23,7 +22,6 @@ _DIGEST = jit.digest(__file__)
 class Action(IntEnum):
     COPY = 0
     ADD = 1
-    SUM = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,53 +30,49 @@ class Variant:
 
     action: Action
     dst: Float
-    old: Float
     src: Float
 
     @staticmethod
     def from_code(code: int) -> "Variant":
         """The inverse of `variant_code`."""
-        return Variant(
-            Action(code & 3), Float(code >> 2 & 3), Float(code >> 4 & 3), Float(code >> 6 & 3)
-        )
+        return Variant(Action(code & 1), Float(code >> 1 & 3), Float(code >> 3 & 3))
 
 
-def variant_code(action: Action, dst: Float, old: Float, src: Float) -> int:
+def variant_code(action: Action, dst: Float, src: Float) -> int:
     """One integer for a variant, made in every call: hence no object."""
-    return action | dst << 2 | old << 4 | src << 6
+    return action | dst << 1 | src << 3
 
 
 @dataclass(frozen=True, slots=True)
 class Pointers:
-    """Start of each array; `old` is the other addend, or unused."""
+    """Start of each array."""
 
     dst: Value
-    old: Value
     src: Value
     partials: Value
 
 
 @cache
 def gradient_loop(code: int) -> jit.Kernel:
-    """kernel(dst, old, src, partials, lo, hi), where lo and hi count blocks."""
+    """kernel(dst, src, partials, lo, hi), where lo and hi count blocks."""
     plan = jit.plan(code, _DIGEST)
 
-    def gradient(dst, old, src, partials, lo, hi):  # type: ignore[no-untyped-def]
-        _accumulate(plan, dst, old, src, partials, dst.size, lo, hi)
+    def gradient(dst, src, partials, lo, hi):  # type: ignore[no-untyped-def]
+        _accumulate(plan, dst, src, partials, dst.size, lo, hi)
 
     return jit.compiled(gradient)
 
 
 @intrinsic(prefer_literal=True)
-def _accumulate(typing, plan, dst, old, src, partials, numel, lo, hi):  # type: ignore[no-untyped-def]
+def _accumulate(typing, plan, dst, src, partials, numel, lo, hi):  # type: ignore[no-untyped-def]
     code = jit.variant_of(plan)
     if code is None:
         return None
     variant = Variant.from_code(code)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        at = Pointers(*jit.pointers(context, builder, signature, args, 1, 5))
-        numel, lo, hi = jit.integers(context, builder, signature, args, 5, 8)
+        at = Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
+        numel, lo, hi = jit.integers(context, builder, signature, args, 4, 7)
         with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
             start = builder.mul(number, I64(NORM_BLOCK))
             limit = builder.add(start, I64(NORM_BLOCK))
@@ -87,7 +81,7 @@ def _accumulate(typing, plan, dst, old, src, partials, numel, lo, hi):  # type: 
             builder.store(total, builder.gep(at.partials, [number]))
         return context.get_dummy_value()
 
-    return jit.returns_nothing(plan, dst, old, src, partials, numel, lo, hi), emit
+    return jit.returns_nothing(plan, dst, src, partials, numel, lo, hi), emit
 
 
 def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value) -> Value:
@@ -145,13 +139,12 @@ def _step(
     raw = vector.load_raw(STORAGE[variant.src], at.src, index)
     value = vector.decode(variant.src, raw)
     if variant.action is Action.ADD:
-        value = vector.add(vector.load(variant.old, at.old, index), value)
+        value = vector.add(vector.load(variant.dst, at.dst, index), value)
     yield
-    if variant.action is not Action.SUM:
-        same = variant.action is Action.COPY and variant.dst is variant.src
-        stored = raw if same else vector.encode(variant.dst, value)
-        vector.store_raw(stored, at.dst, index)
-        value = vector.decode(variant.dst, stored)
+    same = variant.action is Action.COPY and variant.dst is variant.src
+    stored = raw if same else vector.encode(variant.dst, value)
+    vector.store_raw(stored, at.dst, index)
+    value = vector.decode(variant.dst, stored)
     builder = vector.builder
     builder.store(vector.add_square(value, builder.load(total)), total)
 

@@ -24,17 +24,16 @@ from functools import partial
 import numpy as np
 
 from offload.kernels.cpu.gradient_loop import Action, gradient_loop, variant_code
-from offload.kernels.floats import Array, Float, Runner, check_input, check_output, numel_of, serial
-from offload.kernels.norm_blocks import NORM_BLOCK, norm_blocks
-
-__all__ = [
-    "NORM_BLOCK",
-    "add_gradient",
-    "copy_gradient",
-    "norm_blocks",
-    "promote_add_gradient",
-    "sum_squares",
-]
+from offload.kernels.floats import (
+    Array,
+    Float,
+    Runner,
+    check_input,
+    check_output,
+    norm_blocks,
+    numel_of,
+    serial,
+)
 
 _FP32 = np.dtype(np.float32)
 _FP64 = np.dtype(np.float64)
@@ -52,8 +51,7 @@ def copy_gradient(
     numel = numel_of("dst", dst)
     check_output("dst", dst, dst_float.storage, numel)
     check_input("src", src, src_float.storage, numel)
-    code = variant_code(Action.COPY, dst_float, src_float, src_float)
-    _run(code, dst, src, src, partials, run)
+    _run(variant_code(Action.COPY, dst_float, src_float), dst, src, partials, run)
 
 
 def add_gradient(
@@ -63,36 +61,10 @@ def add_gradient(
     numel = numel_of("dst", dst)
     check_output("dst", dst, _FP32, numel)
     check_input("src", src, src_float.storage, numel)
-    code = variant_code(Action.ADD, Float.FP32, Float.FP32, src_float)
-    _run(code, dst, dst, src, partials, run)
+    _run(variant_code(Action.ADD, Float.FP32, src_float), dst, src, partials, run)
 
 
-def promote_add_gradient(
-    dst: Array,
-    old: Array,
-    src: Array,
-    old_float: Float,
-    src_float: Float,
-    partials: Array,
-    run: Runner = serial,
-) -> None:
-    """dst = old + src in fp32: the second backward pass, when a 16-bit accumulator grows."""
-    numel = numel_of("dst", dst)
-    check_output("dst", dst, _FP32, numel)
-    check_input("old", old, old_float.storage, numel)
-    check_input("src", src, src_float.storage, numel)
-    code = variant_code(Action.ADD, Float.FP32, old_float, src_float)
-    _run(code, dst, old, src, partials, run)
-
-
-def sum_squares(src: Array, src_float: Float, partials: Array, run: Runner = serial) -> None:
-    """Compute only the partials of `src`."""
-    check_input("src", src, src_float.storage, numel_of("src", src))
-    code = variant_code(Action.SUM, src_float, src_float, src_float)
-    _run(code, src, src, src, partials, run)
-
-
-def _run(code: int, dst: Array, old: Array, src: Array, partials: Array, run: Runner) -> None:
+def _run(code: int, dst: Array, src: Array, partials: Array, run: Runner) -> None:
     blocks = norm_blocks(dst.shape[0])
     check_output("partials", partials, _FP64, blocks)
-    run(partial(gradient_loop(code), dst, old, src, partials), blocks)
+    run(partial(gradient_loop(code), dst, src, partials), blocks)

@@ -13,25 +13,24 @@ import triton
 import triton.language as tl
 
 from offload.kernels.cpu.gradient_loop import SUM_LANES, Action
+from offload.kernels.floats import NORM_BLOCK
 from offload.kernels.gpu.triton_ops import decode, encode, load, store
-from offload.kernels.norm_blocks import NORM_BLOCK
 
 COPY = tl.constexpr(int(Action.COPY))
 ADD = tl.constexpr(int(Action.ADD))
-SUM = tl.constexpr(int(Action.SUM))
 LANES = tl.constexpr(SUM_LANES)
 ROWS = tl.constexpr(NORM_BLOCK // SUM_LANES)
 
 
 @triton.jit
 def _fetch(
-    old, src, offsets, numel,
-    ACTION: tl.constexpr, OLD: tl.constexpr, SRC: tl.constexpr, WHOLE: tl.constexpr,
+    dst, src, offsets, numel,
+    ACTION: tl.constexpr, DST: tl.constexpr, SRC: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A row of the gradient, or with ADD the sum of two rows."""
+    """A row of the gradient, or with ADD its sum with what is there."""
     raw = load(src, offsets, numel, WHOLE)
     if ACTION == ADD:
-        return decode(load(old, offsets, numel, WHOLE), OLD) + decode(raw, SRC)
+        return decode(load(dst, offsets, numel, WHOLE), DST) + decode(raw, SRC)
     else:
         return raw
 
@@ -42,9 +41,7 @@ def _deliver(
     ACTION: tl.constexpr, DST: tl.constexpr, SRC: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Store what `_fetch` returned; returns the values as stored."""
-    if ACTION == SUM:
-        return decode(row, SRC)
-    elif ACTION == ADD:
+    if ACTION == ADD:
         store(dst, offsets, row, numel, WHOLE)
         return row
     elif DST == SRC:  # bit for bit
@@ -58,14 +55,13 @@ def _deliver(
 
 @triton.jit
 def _rows(
-    total, dst, old, src, offsets, numel,
-    ACTION: tl.constexpr, DST: tl.constexpr, OLD: tl.constexpr, SRC: tl.constexpr,
+    total, dst, src, offsets, numel, ACTION: tl.constexpr, DST: tl.constexpr, SRC: tl.constexpr,
     UNROLL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Process UNROLL rows: all loads first, then row by row the stores and sums."""
     rows = ()
     for row in tl.static_range(UNROLL):
-        fetched = _fetch(old, src, offsets + row * LANES, numel, ACTION, OLD, SRC, WHOLE)
+        fetched = _fetch(dst, src, offsets + row * LANES, numel, ACTION, DST, SRC, WHOLE)
         rows = rows + (fetched,)  # type: ignore[assignment] # noqa: RUF005 - no *rows in Triton
     for row in tl.static_range(UNROLL):
         place = offsets + row * LANES
@@ -82,9 +78,8 @@ def _halve(lanes, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel"])
 def gradient_kernel(
-    dst, old, src, partials, numel: tl.int64,
-    ACTION: tl.constexpr, DST: tl.constexpr, OLD: tl.constexpr, SRC: tl.constexpr,
-    UNROLL: tl.constexpr,
+    dst, src, partials, numel: tl.int64,
+    ACTION: tl.constexpr, DST: tl.constexpr, SRC: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One program of one warp per block of NORM_BLOCK elements."""
     block = tl.program_id(0).to(tl.int64)
@@ -94,14 +89,10 @@ def gradient_kernel(
     if start + ROWS * LANES <= numel:
         for row in range(0, ROWS, UNROLL):
             offsets = start + row * LANES + lane
-            total = _rows(
-                total, dst, old, src, offsets, numel, ACTION, DST, OLD, SRC, UNROLL, True
-            )  # fmt: skip
+            total = _rows(total, dst, src, offsets, numel, ACTION, DST, SRC, UNROLL, True)
     else:
         while start < numel:
-            total = _rows(
-                total, dst, old, src, start + lane, numel, ACTION, DST, OLD, SRC, UNROLL, False
-            )  # fmt: skip
+            total = _rows(total, dst, src, start + lane, numel, ACTION, DST, SRC, UNROLL, False)
             start += UNROLL * LANES
     lanes = _halve(_halve(_halve(_halve(_halve(total, 16), 8), 4), 2), 1)
     tl.store(partials + block + tl.arange(0, 1), lanes)

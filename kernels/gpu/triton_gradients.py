@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from offload.kernels.cpu.gradient_loop import Action
-from offload.kernels.cpu.gradients import NORM_BLOCK, norm_blocks
+from offload.kernels.floats import norm_blocks
 from offload.kernels.gpu.triton_launch import (
     Kernel,
     check,
@@ -27,15 +27,6 @@ from offload.kernels.gpu.triton_launch import (
     numel_of,
 )
 
-__all__ = [
-    "NORM_BLOCK",
-    "add_gradient",
-    "copy_gradient",
-    "norm_blocks",
-    "promote_add_gradient",
-    "sum_squares",
-]
-
 _UNROLL = 32  # rows in flight per warp: 4 KiB of fp32
 
 
@@ -44,74 +35,42 @@ def copy_gradient(dst: torch.Tensor, src: torch.Tensor, partials: torch.Tensor) 
 
     `dst` and `src` are (numel,) of float32, bfloat16 or float16, `partials` (blocks,) of float64.
     """
-    _run(Action.COPY, dst, src, src, partials)
+    _run(Action.COPY, dst, src, partials)
 
 
 def add_gradient(dst: torch.Tensor, src: torch.Tensor, partials: torch.Tensor) -> None:
     """dst += src, into an fp32 accumulator."""
-    promote_add_gradient(dst, dst, src, partials)
-
-
-def promote_add_gradient(
-    dst: torch.Tensor, old: torch.Tensor, src: torch.Tensor, partials: torch.Tensor
-) -> None:
-    """dst = old + src in fp32: the second backward pass, when a 16-bit accumulator grows."""
-    _run(Action.ADD, dst, old, src, partials)
-
-
-def sum_squares(src: torch.Tensor, partials: torch.Tensor) -> None:
-    """Compute only the partials of `src`."""
-    _run(Action.SUM, src, src, src, partials)
+    _run(Action.ADD, dst, src, partials)
 
 
 # By action and dtypes, what the kernel is compiled for: all that was found to be right.
 _known: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
 
-def _run(
-    action: Action,
-    dst: torch.Tensor,
-    old: torch.Tensor,
-    src: torch.Tensor,
-    partials: torch.Tensor,
-) -> None:
+def _run(action: Action, dst: torch.Tensor, src: torch.Tensor, partials: torch.Tensor) -> None:
     numel, where = dst.numel(), dst.device
     blocks = norm_blocks(numel)
-    variant = (action, dst.dtype, old.dtype, src.dtype, partials.dtype)
+    variant = (action, dst.dtype, src.dtype, partials.dtype)
     constants = _known.get(variant)
     if (
         constants is None
         or not fits(dst, numel, where)
         or not fits(src, numel, where)
         or not fits(partials, blocks, where)
-        or not (old is src or old is dst or fits(old, numel, where))
     ):
-        constants = _known[variant] = _checked(action, dst, old, src, partials)
-    launch(_kernel(), blocks, (dst, old, src, partials), (numel,), constants, 1)
+        constants = _known[variant] = _checked(action, dst, src, partials)
+    launch(_kernel(), blocks, (dst, src, partials), (numel,), constants, 1)
 
 
 def _checked(
-    action: Action,
-    dst: torch.Tensor,
-    old: torch.Tensor,
-    src: torch.Tensor,
-    partials: torch.Tensor,
+    action: Action, dst: torch.Tensor, src: torch.Tensor, partials: torch.Tensor
 ) -> tuple[int, ...]:
     """The constants to compile the kernel for. ValueError names the argument that does not fit."""
-    name = "dst" if action is not Action.SUM else "src"
-    numel = numel_of(name, dst)
-    check(name, dst, torch.float32 if action is Action.ADD else dst.dtype, numel, dst)
+    numel = numel_of("dst", dst)
+    check("dst", dst, torch.float32 if action is Action.ADD else dst.dtype, numel, dst)
     check("src", src, src.dtype, numel, dst)
-    check("old", old, old.dtype, numel, dst)
     check("partials", partials, torch.float64, norm_blocks(numel), dst)
-    src_float = float_of("src", src)
-    return (
-        int(action),
-        int(float_of("dst", dst)),
-        int(float_of("old", old)),
-        int(src_float),
-        _UNROLL,
-    )
+    return int(action), int(float_of("dst", dst)), int(float_of("src", src)), _UNROLL
 
 
 @cache

@@ -25,7 +25,7 @@ from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.shield import uninterrupted
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import ChecksumError, NoSpaceError, StateError
-from offload.tiers.extent import Extent
+from offload.tiers.extent import PAGE_NBYTES, Extent
 from offload.tiers.units import format_bytes, round_up
 
 GROWTH_NBYTES = 256 << 20  # files grow in steps: a reservation costs a journal entry
@@ -130,8 +130,7 @@ class BlockStore:
         self._frees = self._writes = 0  # extents freed so far, writes in flight
         self._waiting = 0  # threads in `await_room`
         self._growth_nbytes = growth_nbytes
-        self._memory_alignment = max(file.memory_alignment for file in files)
-        self._length_alignment = max(file.offset_alignment for file in files)
+        self._is_direct = any(file.o_direct for file in files)
         self._records: dict[int, _LiveBlock] = {}  # by version
         self._versions = itertools.count(1)
         self._checksum_failures = 0
@@ -403,14 +402,13 @@ class BlockStore:
         )  # fmt: skip
 
     def _check_alignment(self, buffer: memoryview, owner: str) -> None:
-        if self._memory_alignment == self._length_alignment == 1:
+        if not self._is_direct:
             return
         if not buffer.c_contiguous or buffer.nbytes == 0:
             raise ValueError(f"{owner}: the buffer is empty or not contiguous")
         address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-        if address % self._memory_alignment or buffer.nbytes % self._length_alignment:
+        if address % PAGE_NBYTES or buffer.nbytes % PAGE_NBYTES:
             raise ValueError(
-                f"{owner}: O_DIRECT needs memory aligned to {self._memory_alignment} bytes and "
-                f"lengths in multiples of {self._length_alignment}, not {buffer.nbytes} bytes at "
-                f"{address:#x}; pass the buffer padded to whole pages"
+                f"{owner}: O_DIRECT needs whole pages of {PAGE_NBYTES} bytes at a page's address, "
+                f"not {buffer.nbytes} bytes at {address:#x}; pass the buffer padded to whole pages"
             )

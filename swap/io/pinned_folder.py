@@ -1,9 +1,5 @@
 """A folder for swap files, opened once: what is checked is what is used, whatever happens to its
-name meanwhile.
-
-Links in the path are followed as the user means them, then each part is opened below the one
-before it, and none of them may be a link any more: the exchange of a part for a link while we
-look is noticed. Everything in the folder is made relative to its descriptor.
+name meanwhile. Everything in the folder is made relative to its descriptor.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from typing import Self
 
 from offload.tiers.errors import PathError
 
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ROOT_UID = 0
 
 
@@ -42,7 +38,7 @@ class PinnedFolder:
 
     def _open(self, named: Path) -> None:
         try:
-            self.fd = _opened(self.path)
+            self.fd = os.open(self.path, _FOLDER)
         except FileNotFoundError:
             if named.is_symlink():
                 raise PathError(
@@ -56,7 +52,7 @@ class PinnedFolder:
     def _create(self) -> None:
         parent = self.path.parent
         try:
-            outer = _opened(parent)
+            outer = os.open(parent, _FOLDER)
         except FileNotFoundError:
             raise PathError(
                 f"nvme.paths: {self.path} does not exist and neither does {parent}; is the drive "
@@ -68,7 +64,7 @@ class PinnedFolder:
             with suppress(FileExistsError):  # another rank was quicker
                 os.mkdir(self.path.name, 0o700, dir_fd=outer)
                 self.created = True
-            self.fd = os.open(self.path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+            self.fd = os.open(self.path.name, _FOLDER, dir_fd=outer)
         except OSError as error:
             if error.errno == errno.ENOTDIR:
                 raise _refusal(self.path, error) from None
@@ -131,18 +127,6 @@ class PinnedFolder:
         self.close()
 
 
-def _opened(path: Path) -> int:
-    """A descriptor of the folder `path`, which is absolute and has no links."""
-    fd = os.open("/", _FOLDER)
-    for part in path.parts[1:]:
-        outer = fd
-        try:
-            fd = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
-        finally:
-            close(outer)
-    return fd
-
-
 def close(fd: int) -> None:
     """Close a descriptor, if it is one, of which no byte is wanted any more: nothing can fail."""
     if fd >= 0:
@@ -153,11 +137,6 @@ def close(fd: int) -> None:
 def _refusal(path: Path, error: OSError) -> PathError:
     if error.errno != errno.ENOTDIR:
         return PathError(f"nvme.paths: {path} cannot be opened: {error.strerror}; name another")
-    if os.path.realpath(path) != str(path):
-        return PathError(
-            f"nvme.paths: {path} was a folder, and a part of it has just become a link: somebody "
-            "else changes it; name a folder that only this user can change"
-        )
     return PathError(f"nvme.paths: {path} is not a directory; name one")
 
 

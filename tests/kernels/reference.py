@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from offload.kernels.cpu.gradient_loop import SUM_LANES
 from offload.kernels.cpu.int8 import BLOCK
-from offload.kernels.floats import Float
-from offload.kernels.norm_blocks import NORM_BLOCK
+from offload.kernels.floats import NORM_BLOCK, Float
 from offload.kernels.rules import AdamScalars
 
 F32 = NDArray[np.float32]

@@ -197,10 +197,10 @@ def test_a_call_allocates_nothing_that_grows(states: StateFormat) -> None:
 
 @x86_only
 def test_norm_is_packed() -> None:
-    copy = gradient_code(Action.COPY, Float.BF16, Float.BF16, Float.BF16)
+    copy = gradient_code(Action.COPY, Float.BF16, Float.BF16)
     kernel = fresh(gradient_loop(copy))
     half = np.zeros(1, np.uint16)
-    kernel(half, half, half, np.zeros(1), 0, 1)
+    kernel(half, half, np.zeros(1), 0, 1)
     text = assembly(kernel, "haswell")
     assert count(r"vfmadd\d+pd.*ymm", text) >= 8
 

@@ -60,7 +60,7 @@ def test_every_kernel_is_machine_code_that_spills_no_register(
         pytest.skip("another generation, or another maker's: with --long")
     spilled = {name: each["spilled"] for name, each in compiled(target).items()}
     assert spilled.pop(SQUEEZED, 1) > 0  # a spill is seen
-    assert len(spilled) == 18
+    assert len(spilled) == 11
     assert {name: nbytes for name, nbytes in spilled.items() if nbytes} == {}
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_approximate_or_flushed_or_left_to_be_fused(ptx: dict[str, st
             assert not re.fullmatch(r"(add|sub|mul|fma|mad)\.f(32|64)", name), (variant, name)
 
 
-@pytest.mark.parametrize("variant", ["adamw", "amsgrad", "adam bf16", "encode", "join"])
+@pytest.mark.parametrize("variant", ["adamw", "amsgrad", "adam bf16"])
 def test_whole_blocks_are_read_and_written_in_vectors(ptx: dict[str, str], variant: str) -> None:
     found = count(ptx[variant])
     for access in ("ld", "st"):

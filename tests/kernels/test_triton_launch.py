@@ -26,14 +26,14 @@ ROOT = Path(__file__).parents[2]
 IMPORTS = """
 import sys
 import torch
-import offload.kernels.gpu.triton_convert, offload.kernels.gpu.triton_optimizer
-from offload.kernels.gpu.triton_gradients import sum_squares
+import offload.kernels.gpu.triton_gradients, offload.kernels.gpu.triton_optimizer
+from offload.kernels.gpu.triton_gradients import copy_gradient
 from offload.kernels.gpu.triton_launch import TritonUnavailableError
 assert "triton" not in sys.modules, "imported before it was needed"
 """
 CALL = """
 try:
-    sum_squares(torch.ones(3), torch.zeros(1, dtype=torch.float64))
+    copy_gradient(torch.ones(3), torch.ones(3), torch.zeros(1, dtype=torch.float64))
 except TritonUnavailableError as error:
     print(error)
 """
@@ -83,10 +83,10 @@ def test_tensors_on_two_devices_are_an_error() -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes tensors in host memory")
 def test_host_memory_is_refused_on_a_gpu() -> None:
-    from offload.kernels.gpu.triton_gradients import sum_squares
+    from offload.kernels.gpu.triton_gradients import copy_gradient
 
     with pytest.raises(ValueError, match="expected tensors on a CUDA device, got them on cpu"):
-        sum_squares(torch.ones(3), torch.zeros(1, dtype=torch.float64))
+        copy_gradient(torch.ones(3), torch.ones(3), torch.zeros(1, dtype=torch.float64))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")

@@ -17,7 +17,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from offload.kernels.gpu.triton_convert_kernel import convert_kernel
 from offload.kernels.gpu.triton_gradient_kernel import gradient_kernel
 from offload.kernels.gpu.triton_step_kernel import step_kernel
 from offload.kernels.gpu.triton_weight_codes_kernel import code_kernel
@@ -33,9 +32,8 @@ STEP = {
     "RULE": 0, "FLAG": True, "GRAD": 1, "WEIGHT": 1, "MASTER": 1, "STATES": 2, "SIGNED": True,
     "FORMAT": 0,
 }  # fmt: skip
-GRADIENT = {"ACTION": 0, "DST": 1, "OLD": 1, "SRC": 1, "UNROLL": 32}
-CODES = {"ACTION": 1, "CODE": 1, "FLOAT": 1, "GROUP": 64, "BLOCK": 2048}
-CONVERT = {"ACTION": 0, "FORMAT": 1, "SIGNED": True, "UPPER": True, "BLOCK": 1024}
+GRADIENT = {"ACTION": 0, "DST": 1, "SRC": 1, "UNROLL": 32}
+CODES = {"CODE": 1, "FLOAT": 1, "GROUP": 64, "BLOCK": 2048}
 
 
 @dataclass
@@ -75,12 +73,8 @@ class Compiler:
         return self.compile(step_kernel, arrays | numbers | scalars, chosen, warps)
 
     def gradient(self, dst: str, src: str, **constants: Any) -> dict[str, Any]:
-        types = {"dst": dst, "old": dst, "src": src, "partials": "*fp64", "numel": "i64"}
+        types = {"dst": dst, "src": src, "partials": "*fp64", "numel": "i64"}
         return self.compile(gradient_kernel, types, GRADIENT | constants, 1)
-
-    def convert(self, a: str, b: str, c: str, **constants: Any) -> dict[str, Any]:
-        types = {"a": a, "b": b, "c": c, "numel": "i64", "key": "u32", "first": "u32"}
-        return self.compile(convert_kernel, types, CONVERT | constants, 8)
 
     def codes(self, **constants: Any) -> dict[str, Any]:
         types = {"values": "*i16", "words": "*i32", "codes": "*u8", "groups": "i64"}
@@ -97,16 +91,9 @@ class Compiler:
             "adagrad": self.step(8, RULE=2, STATES=1, SIGNED=False),
             "nesterov": self.step(8, RULE=3, STATES=1),
             "copy": self.gradient("*i16", "*i16"),
-            "add": self.gradient("*fp32", "*i16", ACTION=1, DST=0, OLD=0),
-            "encode": self.convert("*fp32", "*i16", "*i16"),
-            "encode fp16": self.convert("*fp32", "*i16", "*i16", FORMAT=2),
-            "join": self.convert("*i16", "*i16", "*fp32", ACTION=3),
-            "encode int8": self.convert("*fp32", "*u8", "*fp32", ACTION=4, FORMAT=2),
-            "decode int8": self.convert("*u8", "*fp32", "*fp32", ACTION=5, FORMAT=2),
+            "add": self.gradient("*fp32", "*i16", ACTION=1, DST=0),
             "weights of int4": self.codes(),
             "weights of nf4": self.codes(CODE=2),
-            "weights to int4": self.codes(ACTION=0),
-            "weights to nf4": self.codes(ACTION=0, CODE=2),
         }
 
 

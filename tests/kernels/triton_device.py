@@ -61,7 +61,6 @@ def _choose() -> str:
 
 
 def _import_kernels() -> None:
-    import offload.kernels.gpu.triton_convert_kernel
     import offload.kernels.gpu.triton_gradient_kernel
     import offload.kernels.gpu.triton_step_kernel
     import offload.kernels.gpu.triton_weight_codes_kernel  # noqa: F401

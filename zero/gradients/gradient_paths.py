@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from offload.kernels.cpu import gradients as host_kernels
-from offload.kernels.cpu.gradients import NORM_BLOCK, norm_blocks
-from offload.kernels.floats import Array, Runner
+from offload.kernels.floats import NORM_BLOCK, Array, Runner, norm_blocks
 from offload.kernels.gpu import triton_gradients as device_kernels
 from offload.swap.device.outbox import Outbox, Pack, Run, runs_of
 from offload.swap.device.streams import CopyMark

@@ -78,17 +78,13 @@ class WeightCodes:
             )
 
     def encode_part(self, part: CodedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
-        """Encode one parameter; both arguments are its own bytes, in one memory."""
+        """Encode one parameter; both arguments are its own bytes, in host memory."""
         if part.weights is None:
             stored.copy_(values)
             return
         words, codes, rest = split_codes(stored, part.weights, part.spec.numel)
         for padding in rest:
             padding.zero_()
-        if is_accelerator(values.device):
-            typed = values.view(DTYPE_OF[self.kind])
-            device_kernels.encode_weights(typed, words, codes, part.weights)
-            return
         arrays = array_of(values, self.kind), words.numpy().view(np.uint32), codes.numpy()
         encode_weights(*arrays, part.weights, self.kind, self.runner(part))
 

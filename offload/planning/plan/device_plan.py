@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.kernels.norm_blocks import NORM_BLOCK, norm_blocks
+from offload.kernels.floats import NORM_BLOCK, norm_blocks
 from offload.planning.plan.sizes import (
     GroupBytes,
     Placements,
