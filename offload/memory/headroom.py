@@ -5,34 +5,32 @@ Reads `/proc` and `/sys` below `root`, so that a made-up machine can be given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from offload.process import machine
 from offload.process.machine import read_int
-from offload.swap.threads.memory_guard import Headroom, MachineMemory
+from offload.swap.threads.memory_guard import Headroom
 
 _ROOT = Path("/")
 
 
 class MemoryReader:
-    """Reads RAM, each limit of this process's cgroups and, where the kernel has them, stalls, in
-    some 0.2 ms: which cgroups these are is looked up only where that has changed."""
+    """Reads RAM and each limit of this process's cgroups, in some 0.2 ms: which cgroups these are
+    is looked up only where that has changed."""
 
     def __init__(self, root: Path = _ROOT) -> None:
         self._root = root
         self._cgroups: str | None = None
         self._folders: list[Path] = []
 
-    def __call__(self) -> MachineMemory:
+    def __call__(self) -> list[Headroom]:
         root, cgroups = self._root, machine.read_setting("/proc/self/cgroup", self._root)
         if cgroups != self._cgroups:
             self._cgroups, self._folders = cgroups, list(machine.cgroup_folders("memory", root))
         total, free = machine.total_memory_nbytes(root), machine.free_memory_nbytes(root)
         swap = machine.free_swap_nbytes(root)
         limits = [Headroom("RAM", total, free, free + swap, reserve_of(total))]
-        limits += [_headroom(limit, swap) for limit in machine.limits_of(self._folders)]
-        return MachineMemory(tuple(limits), _stalls_us(root, self._folders))
+        return limits + [_headroom(limit, swap) for limit in machine.limits_of(self._folders)]
 
 
 def _headroom(limit: machine.MemoryLimit, swap_nbytes: int) -> Headroom:
@@ -47,18 +45,6 @@ def reserve_of(limit_nbytes: int) -> int:
     larger on a larger machine; in a small container at most an eighth stays idle."""
     wanted = min(1 << 30, max(64 << 20, limit_nbytes // 50))
     return min(wanted, limit_nbytes // 8)
-
-
-def _stalls_us(root: Path, folders: Sequence[Path]) -> dict[str, int]:
-    """Return the microseconds for which all tasks waited for memory at once (PSI) since the start,
-    of the machine and of its cgroups `folders`, by pressure file. Empty if the kernel has none."""
-    found = {}
-    for file in (root / "proc/pressure/memory", *(each / "memory.pressure" for each in folders)):
-        for line in (machine.read_setting(str(file)) or "").splitlines():
-            total = line.rpartition("total=")[2]
-            if line.startswith("full ") and total.isdigit():
-                found[str(file)] = int(total)
-    return found
 
 
 def _swap_nbytes(folder: Path, free: int) -> int:

@@ -26,9 +26,9 @@ from offload.swap.device.device_state import Links
 from offload.swap.device.streams import CopyStream, mark_here
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import BlockStore
-from offload.swap.io.hands import result_of
 from offload.swap.io.measure import Bandwidth, measure_bandwidth
-from offload.swap.io.swap_file import FileCall, SwapFile, check_directory, free_space
+from offload.swap.io.swap_file import SwapFile, check_directory, free_space
+from offload.swap.io.timeout_thread import TimeoutThread
 from offload.swap.states.coded_state import CodedState
 from offload.swap.states.file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
@@ -340,7 +340,7 @@ class TieredHomes:
 
     def bytes_moved(self) -> dict[str, int]:
         """Return the bytes over each link since the start."""
-        io = self.store.statistics().io if self.store is not None else None
+        io = self.store.backend.statistics() if self.store is not None else None
         return {
             "nvme read": io.read_nbytes if io is not None else 0,
             "nvme write": io.write_nbytes if io is not None else 0,
@@ -502,8 +502,8 @@ def this_machine(
             raise ConfigError(f"nvme.paths: {report.path} is named twice; remove one")
         reports[report.path] = free[path] = report.free_nbytes
     here = ranks_here() if here is None else here
-    looking = FileCall("looking at", ", ".join(free), _free_nbytes, nvme, free, here)
-    free_nbytes = result_of(looking, nvme.timeout_s)
+    looking = TimeoutThread("looking at", ", ".join(free), _free_nbytes, nvme, free, here)
+    free_nbytes = looking.result(nvme.timeout_s)
     hardware = read_hardware(accelerator.free_nbytes(device), free_nbytes)
     computes = accelerator.is_accelerator(device)
     missing = triton_launch.missing(device) if computes else "the model computes on the CPU"

@@ -22,8 +22,8 @@ from torch import nn
 
 from offload.memory.tier_manager import TieredHomes
 from offload.process import machine
-from offload.swap.io.hands import result_of
-from offload.swap.io.swap_file import NO_SPACE, FileCall, SwapFile
+from offload.swap.io.swap_file import NO_SPACE, SwapFile
+from offload.swap.io.timeout_thread import TimeoutThread
 from offload.tiers.errors import BudgetError, ConfigError, NoSpaceError, StorageError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
@@ -286,9 +286,9 @@ class _File:
         pages = stored.view(torch.uint8).numpy().data
         start = given.start + first * given.dtype.itemsize
         file = self._file
-        call = FileCall("writing", file.path, _write, file.fd, pages, start)
+        call = TimeoutThread("writing", file.path, _write, file.fd, pages, start)
         try:
-            result_of(call, self._timeout_s)
+            call.result(self._timeout_s)
         except OSError as error:
             kind = NoSpaceError if error.errno in NO_SPACE else StorageError
             raise kind(

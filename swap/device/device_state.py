@@ -12,8 +12,7 @@ from offload.swap.device.streams import CopyMark, CopyStream, keeping
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
-from offload.swap.states.snapshot import Snapshot
-from offload.swap.states.state import HostPiece, State, Undoable
+from offload.swap.states.state import HostPiece, Snapshot, State, Undoable
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.extent import PAGE_NBYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -57,20 +56,12 @@ def resolve_backend(name: str) -> str:
 
 
 def open_backend(name: str = "auto", **options: Any) -> IOBackend:
-    """A running backend; `options` are its constructor's (`workers`, `depth`, ...).
+    """A running backend; `options` are its constructor's (`workers`, ...).
 
     Never falls back in silence: raises UnsupportedError if the one asked for cannot run here,
-    ConfigError for an unknown name or an option that this backend does not have.
+    ConfigError for an unknown name.
     """
-    name = resolve_backend(name)
-    kind = BACKENDS[name]()
-    known = inspect.signature(kind).parameters
-    foreign = [option for option in options if option not in known]
-    if foreign:
-        raise ConfigError(
-            f"nvme.backend: {name} has no option {', '.join(foreign)}; it has {', '.join(known)}"
-        )
-    return kind(**options)
+    return BACKENDS[resolve_backend(name)]()(**options)
 
 
 def probe_backends(directory: str | os.PathLike[str]) -> list[BackendReport]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import xxhash
 
-from offload.swap.io.io_backend import IOBackend, IOStatistics, Priority
+from offload.swap.io.io_backend import IOBackend, Priority
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.shield import uninterrupted
 from offload.swap.threads.transfer import Transfer
@@ -67,16 +67,6 @@ class StoredBlock:
     checksum: int | None  # XXH3-64 of the bytes
     owner: str
     version: int  # tells it from every other block that ever had this extent
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStatistics:
-    io: IOStatistics
-    live_blocks: int
-    live_nbytes: int
-    nbytes_per_path: tuple[int, ...]  # of live blocks
-    reserved_nbytes_per_path: tuple[int, ...]  # what the files take on the devices
-    checksum_failures: int
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +123,6 @@ class BlockStore:
         self._is_direct = any(file.o_direct for file in files)
         self._records: dict[int, _LiveBlock] = {}  # by version
         self._versions = itertools.count(1)
-        self._checksum_failures = 0
 
     # ---- the verbs
 
@@ -264,21 +253,10 @@ class BlockStore:
         """Block until nothing is in flight, then raise the first error that was not waited for."""
         self.backend.drain(timeout_s)
 
-    @uninterrupted
-    def statistics(self) -> StoreStatistics:
-        """The counts as they are now."""
-        with self._lock:
-            per_path = [0] * len(self.files)
-            for record in self._records.values():
-                per_path[record.block.extent.path_index] += record.block.nbytes
-            return StoreStatistics(
-                io=self.backend.statistics(),
-                live_blocks=len(self._records),
-                live_nbytes=sum(per_path),
-                nbytes_per_path=tuple(per_path),
-                reserved_nbytes_per_path=tuple(file.nbytes for file in self.files),
-                checksum_failures=self._checksum_failures,
-            )
+    @property
+    def live_blocks(self) -> int:
+        """The number of blocks that are stored and have not been freed."""
+        return len(self._records)
 
     @uninterrupted
     def close(self) -> None:
@@ -391,8 +369,6 @@ class BlockStore:
         found = checksum_of(destination)
         if found == block.checksum:
             return
-        with self._lock:
-            self._checksum_failures += 1
         path, offset = self.files[block.extent.path_index].path, block.extent.offset_bytes
         raise ChecksumError(
             f"{block.owner}: {format_bytes(block.nbytes)} at offset {offset} of {path} are not "

@@ -39,15 +39,10 @@ IO_BLOCK_NBYTES = 16 << 20  # a larger request is split, so that several workers
 class IOStatistics:
     """Counts since the backend was opened."""
 
-    read_requests: int = 0
-    write_requests: int = 0
     read_nbytes: int = 0
     write_nbytes: int = 0
     in_flight_requests: int = 0
     in_flight_nbytes: int = 0
-    peak_in_flight_nbytes: int = 0
-    failed_requests: int = 0
-    continued_transfers: int = 0  # short reads and writes that were completed, calls retried
 
 
 class IOBackend(ABC):
@@ -231,11 +226,6 @@ class IOBackend(ABC):
             self.watch.began(piece)
             return True
 
-    def _rests(self, piece: IOPiece) -> None:
-        """Record that the call has ended and that another one is needed later."""
-        with self._books:
-            self._returned(piece)
-
     def _goes_on(self, piece: IOPiece) -> bool:
         """Record that the call has ended and another moves the rest. False where it must not."""
         with self._books:
@@ -252,21 +242,16 @@ class IOBackend(ABC):
 
     def _piece_ended(self, piece: IOPiece) -> None:
         """Book a piece that is moved, failed or skipped; the last one finishes the request."""
-        if self._count_piece(piece):
-            self._end(piece.request)
-
-    def _count_piece(self, piece: IOPiece) -> bool:
-        """Book a piece like `_piece_ended`; return whether the request has to be ended now."""
         request = piece.request
         with self._books:
             self._returned(piece)
             piece.ended = True
-            self._statistics.continued_transfers += piece.continued
             request.pieces_left -= 1
             last = not (request.pieces_left or request.finished)
             request.finished = request.finished or last
             self._meter.note(asked=-last)
-        return last
+        if last:
+            self._end(request)
 
     def _finish(self, request: IORequest) -> None:
         """End a request whose pieces have ended, or were never begun."""
@@ -317,7 +302,6 @@ class IOBackend(ABC):
                 return False
             request.read_again, request.finished = True, False
             request.pieces_left = 1
-            self._statistics.continued_transfers += 1
             self._meter.note(asked=1)
         _log.warning("reading once more: %s", error)
         try:
@@ -412,20 +396,15 @@ class IOBackend(ABC):
             self._meter.note(asked=1)
             statistics.in_flight_requests += 1
             statistics.in_flight_nbytes += nbytes
-            if statistics.in_flight_nbytes > statistics.peak_in_flight_nbytes:
-                statistics.peak_in_flight_nbytes = statistics.in_flight_nbytes
 
     def _count_off(self, request: IORequest) -> None:
         with self._books:
             statistics, nbytes = self._statistics, request.buffer.nbytes
             del self._in_flight[request]
             moved_nbytes = nbytes if request.error is None else 0
-            statistics.failed_requests += request.error is not None
             if request.operation is Operation.READ:
-                statistics.read_requests += 1
                 statistics.read_nbytes += moved_nbytes
             else:
-                statistics.write_requests += 1
                 statistics.write_nbytes += moved_nbytes
             statistics.in_flight_requests -= 1
             statistics.in_flight_nbytes -= nbytes

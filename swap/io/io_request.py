@@ -105,7 +105,6 @@ class IOPiece:
     moved_nbytes: int = 0
     retries: int = 0  # since the last progress
     interrupts: int = 0
-    continued: int = 0
     begun: bool = False  # `before` has run and the request is cut
     moving: bool = False  # a call is under way
     ended: bool = False
@@ -137,7 +136,6 @@ class IOPiece:
                 "it was truncated"
             )
         if self.moved_nbytes + count < self.nbytes:
-            self.continued += 1
             count -= self._ragged(count)
         self.moved_nbytes += count
         if count:
@@ -161,12 +159,10 @@ class IOPiece:
             return 0.0
         if error.errno in (errno.EAGAIN, errno.EBUSY) and self.retries < MAX_RETRIES:
             self.retries += 1
-            self.continued += 1
             return float(_FIRST_PAUSE_S * 2 ** (self.retries - 1))
         reading = self.request.operation is Operation.READ
         if error.errno == errno.EIO and reading and not self.read_again:
             self.read_again = True
-            self.continued += 1
             _log.warning("reading once more, after EIO: %s", self.request.described)
             return 0.0
         name = errno.errorcode.get(error.errno or 0, "error")

@@ -1,12 +1,11 @@
 """One private file per path, in which a tier's extents lie. It vanishes with the process.
 
-The file has no name: it is made with O_TMPFILE, or unlinked as soon as it is made. Runs cannot
-collide, and no other user can open it. Only where a file system gives an unlinked file another name
-(NFS, FUSE) is its folder there until it is closed, and left by a process that is killed; the folder
-is `marked`, and `offload doctor` finds it.
+The file has no name: it is made with O_TMPFILE, or (on NFS, FUSE) unlinked as soon as it is made.
+Runs cannot collide, and no other user can open it. A process that is killed between the two leaves
+an empty file whose name is `marked`: `offload doctor` finds it.
 
-Whatever is asked of the folder or the file, a hand asks: a StuckError where it is not answered for
-`timeout_s`. What comes back later is closed then.
+Whatever is asked of the folder or the file, a timeout thread asks: a StuckError where it is not
+answered for `timeout_s`. What comes back later is closed then.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from offload.swap.io.hands import Call, R, result_of
 from offload.swap.io.io_watch import TIMEOUT_S
 from offload.swap.io.maker_marks import marked
 from offload.swap.io.pinned_folder import PinnedFolder, close
+from offload.swap.io.timeout_thread import TimeoutThread
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.units import format_bytes, in_one_unit, round_up
@@ -38,19 +37,6 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # O_TMPFILE: EISDIR on kernels that do not know it, the others from file systems
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-
-
-class FileCall(Call[R]):
-    """A call on a swap file or its folder; its messages name `operation`, then the path."""
-
-    stuck_message = (
-        "%s has not ended for %.3g s: the device or its server does not answer, see `dmesg`; go on "
-        "from the last checkpoint with a new engine, once the device answers or with another "
-        "folder in nvme.paths; where it is only slow, raise nvme.timeout_s"
-    )
-
-    def __str__(self) -> str:
-        return f"{self.operation} {self.path}"
 
 
 @dataclass(frozen=True)
@@ -70,8 +56,8 @@ def check_directory(
     Raises PathError if the parent is missing, it is no directory, it is not writable, it is another
     user's or others could replace our files in it, or less than `needed_nbytes` are free.
     """
-    call = FileCall("looking at", path, _check_directory, path, needed_nbytes)
-    return result_of(call, timeout_s)
+    call = TimeoutThread("looking at", path, _check_directory, path, needed_nbytes)
+    return call.result(timeout_s)
 
 
 def _check_directory(path: str | os.PathLike[str], needed_nbytes: int) -> DirectoryReport:
@@ -100,8 +86,7 @@ def _checked(path: str | os.PathLike[str]) -> PinnedFolder:
 
 def free_space(path: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> int:
     """Bytes this user can still write where `path` is. OSError."""
-    call = FileCall("asking for the free space of", path, _free_space, path)
-    return result_of(call, timeout_s)
+    return TimeoutThread("asking for the free space of", path, _free_space, path).result(timeout_s)
 
 
 def _free_space(path: str | os.PathLike[str] | int) -> int:
@@ -128,18 +113,18 @@ def file_system_of(path: Path) -> str:
 
 def direct_refusal(path: str | os.PathLike[str]) -> str | None:
     """The reason why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
-    return result_of(FileCall("making a swap file in", path, _direct_refusal, path), TIMEOUT_S)
+    return TimeoutThread("making a swap file in", path, _direct_refusal, path).result(TIMEOUT_S)
 
 
 def _direct_refusal(path: str | os.PathLike[str]) -> str | None:
     with _checked(path) as folder:
-        file = _Unnamed(folder)
+        fd = _unnamed_file(folder)
     try:
-        _probe_direct(file.fd)
+        _probe_direct(fd)
     except OSError as error:
         return error.strerror or str(error)
     finally:
-        file.close()
+        close(fd)
     return None
 
 
@@ -147,8 +132,7 @@ class SwapFile:
     """A private file in `directory`, of which `nbytes` are reserved on the device.
 
     `fd` is for a backend to read and write; `o_direct` says whether that goes past the page
-    cache, which needs memory aligned to `memory_alignment` and offsets and lengths to
-    `offset_alignment`; both are 1 where any will do. Not thread-safe; the fd is.
+    cache, which needs memory, offsets and lengths in whole pages. Not thread-safe; the fd is.
     """
 
     def __init__(
@@ -158,16 +142,14 @@ class SwapFile:
         """Creates the file; blocks for two page-sized probes. Raises PathError."""
         self.fd = -1
         self._timeout_s = timeout_s
-        self._file: _Unnamed | None = None
-        self._left: FileCall[None] | None = None  # a call that has not returned when it should
+        self._open_fd = -1  # until it is closed, which may be later than `close`
+        self._left: TimeoutThread[None] | None = None  # a call that has not returned when it should
         self.nbytes = 0
         self.o_direct = False
-        self.memory_alignment = 1
-        self.offset_alignment = 1
         self._preallocates = True
-        call = FileCall("making a swap file in", directory, self._make, directory, direct)
+        call = TimeoutThread("making a swap file in", directory, self._make, directory, direct)
         try:
-            result_of(call, timeout_s)
+            call.result(timeout_s)
         except BaseException:
             if not call.when_returned(self._close_file):
                 self.close()
@@ -177,8 +159,7 @@ class SwapFile:
         with _checked(directory) as folder:
             self.directory = folder.path
             self.path = f"{self.directory}/<swap file>"  # for errors; it has no name
-            self._file = _Unnamed(folder)
-        self.fd = self._file.fd
+            self.fd = self._open_fd = _unnamed_file(folder)
         try:
             if direct:
                 self._go_direct()
@@ -201,9 +182,10 @@ class SwapFile:
             return
         if self._left is not None and not self._left.has_returned:
             raise self._left.stuck()
-        call = FileCall(f"reserving {format_bytes(more)} for", self.path, self._reserve, nbytes)
+        what = f"reserving {format_bytes(more)} for"
+        call = TimeoutThread(what, self.path, self._reserve, nbytes)
         try:
-            result_of(call, self._timeout_s)
+            call.result(self._timeout_s)
         except BaseException:
             if not call.has_returned:
                 self._left = call
@@ -223,17 +205,16 @@ class SwapFile:
         """Close the file, whose bytes are gone with that. Calling it again does nothing. A call
         that does not return is left, and logged: nothing is lost with it."""
         self.fd = -1
-        if self._file is None or (self._left and self._left.when_returned(self._close_file)):
+        if self._open_fd < 0 or (self._left and self._left.when_returned(self._close_file)):
             return  # its number must not be another file's while that call is under way
         try:
-            result_of(FileCall("closing", self.path, self._close_file), self._timeout_s)
+            TimeoutThread("closing", self.path, self._close_file).result(self._timeout_s)
         except StuckError as error:
             _log.error("%s", error)
 
     def _close_file(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        fd, self._open_fd = self._open_fd, -1
+        close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +228,7 @@ class SwapFile:
     def _go_direct(self) -> None:
         """Switch O_DIRECT on if a real write and read succeed with it, else log the reason."""
         try:
-            found = _probe_direct(self.fd)
+            _probe_direct(self.fd)
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise self._growth_error(PAGE_NBYTES, error) from error
@@ -263,7 +244,6 @@ class SwapFile:
             )  # fmt: skip
             return
         self.o_direct = True
-        self.memory_alignment, self.offset_alignment = found
 
     def _grow(self, nbytes: int) -> None:
         if self._preallocates:
@@ -303,132 +283,73 @@ class SwapFile:
         )  # fmt: skip
 
 
-class _Unnamed:
-    """A new file without a name, mode 0600: its descriptor, and the folder to remove with it."""
-
-    def __init__(self, folder: PinnedFolder) -> None:
-        """Raises PathError if the file cannot be made."""
-        self.fd = -1
-        self._private = ""  # our folder in `_outer`, where it could not be removed yet
-        self._outer = -1
-        self._path = folder.path
-        try:
-            self._open(folder)
-            self._check_private()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError):
-                raise PathError(
-                    f"nvme.paths: a file cannot be created in {folder.path}: {error.strerror}; "
-                    "name another path"
-                ) from error
-            raise
-
-    def _open(self, folder: PinnedFolder) -> None:
-        try:
-            # O_EXCL: it cannot be given a name later on (linkat), either.
-            flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-            self.fd = os.open(".", flags, 0o600, dir_fd=folder.fd)
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
-            self._open_and_unlink(folder)
-
-    def _open_and_unlink(self, folder: PinnedFolder) -> None:
-        """Make the file without O_TMPFILE (NFS, FUSE): named for an instant, in a 0700 folder."""
-        self._private = marked("offload-swap")
-        self._outer = os.dup(folder.fd)
-        os.mkdir(self._private, 0o700, dir_fd=self._outer)
-        try:
-            opened = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            inner = os.open(self._private, opened, dir_fd=self._outer)
-            try:
-                flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
-                self.fd = os.open("swap", flags, 0o600, dir_fd=inner)
-                os.unlink("swap", dir_fd=inner)
-                if os.fstat(self.fd).st_uid != os.fstat(inner).st_uid:
-                    raise OSError(errno.EPERM, "another user has put a folder in place of ours")
-            finally:
-                close(inner)
-        finally:
-            self._forget_folder(in_use=self.fd >= 0)
-
-    def _forget_folder(self, *, in_use: bool) -> None:
-        """Remove our folder. `in_use`: the file system may keep the open file there, renamed."""
-        if not self._private:
-            return
-        try:
-            os.rmdir(self._private, dir_fd=self._outer)
-        except FileNotFoundError:
-            pass  # another process has removed it
-        except OSError as error:
-            if in_use:
-                return
-            _log.warning(
-                "%s/%s stays: %s; `offload doctor --clean %s` removes it",
-                self._path, self._private, error.strerror, self._path,
-            )  # fmt: skip
-        self._private = ""
-        outer, self._outer = self._outer, -1
-        close(outer)
-
-    def _check_private(self) -> None:
-        mode = stat.S_IMODE(os.fstat(self.fd).st_mode)
-        if mode & 0o077:
-            _log.warning(
-                "%s (%s) gives files the mode %04o whatever they are made with: other users may be "
-                "able to open swap files there; mount it with umask=077, or name another folder",
-                self._path, file_system_of(self._path), mode,
-            )  # fmt: skip
-
-    def close(self) -> None:
-        """Close the file, whose bytes are gone with that. Calling it again does nothing."""
-        fd, self.fd = self.fd, -1
+def _unnamed_file(folder: PinnedFolder) -> int:
+    """The descriptor of a new file without a name, mode 0600. Raises PathError."""
+    fd = -1
+    try:
+        fd = _open_unnamed(folder)
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    except OSError as error:
         close(fd)
-        self._forget_folder(in_use=False)
+        raise PathError(
+            f"nvme.paths: a file cannot be created in {folder.path}: {error.strerror}; "
+            "name another path"
+        ) from error
+    if mode & 0o077:
+        _log.warning(
+            "%s (%s) gives files the mode %04o whatever they are made with: other users may be "
+            "able to open swap files there; mount it with umask=077, or name another folder",
+            folder.path, file_system_of(folder.path), mode,
+        )  # fmt: skip
+    return fd
 
 
-def _probe_direct(fd: int) -> tuple[int, int]:
-    """Set O_DIRECT on `fd` and return the memory and offset alignments it needs.
+def _open_unnamed(folder: PinnedFolder) -> int:
+    try:
+        # O_EXCL: it cannot be given a name later on (linkat), either.
+        flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+        return os.open(".", flags, 0o600, dir_fd=folder.fd)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    return _unlinked_file(folder)
 
-    Leaves `fd` as it was and raises OSError if page-aligned I/O fails. Only a real transfer
-    tells: some file systems accept the flag and refuse the write.
+
+def _unlinked_file(folder: PinnedFolder) -> int:
+    """Where the file system has no O_TMPFILE, the file has a name for an instant."""
+    name = marked("offload-swap")
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=folder.fd)
+    try:
+        os.unlink(name, dir_fd=folder.fd)
+    except BaseException:
+        close(fd)
+        raise
+    return fd
+
+
+def _probe_direct(fd: int) -> None:
+    """Set O_DIRECT on `fd`, if page-aligned I/O works with it.
+
+    Else leaves `fd` as it was and raises OSError. Only a real transfer tells: some file systems
+    accept the flag and refuse the write.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         # Not closed by hand: the traceback of a refusal still refers to it.
-        pages = memoryview(mmap.mmap(-1, 2 * PAGE_NBYTES))
-        _write_and_read(fd, pages[:PAGE_NBYTES], 0)
-        memory_alignment = _smallest_accepted(fd, pages, in_memory=True)
-        offset_alignment = _smallest_accepted(fd, pages, in_memory=False)
+        _write_and_read(fd, memoryview(mmap.mmap(-1, PAGE_NBYTES)))
     except OSError:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         raise
     finally:
         os.ftruncate(fd, 0)
-    return memory_alignment, offset_alignment
 
 
-def _smallest_accepted(fd: int, pages: memoryview, *, in_memory: bool) -> int:
-    """The smallest power of two, up to a page, that transfers may be misaligned by."""
-    for alignment in (1, 4, 512):
-        shift = alignment if in_memory else 0
-        nbytes = PAGE_NBYTES if in_memory else alignment
-        try:
-            _write_and_read(fd, pages[shift : shift + nbytes], 0 if in_memory else alignment)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        else:
-            return alignment
-    return PAGE_NBYTES
-
-
-def _write_and_read(fd: int, page: memoryview, offset_bytes: int) -> None:
+def _write_and_read(fd: int, page: memoryview) -> None:
     """Write and read a page. Raises OSError, EINVAL also if fewer bytes moved."""
-    wrote = os.pwritev(fd, [page], offset_bytes)
-    read = os.preadv(fd, [page], offset_bytes)
+    wrote = os.pwritev(fd, [page], 0)
+    read = os.preadv(fd, [page], 0)
     if (wrote, read) != (page.nbytes, page.nbytes):
         raise OSError(errno.EINVAL, f"{wrote} bytes written and {read} read of {page.nbytes}")
 

@@ -11,7 +11,7 @@ The states are not stored but follow from what is in flight, so they cannot disa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,8 +21,7 @@ from offload.swap.io.block_store import BlockStore, StoredBlock
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
-from offload.swap.states.snapshot import FileSnapshot, Snapshot
-from offload.swap.states.state import HostPiece
+from offload.swap.states.state import HostPiece, Snapshot
 from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
 from offload.swap.threads.transfer import Failure, Transfer, is_stuck
 from offload.tiers.errors import OffloadError, StateError, TierFullError
@@ -413,6 +412,35 @@ class FileState(SlotState):
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure.observe()
+
+
+class FileSnapshot:
+    """A snapshot of blocks in a store: versions that stay until they are let go, whatever is written
+    meanwhile, and take room beside the new ones. Its reads come after those of the model and of
+    updates."""
+
+    is_versioned = True
+
+    def __init__(self, store: BlockStore, blocks: Sequence[StoredBlock]) -> None:
+        """The lock must be held, or the blocks might be freed before they are kept."""
+        self._store = store
+        self._blocks: list[StoredBlock | None] = list(blocks)
+        for block in blocks:
+            store.keep(block)
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return None
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        block = self._blocks[piece]
+        assert block is not None, "not let go yet"
+        pages = destination.numpy().data[: round_up(block.nbytes, PAGE_NBYTES)]
+        return self._store.read(block, pages, priority=Priority.BACKGROUND)
+
+    def let_go(self, piece: int) -> None:
+        block, self._blocks[piece] = self._blocks[piece], None
+        if block is not None:
+            self._store.let_go(block)
 
 
 def _wait_all(transfers: list[Transfer[None]]) -> None:

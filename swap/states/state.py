@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,6 @@ from offload.swap.device.streams import CopyMark
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.codec import Codec
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.snapshot import MemorySnapshot, Snapshot
 from offload.swap.threads.shield import uninterrupted
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
@@ -68,6 +68,25 @@ class Undoable(Protocol):
     def go_back(self) -> None:
         """Restore the bytes from the time of `keep_old`. Waits for what is on its way; for callers
         that have no view of what was written."""
+        ...
+
+
+class Snapshot(Protocol):
+    """A state's bytes as they are now, piece by piece, for a reader that takes its time.
+    Thread-safe. Each piece is let go once."""
+
+    is_versioned: bool  # the state may be overwritten meanwhile
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        """The piece in host memory; None where it has to be read."""
+        ...
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        """Fill `destination` (host memory, whole pages, at least the piece's bytes)."""
+        ...
+
+    def let_go(self, piece: int) -> None:
+        """Let go of a piece that is not needed any more. Idempotent."""
         ...
 
 
@@ -359,3 +378,24 @@ class MemoryState(State):
         self.drop_old()
         if self._lease is not None:
             self._lease.free()
+
+
+class MemorySnapshot:
+    """A snapshot of a home in host memory, which is the home itself: a piece must not be overwritten
+    before it was let go."""
+
+    is_versioned = False
+
+    def __init__(self, piece_of: Callable[[int], HostPiece]) -> None:
+        self._piece_of = piece_of
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return self._piece_of(piece)
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        found = self._piece_of(piece).view
+        destination[: found.numel()].copy_(found)
+        return Transfer.completed(None)
+
+    def let_go(self, piece: int) -> None:
+        """Do nothing: the memory is the home's."""

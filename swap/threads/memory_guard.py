@@ -22,8 +22,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.threads.shield import uninterrupted
@@ -36,7 +36,6 @@ _FASTEST = 4 << 30  # bytes per second at which others take memory
 _LEAST_S, _MOST_S = 0.05, 1.0  # between two looks
 _AT_ONCE_NBYTES = 64 << 20  # given back with the lock held
 _CALM_S = 30.0  # nothing had to be given up, and it is said that there is room again
-_STALLED = 0.2  # of the time in which no task went on for want of memory: others are killed for 0.5
 
 _GIVES_BACK = (
     "%s: copies of states give up room, and less is fetched ahead (the host tier takes %s of %s "
@@ -78,15 +77,6 @@ class Headroom:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineMemory:
-    """All limits at one moment, and the microseconds for which all tasks have waited for memory
-    since the start (PSI), by the file that reports them."""
-
-    limits: tuple[Headroom, ...]
-    stalled_us: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryGuardReport:
     """`limit_nbytes` of the host tier are used for copies and what is needed now; None: all of it.
     `free_nbytes` of `of_nbytes` were left of the tightest limit, `where`, at the last look.
@@ -113,17 +103,16 @@ class MemoryGuard:
     """Keeps the copies of one pool within the available RAM. `close` ends its thread."""
 
     def __init__(
-        self, pool: SlotPool, read: Callable[[], MachineMemory], *, sharing: int = 1,
+        self, pool: SlotPool, read: Callable[[], Sequence[Headroom]], *, sharing: int = 1,
         trim: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        """`sharing` processes guard their own copies side by side. `trim` returns memory that the C
+        """`read` gives all limits as they are now. `sharing` processes guard their own copies side by side. `trim` returns memory that the C
         library keeps."""
         self._pool = pool
         self._read = read
         self._sharing = sharing
         self._trim = trim
         self._looking = threading.Lock()
-        self._stalled: tuple[float, Mapping[str, int]] | None = None  # when, and how long by then
         self._tightest = Headroom("RAM", 0, 0, 0, 0)
         self._given_back = self._times = 0
         self._held_at: float | None = None  # when something was given up last, until that is over
@@ -166,23 +155,19 @@ class MemoryGuard:
         """Set the limit by what is left now, and give up what is beyond it. Returns the limit of
         the machine that is about to be passed, if nothing is left to give up."""
         with self._looking:
-            state = self._read()
-            self._tightest = at = min(state.limits, key=lambda each: each.spare_nbytes)
-            touched = self._pool.tier.touched_nbytes
-            spare, why = at.spare_nbytes, f"{at}, {format_bytes(at.reserve_nbytes)} should be"
-            if self._is_stalled(state.stalled_us):
-                spare = min(spare, -(touched // 16))
-                why = "all tasks have waited for memory for a fifth of the last second (PSI)"
+            limits = self._read()
+            self._tightest = at = min(limits, key=lambda each: each.spare_nbytes)
+            touched, spare = self._pool.tier.touched_nbytes, at.spare_nbytes
             least = 0 if self._pool.tier.gives_back else touched  # giving up would free nothing
             limit = max(least, touched + (spare // 2 // self._sharing if spare > 0 else spare))
             if spare < 0:
-                self._hold(limit, why)
+                self._hold(limit, at)
             else:
                 self._allow(limit, at)
-            self.short = self._short(state)
+            self.short = self._short(limits)
             return self.short
 
-    def _hold(self, limit: int, why: str) -> None:
+    def _hold(self, limit: int, at: Headroom) -> None:
         now, tier = time.monotonic(), self._pool.tier
         before = tier.touched_nbytes
         self._pool.keep_within(limit)
@@ -195,7 +180,8 @@ class MemoryGuard:
         if self._held_at is None:
             _log.warning(
                 _GIVES_BACK if tier.gives_back else _IS_PINNED,
-                why, format_bytes(tier.touched_nbytes), format_bytes(tier.arena.nbytes),
+                f"{at}, {format_bytes(at.reserve_nbytes)} should be",
+                format_bytes(tier.touched_nbytes), format_bytes(tier.arena.nbytes),
             )  # fmt: skip
         self._held_at = now
 
@@ -221,25 +207,12 @@ class MemoryGuard:
                     tier.give_back(start, end)
                 start = end
 
-    def _short(self, state: MachineMemory) -> Headroom | None:
-        worst = max(state.limits, key=lambda each: each.missing_nbytes)
+    def _short(self, limits: Sequence[Headroom]) -> Headroom | None:
+        worst = max(limits, key=lambda each: each.missing_nbytes)
         if not worst.missing_nbytes:
             return None
         has_more = self._pool.tier.gives_back and self._pool.has_more_to_give()
         return None if has_more else worst
-
-    def _is_stalled(self, now_us: Mapping[str, int]) -> bool:
-        """Whether tasks waited for a fifth of the time since the last check, at least a second."""
-        now = time.monotonic()
-        if self._stalled is None:
-            self._stalled = now, now_us
-            return False
-        since, before = self._stalled
-        if now - since < _MOST_S:
-            return False
-        self._stalled = now, now_us
-        most = max((us - before.get(name, us) for name, us in now_us.items()), default=0)
-        return most >= _STALLED * (now - since) * 1e6
 
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:

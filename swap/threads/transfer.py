@@ -118,24 +118,6 @@ class Transfer(Generic[T]):
                 return
         callback(self)
 
-    def map(self, function: Callable[[T], U], what: object = None) -> Transfer[U]:
-        """A transfer of `function(value)`, applied in the completing thread; errors pass on."""
-        result: Transfer[U] = Transfer(self.what if what is None else what, self.lane)
-
-        def settle(source: Transfer[T]) -> None:
-            if source._failure is not None:
-                result.spread(source._failure)
-                return
-            try:
-                value = function(cast(T, source._value))
-            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-                result.fail(error)
-            else:
-                result.complete(value)
-
-        self.then(settle)
-        return result
-
     # ---- for the one who moves the bytes
 
     @classmethod
@@ -268,16 +250,6 @@ class UnobservedErrors:
             self._failures = [kept for kept in self._failures if not kept.observed]
             if all(kept is not failure for kept in self._failures):
                 self._failures.append(failure)
-
-    def watch(self, transfer: Transfer[U]) -> Transfer[U]:
-        """Keep the failure of `transfer`, if it comes to one; returns the transfer."""
-
-        def keep_failure(ended: Transfer[U]) -> None:
-            if ended.failure is not None:
-                self.keep(ended.failure)
-
-        transfer.then(keep_failure)
-        return transfer
 
     def raise_first(self) -> None:
         """Raise the first failure that was not seen, with a count of the others, and forget all."""

@@ -19,10 +19,10 @@ import pytest
 
 import offload
 from offload.errors import OffloadError, StuckError
-from offload.swap.io import hands, pinned_folder, swap_file
+from offload.swap.io import pinned_folder, swap_file
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
-from tests.stuck_calls import HAND, all_ended
+from tests.stuck_calls import HAND, all_ended, give_up_this_call
 
 DATA = batches(2)
 CALLS = (
@@ -55,7 +55,7 @@ class FaultyOS:
         """As if it did not return for ever, and nobody waits for so long."""
         is_patient = threading.current_thread().name == HAND
         assert is_patient, f"{self.hit} would be waited for without an end"
-        hands.hand_call().give_up()
+        give_up_this_call()
         assert self._released.wait(RELEASE_S)
 
     def __getattr__(self, name: str) -> Any:

@@ -19,7 +19,7 @@ MEMINFO = (
 
 
 def limits(root: Path) -> list[Headroom]:
-    return list(MemoryReader(root)().limits)
+    return MemoryReader(root)()
 
 
 def v2(tmp_path: Path, **files: str) -> Path:
@@ -35,10 +35,6 @@ def v2(tmp_path: Path, **files: str) -> Path:
         f"{here}.swap.current": "0\n",
         f"{here}.stat": (
             f"anon 5\ninactive_file {GIB // 4}\nactive_file {GIB // 4}\nfile_mapped {GIB // 8}\n"
-        ),
-        f"{here}.pressure": (
-            "some avg10=1.00 avg60=0.00 avg300=0.00 total=900\n"
-            "full avg10=0.00 avg60=0.00 avg300=0.00 total=700\n"
         ),
     }
     return put(tmp_path, made | {f"{here}.{name}": text for name, text in files.items()})
@@ -96,18 +92,11 @@ def test_of_v1_memory_and_swap_have_a_limit_together(tmp_path: Path, both: int, 
     assert limit.last_nbytes == limit.room_nbytes + swap
 
 
-def test_stalls_are_read_of_the_machine_and_of_the_cgroup(tmp_path: Path) -> None:
-    stalls = MemoryReader(v2(tmp_path))().stalled_us
-    assert list(stalls.values()) == [700]
-    put(tmp_path, {"proc/pressure/memory": "some avg10=0.00 total=9\nfull avg10=0.00 total=4\n"})
-    assert sorted(MemoryReader(tmp_path)().stalled_us.values()) == [4, 700]
-
-
 def test_a_process_that_is_moved_to_another_cgroup_is_followed(tmp_path: Path) -> None:
     read = MemoryReader(v2(tmp_path))
-    assert len(read().limits) == 2
+    assert len(read()) == 2
     put(tmp_path, {"proc/self/cgroup": "0::/other\n", "sys/fs/cgroup/other/memory.max": "max\n"})
-    assert len(read().limits) == 1
+    assert len(read()) == 1
 
 
 def test_this_machine_can_be_read() -> None:

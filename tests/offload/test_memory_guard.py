@@ -19,7 +19,7 @@ from torch import Tensor
 
 import offload
 from offload.errors import LowMemoryError
-from offload.swap.threads.memory_guard import Headroom, MachineMemory, MemoryGuard
+from offload.swap.threads.memory_guard import Headroom, MemoryGuard
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
@@ -45,8 +45,8 @@ class Machine:
     def __init__(self) -> None:
         self.now = PLENTY
 
-    def __call__(self) -> MachineMemory:
-        return MachineMemory((self.now,))
+    def __call__(self) -> list[Headroom]:
+        return [self.now]
 
     def has(self, spare_nbytes: int, *, last_nbytes: int = 1 << 40) -> None:
         reserve = 64 * MIB

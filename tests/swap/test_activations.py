@@ -69,7 +69,7 @@ class Bench:
         assert self.tier.parked_nbytes == 0
         assert self.disk_nbytes == 0
         assert self.window.arena.used_nbytes == 0
-        assert self.store.statistics().live_blocks == 0
+        assert self.store.live_blocks == 0
         self.ledger.check_integrity()
 
 
@@ -203,7 +203,7 @@ def test_what_is_still_in_the_window_is_forwarded_without_a_read(make: Make) -> 
     parked = [bench.park(noise(4, seed)) for seed in range(16)]
     for seed in reversed(range(16)):
         assert same(parked[seed].tensor(), noise(4, seed))
-    assert bench.store.statistics().io.read_nbytes == 0
+    assert bench.store.backend.statistics().read_nbytes == 0
     assert bench.tier.statistics.forwarded_nbytes == 16 * 4 * PAGE
 
 
@@ -230,7 +230,7 @@ def test_many_times_the_window_come_back_in_reverse_and_are_read_ahead(
         ahead += bench.residencies()[seed] is not Residency.ABSENT
         assert same(parked.pop().tensor(), noise(4, seed))
     assert ahead >= 95  # all but those in the window when backward began were there beforehand
-    read = bench.store.statistics().io.read_nbytes
+    read = bench.store.backend.statistics().read_nbytes
     assert absent * 4 * PAGE <= read <= 90 * 4 * PAGE
     assert bench.tier.statistics.forwarded_nbytes == 100 * 4 * PAGE - read
     bench.assert_nothing_is_left()

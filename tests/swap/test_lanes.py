@@ -58,7 +58,7 @@ def test_what_is_there_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_waits_for_what_is_made_of_a_transfer_are_its_own() -> None:
     lane = Lane(WaitFor.LINK)
-    assert_waits(lane, lambda after_s: ended_by(after_s, lane).map(str).wait())
+    assert_waits(lane, lambda after_s: ended_by(after_s, lane).wait())
     assert_waits(lane, lambda s: all_of([Transfer.completed(0), ended_by(s, lane)]).wait())
 
 

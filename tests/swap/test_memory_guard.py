@@ -11,7 +11,7 @@ import pytest
 
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.threads import memory_guard
-from offload.swap.threads.memory_guard import Headroom, MachineMemory, MemoryGuard
+from offload.swap.threads.memory_guard import Headroom, MemoryGuard
 from offload.tiers.errors import LowMemoryError
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
@@ -71,12 +71,10 @@ class Machine:
         self.tier, self.reserve = tier, reserve
         self.others = 0
         self.nbytes = 32 * MIB
-        self.stalled_us = 0
 
-    def __call__(self) -> MachineMemory:
+    def __call__(self) -> list[Headroom]:
         left = max(0, self.nbytes - self.others - self.tier.touched_nbytes)
-        ram = Headroom("RAM", self.nbytes, left, left, self.reserve)
-        return MachineMemory((ram,), {"memory": self.stalled_us})
+        return [Headroom("RAM", self.nbytes, left, left, self.reserve)]
 
 
 @pytest.fixture
@@ -107,7 +105,7 @@ def test_what_is_given_up_is_what_is_missing_and_is_needed_last(
     guard.look()
     assert [copy.lease is None for copy in copies] == [False] * 11 + [True]
     assert pool.tier.touched_nbytes == 11 * MIB
-    assert machine().limits[0].spare_nbytes >= 0
+    assert machine()[0].spare_nbytes >= 0
     assert guard.report().given_back_nbytes == MIB
     guard.look()  # it is enough now
     assert guard.report().times == 1
@@ -176,7 +174,7 @@ def test_others_that_take_and_leave_find_the_reserve_whole_and_the_books_balance
         machine.others = drawn.randint(0, 29 * MIB)
         settle(guard)
         copies = [copy for copy in copies if copy.lease is not None]
-        assert machine().limits[0].spare_nbytes >= 0
+        assert machine()[0].spare_nbytes >= 0
         for _ in range(drawn.randrange(4)):
             with pool.lock:
                 if pool.tier.fits(MIB) and (pool.limit_nbytes is None or drawn.random() < 0.2):
@@ -235,29 +233,10 @@ def test_swap_and_a_limit_that_only_slows_are_no_reason_to_refuse(
     pool: SlotPool, machine: Machine
 ) -> None:
     here = Headroom("cgroup", 32 * MIB, 0, 8 * MIB, 2 * MIB)
-    guard = MemoryGuard(pool, lambda: MachineMemory((machine().limits[0], here)))
+    guard = MemoryGuard(pool, lambda: [machine()[0], here])
     assert guard.look() is None
     assert pool.limit_nbytes == 0
     assert guard.report().where == "cgroup"
-
-
-def test_stalls_of_all_tasks_make_copies_give_way_though_much_is_left(
-    pool: SlotPool, copies: list[Copy], machine: Machine, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    clock = iter(range(100))
-    monkeypatch.setattr(memory_guard.time, "monotonic", lambda: float(next(clock)))
-    machine.nbytes = 1 << 30
-    guard = MemoryGuard(pool, machine)
-    guard.look()
-    assert guard.report().times == 0
-    machine.stalled_us = 10_000_000
-    guard.look()
-    assert guard.report().times == 1
-    assert pool.tier.touched_nbytes < 12 * MIB
-    assert "all tasks have waited for memory for a fifth of the last second (PSI)" in caplog.text
-    guard.look()  # no more of them since
-    assert guard.report().times == 1
 
 
 def test_pinned_memory_grows_no_more_and_its_copies_stay(
@@ -296,7 +275,7 @@ def test_a_reading_that_fails_ends_nothing(
 ) -> None:
     asked = threading.Semaphore(0)
 
-    def read() -> MachineMemory:
+    def read() -> list[Headroom]:
         asked.release()
         raise OSError("proc is gone")
 

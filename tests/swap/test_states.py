@@ -183,7 +183,7 @@ def test_what_lies_behind_the_edge_is_written_only_with_all_of_it(
 
         def written() -> int:
             state.settle()  # noqa: B023 - called before the next one
-            return places.store.statistics().io.write_nbytes  # noqa: B023
+            return places.store.backend.statistics().write_nbytes  # noqa: B023
 
         expected = content(1, NBYTES)
         fill(state, expected)

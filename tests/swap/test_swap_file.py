@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from offload.swap.io import hands, swap_file
+from offload.swap.io import swap_file, timeout_thread
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.measure import measure_bandwidth
 from offload.swap.io.swap_file import SwapFile, check_directory, file_system_of
@@ -24,7 +24,7 @@ from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from tests.aio import IO_BACKENDS
-from tests.stuck_calls import all_ended
+from tests.stuck_calls import all_ended, give_up_this_call
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -245,7 +245,7 @@ class Held:
     def _held(self, *args: Any) -> None:
         self.entered.set()
         if self._gives_up:
-            hands.hand_call().give_up()
+            give_up_this_call()
         assert self._go_on.wait(60)
         self._real(*args)
 
@@ -263,7 +263,7 @@ def test_a_stuck_reservation_is_not_waited_for_twice_and_the_file_grows_once_it_
         with pytest.raises(StuckError, match="reserving 8") as caught:
             file.reserve(8192)
         assert caught.value.path == file.path
-        monkeypatch.setattr(swap_file, "result_of", None)  # nothing else is asked
+        monkeypatch.setattr(swap_file, "TimeoutThread", None)  # nothing else is asked
         with pytest.raises(StuckError, match="reserving 8"):
             file.reserve(4096)
         assert file.nbytes == 0
@@ -292,7 +292,7 @@ def test_a_file_is_closed_when_a_stuck_call_on_it_returns_and_not_before(
 def test_a_ctrl_c_amid_a_stuck_reservation_comes_through(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hands, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(timeout_thread, "_PATIENCE_S", 0.1)
     held = Held(directory, monkeypatch, gives_up=False)
     main = threading.main_thread().ident
     assert main is not None

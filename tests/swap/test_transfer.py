@@ -110,14 +110,6 @@ def test_an_error_in_a_callback_is_not_lost() -> None:
         transfer.wait()
 
 
-def test_map_applies_the_function_and_passes_errors_on() -> None:
-    assert Transfer.completed(2).map(lambda value: value + 1).wait() == 3
-    with pytest.raises(StorageError, match="gone"):
-        failing().map(lambda value: value + 1).wait()
-    with pytest.raises(ZeroDivisionError):
-        Transfer.completed(0).map(lambda value: 1 // value).wait()
-
-
 def test_all_of_keeps_the_order_and_ends_with_the_last() -> None:
     first: Transfer[int] = Transfer("first")
     second: Transfer[int] = Transfer("second")
@@ -139,19 +131,25 @@ def test_all_of_raises_the_first_error_only_when_nothing_moves_any_more() -> Non
     assert any("second" in note for note in caught.value.__notes__)
 
 
+def kept(errors: UnobservedErrors, transfer: Transfer[int]) -> Transfer[int]:
+    assert transfer.failure is not None
+    errors.keep(transfer.failure)
+    return transfer
+
+
 def test_an_error_nobody_waited_for_is_raised_once() -> None:
     errors = UnobservedErrors()
-    errors.watch(failing("unseen"))
+    kept(errors, failing("unseen"))
     with pytest.raises(StorageError, match="unseen"):
         errors.raise_first()
     errors.raise_first()
 
 
-def test_an_error_somebody_has_seen_is_not_raised_again_also_through_all_of_and_map() -> None:
+def test_an_error_somebody_has_seen_is_not_raised_again_also_through_all_of() -> None:
     errors = UnobservedErrors()
-    one, two = errors.watch(failing()), errors.watch(failing())
+    one, two = kept(errors, failing()), kept(errors, failing())
     with pytest.raises(StorageError):
-        all_of([one.map(str), two.map(str)]).wait()
+        all_of([one, two]).wait()
     errors.raise_first()
 
 

@@ -210,9 +210,9 @@ def test_weights_are_not_written_back(make_homes: Callable[..., Homes]) -> None:
     store = stored(model, homes)
     for state in homes.states:
         state.settle()
-    before = homes.files.statistics().io.write_nbytes
+    before = homes.files.backend.statistics().write_nbytes
     generate(model)
-    assert homes.files.statistics().io.write_nbytes == before
+    assert homes.files.backend.statistics().write_nbytes == before
     store.close()
 
 

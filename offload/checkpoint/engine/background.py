@@ -30,8 +30,7 @@ from offload.checkpoint.format.disk import device_of, free_nbytes, storage_error
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.write_behind import WriteBehind
 from offload.swap.io.block_store import GROWTH_NBYTES
-from offload.swap.states.snapshot import Snapshot
-from offload.swap.states.state import State
+from offload.swap.states.state import Snapshot, State
 from offload.swap.threads.lanes import be_worker
 from offload.swap.threads.latch import Latch
 from offload.swap.threads.shield import uninterrupted

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.swap.states.coded_state import CodedState
-from offload.swap.states.snapshot import Snapshot
-from offload.swap.states.state import HostPiece, State
+from offload.swap.states.state import HostPiece, Snapshot, State
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.host_region import HostRegion

@@ -40,8 +40,7 @@ from offload.checkpoint.format.safetensors_file import (
 )
 from offload.checkpoint.format.write_behind import WriteBehind
 from offload.display.progress import progress
-from offload.swap.states.snapshot import Snapshot
-from offload.swap.states.state import State
+from offload.swap.states.state import Snapshot, State
 from offload.tiers.errors import CheckpointError
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
