@@ -415,9 +415,9 @@ class FileState(SlotState):
 
 
 class FileSnapshot:
-    """A snapshot of blocks in a store: versions that stay until they are let go, whatever is written
-    meanwhile, and take room beside the new ones. Its reads come after those of the model and of
-    updates."""
+    """A snapshot of blocks in a store. These versions stay until they are let go, whatever is
+    written meanwhile, and take room beside the new ones. Its reads come after those of the model
+    and of updates."""
 
     is_versioned = True
 

@@ -381,7 +381,7 @@ class MemoryState(State):
 
 
 class MemorySnapshot:
-    """A snapshot of a home in host memory, which is the home itself: a piece must not be overwritten
+    """A snapshot of a home in host memory. It is the home itself: a piece must not be overwritten
     before it was let go."""
 
     is_versioned = False

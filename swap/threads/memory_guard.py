@@ -106,8 +106,8 @@ class MemoryGuard:
         self, pool: SlotPool, read: Callable[[], Sequence[Headroom]], *, sharing: int = 1,
         trim: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        """`read` gives all limits as they are now. `sharing` processes guard their own copies side by side. `trim` returns memory that the C
-        library keeps."""
+        """`read` gives all limits as they are now. `sharing` processes guard their own copies side
+        by side. `trim` returns memory that the C library keeps."""
         self._pool = pool
         self._read = read
         self._sharing = sharing
