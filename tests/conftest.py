@@ -40,7 +40,7 @@ LONG_FILES = (
     "benchmarks/test_gpu_check.py", "benchmarks/test_gpu_check_parts.py",
     "benchmarks/test_gpu_check_sizes.py",
     "offload/test_activations.py", "offload/test_bench.py", "offload/test_memory.py",
-    "offload/test_parity.py", "offload/test_gpu.py", "offload/test_lagging_kernels.py",
+    "offload/test_parity.py", "offload/test_gpu.py",
     "offload/test_writes.py", "offload/test_frozen_weights.py", "offload/test_mixture_model.py",
     "offload/test_checkpoint_memory.py",
     "offload/test_checkpoint_crash.py", "offload/test_checkpoint_savers.py",

@@ -1,8 +1,7 @@
 """No two accesses to memory race, wherever states live: by happens-before, not by luck.
 
 All placements, activations, in_backward and micro-batches, with memory that is short or is not. See
-tests/swap/happens_before.py for what counts as a race, and test_removed_waits.py for what the
-checker finds where a wait is missing.
+tests/swap/happens_before.py for what counts as a race.
 """
 
 from __future__ import annotations

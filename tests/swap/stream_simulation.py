@@ -116,17 +116,13 @@ class World(Accelerator):
     """The kind of `CUDA` for one test. `model` is the stream that is current by default.
 
     With `eager_model` this CPU does what is no copy, on whatever stream, at once; else tests put
-    work on streams themselves, or `lagging_model` does. With `eager_copies` copies are done as soon
-    as what they wait for.
+    work on streams themselves.
     """
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, *, eager_model: bool, eager_copies: bool = False
-    ) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *, eager_model: bool) -> None:
         super().__init__(CUDA.type, "simulated")
         self.lock = threading.RLock()
         self.streams: list[Stream] = []  # every one that was made
-        self.eager_copies = eager_copies
         self.model = self.new_stream("model", eager=eager_model)
         self.delayed = 0  # copies that did not happen when they were started
         self.watching = threading.Event()  # cleared: no watched copy is done for its watcher
@@ -150,7 +146,7 @@ class World(Accelerator):
 
     # ---------------------------------------------------------------- as an accelerator
     def stream(self, device: torch.device) -> Stream:
-        return self.new_stream("side", eager=self.eager_copies)
+        return self.new_stream("side", eager=False)
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current()

@@ -14,7 +14,7 @@ from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device.device_state import Links, MirroredState
 from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.outbox import Outbox, Pack, runs_of
-from offload.swap.device.streams import CopyMark, CopyStream, WorkStream, mark_here
+from offload.swap.device.streams import CopyMark, CopyStream, mark_here
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import MemoryState
 from offload.swap.threads.ordered import OrderedWork
@@ -83,19 +83,6 @@ def run(stream: CopyStream) -> None:
 
 
 # ------------------------------------------------------------------ slots that change hands
-@pytest.mark.parametrize("pages", [(8, 8), (5, 6), (3, 8)], ids=str)
-def test_a_slot_given_up_is_written_only_after_its_last_reader(bench: Bench, pages):
-    first = bench.mirrored("first", pages[0], 1)
-    second = bench.mirrored("second", pages[1], 2)
-    seen = bench.reads_on_model_stream(first.tensor())
-    run(bench.links.to_device)  # it has arrived; the model's stream is far behind
-    second.bring(next_use=None)
-    assert first.residency() is Residency.ABSENT
-    run(bench.links.to_device)
-    assert torch.equal(seen, torch.full_like(seen, 1))
-    assert second.tensor()[0] == 2
-
-
 def test_a_copy_waits_only_for_readers_of_its_own_range(bench: Bench):
     old = [bench.mirrored(f"old {number}", 4, number + 1) for number in range(2)]
     first = bench.reads_on_model_stream(old[0].tensor())
@@ -117,62 +104,6 @@ def test_a_copy_into_memory_that_nobody_uses_waits_for_nobody(bench: Bench):
     run(bench.links.to_device)
     assert state.residency() is Residency.CLEAN
     assert not reached
-
-
-def test_the_model_reads_a_mirror_only_after_its_arrival(bench: Bench):
-    state = bench.mirrored("state", 4, 7)
-    seen = bench.reads_on_model_stream(state.tensor())
-    bench.world.model.synchronize()
-    assert torch.equal(seen, torch.full_like(seen, 7))
-
-
-def test_a_stale_mirror_is_filled_again_only_after_its_readers(bench: Bench):
-    state = bench.mirrored("state", 4, 1)
-    seen = bench.reads_on_model_stream(state.tensor())
-    run(bench.links.to_device)
-    state.host_tensor().fill_(2)
-    state.host_wrote()
-    again = bench.reads_on_model_stream(state.tensor())
-    run(bench.links.to_device)
-    assert torch.equal(seen, torch.full_like(seen, 1))
-    bench.world.model.synchronize()
-    assert torch.equal(again, torch.full_like(again, 2))
-
-
-def test_a_mirror_that_somebody_still_views_is_filled_again_after_what_was_queued(bench: Bench):
-    state = bench.mirrored("state", 4, 1)
-    view = state.tensor()
-    seen = bench.reads_on_model_stream(view)
-    run(bench.links.to_device)
-    state.host_tensor().fill_(2)
-    state.host_wrote()
-    state.bring(next_use=None)
-    run(bench.links.to_device)
-    assert torch.equal(seen, torch.full_like(seen, 1))
-    assert view[0] == 2
-
-
-def test_whoever_takes_a_slots_place_waits_for_its_readers_too(bench: Bench):
-    mirror = bench.mirrored("mirror", 8, 1)
-    seen = bench.reads_on_model_stream(mirror.tensor())
-    run(bench.links.to_device)
-    home = bench.at_home(4)  # takes the slot, and never asks a mirror for anything
-    blank = torch.full((4 * PAGE_NBYTES,), 2, dtype=torch.uint8)
-    home.write_piece(0, blank).wait()
-    assert torch.equal(seen, torch.full_like(seen, 1))
-
-
-def test_a_home_in_host_memory_is_kept_until_its_copy_has_left(bench: Bench):
-    lease = bench.host_lease(2)
-    home = MemoryState("home", 2 * PAGE_NBYTES, PAGE_NBYTES, lease)
-    state = MirroredState(home, bench.pool, bench.links, bench.reads, lambda: 1.0)
-    bench.world.watching.clear()
-    state.bring(next_use=None)
-    assert lease.in_use()
-    bench.world.watching.set()
-    while bench.links.to_device.await_oldest():
-        pass
-    assert not lease.in_use()
 
 
 @pytest.mark.parametrize("side", ["update", "reader", "writer"])
@@ -209,40 +140,6 @@ def test_what_the_device_updated_in_a_mirror_is_not_copied_there_again(bench: Be
     assert bench.links.to_device.moved_nbytes - moved == PAGE_NBYTES
 
 
-def test_the_model_waits_for_the_update_of_a_home_on_the_device(bench: Bench):
-    state, work = bench.at_home(2), WorkStream(CUDA)
-    with work.entered():
-        piece = weak(state.device_piece(0))
-        bench.world.current().put(lambda: piece.fill_(4))
-        state.used_device_piece(0, mark_here(CUDA))
-    seen = bench.reads_on_model_stream(state.tensor())
-    bench.world.model.synchronize()
-    assert seen[0] == 4
-
-
-def test_a_piece_is_read_out_after_the_kernel_that_makes_it_and_before_the_next(bench: Bench):
-    state, staged = bench.at_home(2), torch.zeros(PAGE_NBYTES, dtype=torch.uint8)
-    view = weak(state.tensor()[:PAGE_NBYTES])
-    bench.world.model.put(lambda: view.fill_(3))
-    arrival = state.read_piece(0, staged)
-    state.tensor()  # the model's next kernel waits for the copy
-    bench.world.model.put(lambda: view.fill_(8))
-    bench.world.model.synchronize()
-    arrival.wait()
-    assert torch.equal(staged, torch.full_like(staged, 3))
-
-
-def test_a_home_that_is_closed_leaves_its_memory_to_the_next_when_it_is_done(bench: Bench):
-    old = bench.at_home(8)
-    seen = bench.reads_on_model_stream(old.tensor())
-    old._lease.tensor.fill_(1)
-    old.close()
-    state = bench.mirrored("state", 8, 2)
-    state.bring(next_use=None)
-    run(bench.links.to_device)
-    assert torch.equal(seen, torch.full_like(seen, 1))
-
-
 def test_records_are_looked_at_in_host_memory_one_at_a_time(bench: Bench):
     records = [bench.at_home(2, DeviceRecordState) for _ in range(2)]
     for number, record in enumerate(records):
@@ -254,22 +151,6 @@ def test_records_are_looked_at_in_host_memory_one_at_a_time(bench: Bench):
 
 
 # ------------------------------------------------------------------ leaving
-def test_a_buffer_of_the_outbox_is_filled_again_only_when_it_has_left(bench: Bench):
-    buffers = [bench.host_lease(1).tensor for _ in range(2)]
-    outbox = Outbox(buffers, bench.links)
-    arrived = torch.zeros(5, PAGE_NBYTES, dtype=torch.uint8)
-    for number in range(5):
-        filled = outbox.take(PAGE_NBYTES)
-        to = weak(filled)
-        bench.world.model.put(lambda to=to, number=number: to.fill_(number + 1))
-        mark = outbox.send(arrived[number], filled)
-    bench.world.model.synchronize()  # as far as it gets, that is to the end: copies come between
-    told: list[bool] = []
-    outbox.when_left(mark, "gradients", lambda: told.append(True)).wait()
-    assert arrived[:, 0].tolist() == [1, 2, 3, 4, 5]
-    assert told == [True]
-
-
 class Packed:
     """An outbox of two buffers of 8 elements, and a destination of 16 in runs of 3 ranges (and one
     that no buffer holds)."""
