@@ -100,7 +100,6 @@ WHY_NOT_MUON = (
     " all of the matrix's momentum is in memory; choose adamw, adam, lion, adagrad or sgd"
 )
 
-
 BLOCK = 256  # elements of an 8-bit state per scale
 SCALE_SUFFIX = ".scale"  # what a record calls the scales of a state, after its name
 

@@ -55,15 +55,9 @@ class Variant:
 
 
 def variant_code(
-    rule: Rule,
-    grad: Float | None,
-    weight: Float,
-    master: Master,
-    states: StateFormat,
-    state_count: int,
-    *,
-    flag: bool = False,
-) -> int:
+    rule: Rule, grad: Float | None, weight: Float, master: Master, states: StateFormat,
+    state_count: int, *, flag: bool = False,
+) -> int:  # fmt: skip
     """One integer for a variant, made in every call: hence no object. The rule comes last, so that
     rules can be added (`jit.plan` checks that the code still fits)."""
     formats = (NO_GRADIENT if grad is None else grad) | weight << 2 | master << 4 | states << 6

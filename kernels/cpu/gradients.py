@@ -40,13 +40,9 @@ _FP64 = np.dtype(np.float64)
 
 
 def copy_gradient(
-    dst: Array,
-    src: Array,
-    dst_float: Float,
-    src_float: Float,
-    partials: Array,
+    dst: Array, src: Array, dst_float: Float, src_float: Float, partials: Array,
     run: Runner = serial,
-) -> None:
+) -> None:  # fmt: skip
     """dst = src, converted if the formats differ, and bit for bit if they do not."""
     numel = numel_of("dst", dst)
     check_output("dst", dst, dst_float.storage, numel)

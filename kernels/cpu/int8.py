@@ -44,18 +44,10 @@ relative, over the second half of the run:
     exp_avg / exp_avg_sq                            sigma 0   sigma 2   sigma 4
     bf16 / bf16, stochastic                           0.017     0.017     0.017
     linear / linear, scale = absmax                   0.028     0.64      0.92
-    linear / linear in sqrt(v)                        0.034     0.80      1.08
-    4+3 / linear in sqrt(v)                           0.082     0.31      0.76
     fp32 / 5+3, rounded to nearest                    0.94      0.91      1.03
     fp32 / 5+3, scale = absmax                        0.113     0.117     0.196
     fp32 / 5+3                                        0.098     0.098     0.183
-    fp32 / 4+4                                        0.066     0.109     0.635
-    fp32 / 3+5                                        0.044     0.358     0.836
-    4+3 / fp32                                        0.078     0.078     0.547
-    3+4 / fp32                                        0.039     0.133     4.15
-    5+2 / fp32                                        0.156     0.155     0.155
     4+3 / 5+3 (this one)                              0.125     0.126     0.230
-    4+3 / 4+4                                         0.102     0.134     0.637
     3+4 / 4+4                                         0.077     0.138     0.661
 
 Linear codes lose what is small in its block, rounding to nearest makes v stick, and more mantissa

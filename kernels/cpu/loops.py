@@ -18,13 +18,8 @@ Step = Callable[[Lanes, Value], Iterator[None]]
 
 
 def sweep(
-    builder: ir.IRBuilder,
-    lo: Value,
-    hi: Value,
-    burst: int,
-    step: Step,
-    lanes: type[Lanes] = Lanes,
-) -> None:
+    builder: ir.IRBuilder, lo: Value, hi: Value, burst: int, step: Step, lanes: type[Lanes] = Lanes,
+) -> None:  # fmt: skip
     """Emit loops of `step` over [lo, hi): bursts of several vectors, single vectors, elements.
 
     `lanes` is the class of the vectors.
@@ -39,12 +34,9 @@ Stage = Callable[[Lanes, Value, Sequence[Value]], Sequence[Value]]
 
 
 def pipelined(
-    builder: ir.IRBuilder,
-    lo: Value,
-    hi: Value,
-    stages: Sequence[Stage],
+    builder: ir.IRBuilder, lo: Value, hi: Value, stages: Sequence[Stage],
     lanes: type[Lanes] = Lanes,
-) -> None:
+) -> None:  # fmt: skip
     """Emit all stages on every vector of [lo, hi), each round of the loop on several vectors.
 
         stage 0   | 0 | 1 | 2 | 3 | ...

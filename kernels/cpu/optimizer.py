@@ -27,9 +27,6 @@ With a split or fp32 master and FP32 states the results are exact in the sense t
 an fp32 optimizer's; weights are rounded to nearest even on the way out (`kernels.convert`). BF16
 and INT8 states and a bf16 weight without a master are approximations, whose rounding is stochastic
 and reproducible (`kernels.noise`).
-
-Explicit vectors in bursts were measured to be faster than what the auto-vectoriser makes of the
-same loop, and they are what gives the guarantee: see `kernels.lanes`.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,21 +79,11 @@ def scale_blocks(numel: int) -> int:
 
 
 def optimizer_step(
-    grad: Array | None,
-    weight: Array,
-    states: Sequence[Array],
-    scalars: Scalars,
-    *,
-    grad_float: Float,
-    weight_float: Float,
-    state_format: StateFormat = StateFormat.FP32,
-    scales: Sequence[Array] = (),
-    low: Array | None = None,
-    master: Array | None = None,
-    noise: Noise | None = None,
-    missed: Sequence[Missed] = (),
-    run: Runner = serial,
-) -> None:
+    grad: Array | None, weight: Array, states: Sequence[Array], scalars: Scalars, *,
+    grad_float: Float, weight_float: Float, state_format: StateFormat = StateFormat.FP32,
+    scales: Sequence[Array] = (), low: Array | None = None, master: Array | None = None,
+    noise: Noise | None = None, missed: Sequence[Missed] = (), run: Runner = serial,
+) -> None:  # fmt: skip
     """Update `weight`, the states and what else is given, in place, from `grad`.
 
     All arrays are contiguous and do not overlap; all but `scales` are (numel,). `grad` and `weight`
@@ -194,12 +181,9 @@ def _check_alike(missed: Missed, scalars: Scalars, noise: Noise) -> None:
 
 
 def _check_states(
-    states: Sequence[Array],
-    scales: Sequence[Array],
-    scalars: Scalars,
-    state_format: StateFormat,
+    states: Sequence[Array], scales: Sequence[Array], scalars: Scalars, state_format: StateFormat,
     numel: int,
-) -> None:
+) -> None:  # fmt: skip
     names = scalars.names_of(len(states))
     if len(states) > 2 and state_format is not StateFormat.FP32:
         raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")

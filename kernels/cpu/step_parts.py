@@ -68,11 +68,8 @@ def last_stage(variant: Variant, at: Operands) -> Stage:
 
 
 def random_of(vector: Lanes, at: Operands, index: Value, key: Value) -> RandomBits:
-    return RandomBits.of(vector, number_of(vector, at, index), key)
-
-
-def number_of(vector: Lanes, at: Operands, index: Value) -> Value:
-    return vector.builder.add(at.first, vector.builder.trunc(index, I32))
+    number = vector.builder.add(at.first, vector.builder.trunc(index, I32))
+    return RandomBits.of(vector, number, key)
 
 
 def load_gradient(vector: Lanes, variant: Variant, at: Operands, index: Value) -> Value:

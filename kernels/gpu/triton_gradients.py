@@ -10,7 +10,6 @@ Unscaling is not done here: as on the CPU, the optimizer's pass multiplies by `g
 holds the clip coefficient, too, and is known only when all partials are.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch
 from offload.kernels.cpu.gradient_loop import Action
 from offload.kernels.floats import norm_blocks
 from offload.kernels.gpu.triton_launch import (
-    Kernel,
     check,
     fits,
     float_of,
@@ -59,7 +57,14 @@ def _run(action: Action, dst: torch.Tensor, src: torch.Tensor, partials: torch.T
         or not fits(partials, blocks, where)
     ):
         constants = _known[variant] = _checked(action, dst, src, partials)
-    launch(_kernel(), blocks, (dst, src, partials), (numel,), constants, 1)
+    launch(
+        loaded("triton_gradient_kernel", "gradient_kernel"),
+        blocks,
+        (dst, src, partials),
+        (numel,),
+        constants,
+        1,
+    )
 
 
 def _checked(
@@ -71,13 +76,3 @@ def _checked(
     check("src", src, src.dtype, numel, dst)
     check("partials", partials, torch.float64, norm_blocks(numel), dst)
     return int(action), int(float_of("dst", dst)), int(float_of("src", src)), _UNROLL
-
-
-@cache
-def _kernel() -> Kernel:
-    def gradient_kernel() -> Kernel:
-        from offload.kernels.gpu.triton_gradient_kernel import gradient_kernel
-
-        return gradient_kernel
-
-    return loaded(gradient_kernel)

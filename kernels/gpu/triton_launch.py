@@ -15,7 +15,9 @@ Triton is imported at the first call. Where TRITON_INTERPRET=1 was set by then, 
 Triton's interpreter, on tensors in host memory: that is how they are tested without a GPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -51,12 +53,13 @@ def missing(device: torch.device | None = None) -> str | None:
     return kind.lacks_triton
 
 
-def loaded(importer: Callable[[], Kernel]) -> Kernel:
-    """The kernel that `importer` imports; TritonUnavailableError says why it cannot run."""
+@cache
+def loaded(module: str, name: str) -> Kernel:
+    """The kernel `name` of a module here; TritonUnavailableError says why it cannot run."""
     reason = missing()
     if reason is not None:
         raise TritonUnavailableError(f"Triton kernels cannot run: {reason}")
-    return importer()
+    return getattr(import_module(f"offload.kernels.gpu.{module}"), name)
 
 
 class _Compiled:

@@ -10,7 +10,6 @@ One pass reads and writes each array once. With states in fp32 or bf16 a program
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from offload.kernels.cpu.int8 import BLOCK as CODE_BLOCK
 from offload.kernels.cpu.noise import Noise
 from offload.kernels.floats import Float
 from offload.kernels.gpu.triton_launch import (
-    Kernel,
     check,
     fits,
     float_of,
@@ -45,16 +43,10 @@ _NO_NOISE = Noise(0, 0)
 
 
 def optimizer_step(
-    grad: torch.Tensor | None,
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scalars: Scalars,
-    *,
-    scales: Sequence[torch.Tensor] = (),
-    low: torch.Tensor | None = None,
-    master: torch.Tensor | None = None,
-    noise: Noise | None = None,
-) -> None:
+    grad: torch.Tensor | None, weight: torch.Tensor, states: Sequence[torch.Tensor],
+    scalars: Scalars, *, scales: Sequence[torch.Tensor] = (), low: torch.Tensor | None = None,
+    master: torch.Tensor | None = None, noise: Noise | None = None,
+) -> None:  # fmt: skip
     """Update `weight`, `states` and what else is given, in place, from `grad`.
 
     All tensors are (numel,), contiguous, on one device, and do not overlap; dtypes say what they
@@ -92,7 +84,7 @@ def optimizer_step(
     constants = scalars.constants.tolist()
     unused = weight  # a pointer that is not followed
     launch(
-        _kernel(),
+        loaded("triton_step_kernel", "step_kernel"),
         -(-numel // _BLOCK),
         (
             *(given or (unused,)), weight, *(extras or (unused,)), *_padded(states, 3, unused),
@@ -125,14 +117,10 @@ _known: dict[tuple[Any, ...], _Variant] = {}
 
 
 def _checked(
-    grad: torch.Tensor | None,
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scalars: Scalars,
-    scales: Sequence[torch.Tensor],
-    low: torch.Tensor | None,
+    grad: torch.Tensor | None, weight: torch.Tensor, states: Sequence[torch.Tensor],
+    scalars: Scalars, scales: Sequence[torch.Tensor], low: torch.Tensor | None,
     master: torch.Tensor | None,
-) -> _Variant:
+) -> _Variant:  # fmt: skip
     """The variant to compile the kernel for. ValueError names the argument that does not fit."""
     numel = numel_of("weight", weight)
     weight_float, state_format = float_of("weight", weight), _format_of(states)
@@ -157,16 +145,6 @@ def _checked(
     )
 
 
-@cache
-def _kernel() -> Kernel:
-    def step_kernel() -> Kernel:
-        from offload.kernels.gpu.triton_step_kernel import step_kernel
-
-        return step_kernel
-
-    return loaded(step_kernel)
-
-
 def _format_of(states: Sequence[torch.Tensor]) -> StateFormat:
     if not states:
         return StateFormat.FP32
@@ -179,13 +157,9 @@ def _format_of(states: Sequence[torch.Tensor]) -> StateFormat:
 
 
 def _check_states(
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    scalars: Scalars,
-    state_format: StateFormat,
-    numel: int,
-) -> None:
+    weight: torch.Tensor, states: Sequence[torch.Tensor], scales: Sequence[torch.Tensor],
+    scalars: Scalars, state_format: StateFormat, numel: int,
+) -> None:  # fmt: skip
     names = scalars.names_of(len(states))
     if len(states) > 2 and state_format is not StateFormat.FP32:
         raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")

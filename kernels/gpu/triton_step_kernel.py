@@ -65,7 +65,7 @@ def _update(
     RULE: tl.constexpr, FLAG: tl.constexpr, GRAD: tl.constexpr, WEIGHT: tl.constexpr,
     MASTER: tl.constexpr, STATES: tl.constexpr, SIGNED: tl.constexpr, FORMAT: tl.constexpr,
     WHOLE: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # fmt: skip
     """Load, step and store the elements at `offsets`; all of them if WHOLE. SIGNED: state 0."""
     p = _load_weight(weight, extra, offsets, numel, WEIGHT, MASTER, WHOLE)
     if GRAD == ZEROS:
@@ -107,7 +107,7 @@ def step_kernel(
     RULE: tl.constexpr, FLAG: tl.constexpr, GRAD: tl.constexpr, WEIGHT: tl.constexpr,
     MASTER: tl.constexpr, STATES: tl.constexpr, SIGNED: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # fmt: skip
     """One program per BLOCK elements. Unused pointers and constants may be anything.
 
     The casts do nothing on a GPU; the interpreter has Python numbers there, and would do fp64

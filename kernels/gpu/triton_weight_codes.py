@@ -5,11 +5,9 @@ What travels to a GPU is codes; they are made on the CPU.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-from offload.kernels.gpu.triton_launch import Kernel, check, float_of, launch, loaded, numel_of
+from offload.kernels.gpu.triton_launch import check, float_of, launch, loaded, numel_of
 from offload.kernels.weight_formats import WeightFormat
 
 _BLOCK = 2048  # elements per program, whole groups
@@ -30,14 +28,11 @@ def decode_weights(
     check("words", words, torch.int32, groups, values)
     check("codes", codes, torch.uint8, weights.codes_nbytes(numel), values)
     constants = (int(weights.code), int(kind), weights.group_size, _BLOCK)
-    launch(_kernel(), -(-numel // _BLOCK), (values, words, codes), (groups,), constants, _WARPS)
-
-
-@cache
-def _kernel() -> Kernel:
-    def code_kernel() -> Kernel:
-        from offload.kernels.gpu.triton_weight_codes_kernel import code_kernel
-
-        return code_kernel
-
-    return loaded(code_kernel)
+    launch(
+        loaded("triton_weight_codes_kernel", "code_kernel"),
+        -(-numel // _BLOCK),
+        (values, words, codes),
+        (groups,),
+        constants,
+        _WARPS,
+    )

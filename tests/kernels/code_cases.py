@@ -8,8 +8,8 @@ from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Array, Float
 from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
 from tests.kernels import reference
-from tests.kernels.adam_cases import SPECIAL
 from tests.kernels.convert_cases import patterns
+from tests.kernels.values import SPECIAL
 
 ALL = [(WeightFormat(code, size), kind)
        for code in Code for size in GROUP_SIZES for kind in Float]  # fmt: skip

@@ -23,7 +23,7 @@ from offload.kernels.rules import (
 )
 from offload.kernels.variants import Master
 from tests.kernels import reference, reference_rules
-from tests.kernels.adam_cases import SPECIAL, assert_same
+from tests.kernels.values import SPECIAL, assert_same
 
 NOISE = Noise(0x12345678, 0x9ABCDEF0, first=0xFFFFFE00)  # the numbers wrap in a long array
 RULES: dict[str, Scalars] = {
@@ -71,9 +71,11 @@ class Stored:
     master: Array | None = None
 
     @classmethod
-    def draw(cls, scalars: Scalars, formats: Formats, numel: int, draw: Draw) -> Stored:
-        """Encoded draws: weight first, then the states, none negative that cannot be."""
-        names = scalars.names_of(scalars.state_counts[0])
+    def draw(
+        cls, scalars: Scalars, formats: Formats, numel: int, draw: Draw, count: int | None = None
+    ) -> Stored:
+        """Encoded draws: weight first, then `count` states, none negative that cannot be."""
+        names = scalars.names_of(scalars.state_counts[0] if count is None else count)
         weight = draw(numel)
         values = [draw(numel) for _ in names]
         positive = [v if is_signed(n) else np.abs(v) for n, v in zip(names, values, strict=True)]

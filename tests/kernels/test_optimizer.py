@@ -1,5 +1,7 @@
 """`optimizer_step` equals the reference bit for bit: every rule, format, size, kind of value."""
 
+import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,8 +14,9 @@ from offload.kernels.cpu.optimizer import optimizer_step
 from offload.kernels.floats import Body, Float, Runner
 from offload.kernels.rules import AdamScalars, LionScalars, Scalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
-from tests.kernels import reference
+from tests.kernels import reference, reference_rules
 from tests.kernels.step_cases import NOISE, RULES, WEIGHTS, Draw, Formats, Stored, calm, wild
+from tests.kernels.values import assert_same
 
 pytestmark = pytest.mark.sample(4)
 
@@ -27,8 +30,11 @@ ADAM_FORMATS = [
 OTHER_FORMATS = [
     Formats(weight, weight, master, states) for weight, master in WEIGHTS for states in StateFormat
 ]
-LOW_BIT = [
+FORMATS = [
     Formats(),
+    Formats(Float.FP32, Float.FP32, Master.NONE),
+    Formats(master=Master.FP32),
+    Formats(Float.FP16, Float.FP16, Master.FP32),
     Formats(master=Master.NONE),
     Formats(states=StateFormat.BF16),
     Formats(states=StateFormat.INT8),
@@ -36,11 +42,14 @@ LOW_BIT = [
     Formats(Float.FP16, Float.FP16, Master.FP32, StateFormat.INT8),
     Formats(Float.BF16, Float.BF16, Master.NONE, StateFormat.INT8),
 ]
+WHOLE = Formats(Float.FP32, Float.FP32, Master.NONE)
 
 
-def check(scalars: Scalars, formats: Formats, numel: int, draw: Draw) -> None:
+def check(
+    scalars: Scalars, formats: Formats, numel: int, draw: Draw, count: int | None = None
+) -> None:
     grad = reference.encode(draw(numel), formats.grad)
-    stored = Stored.draw(scalars, formats, numel, draw)
+    stored = Stored.draw(scalars, formats, numel, draw, count)
     expected = stored.copy()
     stored.step(grad, scalars)
     expected.reference_step(grad, scalars)
@@ -69,7 +78,92 @@ def test_every_size_matches_reference(numel: int, states: StateFormat, rule: str
     check(RULES[rule], Formats(states=states), numel, calm(numel))
 
 
-@pytest.mark.parametrize("formats", LOW_BIT, ids=str)
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("kind", [calm, wild])
+def test_amsgrad_matches_reference(kind: type, decoupled: bool) -> None:
+    scalars = replace(RULES["adamw"], decoupled=decoupled)
+    check(scalars, Formats(), 2050, kind(1), count=3)
+
+
+@pytest.mark.parametrize(
+    "scalars",
+    [
+        AdamScalars(1e-3, 0.0, 0.0, 1e-8, 0.0, step=1),
+        AdamScalars(0.0, 0.9, 0.95, 0.0, 0.1, step=1),
+        AdamScalars(1e-3, 0.3, 0.5, 1e-30, 0.1, step=10**9),
+        AdamScalars(-1.0, 0.9, 0.999, 1.0, 2.0, step=2, grad_scale=0.0),
+        AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=2, grad_scale=2.0**-130),
+    ],
+)
+def test_unusual_scalars_match_reference(scalars: AdamScalars) -> None:
+    check(scalars, Formats(), 1013, calm(12))
+
+
+def test_a_scale_of_the_gradient_is_undone_exactly_if_it_is_a_power_of_two() -> None:
+    grad, weights = calm(13)(1000), []
+    for factor in (1.0, 1024.0):
+        stored = Stored.draw(RULES["adamw"], WHOLE, 1000, calm(14))
+        scalars = replace(RULES["adamw"], grad_scale=1 / factor)
+        stored.step(grad * np.float32(factor), scalars)
+        weights.append(stored.weight)
+    assert_same(*weights)
+
+
+def test_nan_and_infinity_stay_what_they_are_in_a_split_master() -> None:
+    weight = np.array([np.nan, np.inf, -np.inf, 3.4028235e38, 1.0], np.float32)
+    moments = [np.zeros(5, np.float32), np.ones(5, np.float32)]
+    stored = Stored.of(Formats(), ("exp_avg", "exp_avg_sq"), weight, moments)
+    stored.step(np.zeros(5, np.uint16), replace(RULES["adamw"], weight_decay=0.0))
+    assert stored.low is not None
+    assert_same(reference.join_master(stored.weight, stored.low), weight)
+    seen = reference.decode(stored.weight, Float.BF16)
+    assert np.isnan(seen[0])
+    assert seen.tolist()[1:] == [math.inf, -math.inf, math.inf, 1.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_gradient_makes_a_nan_of_its_weight_only(bad: float) -> None:
+    stored = Stored.draw(RULES["adamw"], Formats(grad=Float.FP32), 40, calm(15))
+    grad = np.zeros(40, np.float32)
+    grad[[3, 39]] = bad
+    stored.step(grad, RULES["adamw"])
+    wrong = np.isnan(reference.decode(stored.weight, Float.BF16))
+    assert np.flatnonzero(wrong).tolist() == [3, 39]
+
+
+@pytest.mark.parametrize("kind", list(Float))
+def test_split_master_equals_fp32_master_over_200_steps(kind: Float) -> None:
+    split, whole = (
+        Stored.draw(RULES["adamw"], Formats(grad=kind, master=master), 1000, calm(16))
+        for master in (Master.SPLIT, Master.FP32)
+    )
+    for number in range(1, 201):
+        grad = reference.encode(calm(number)(1000), kind)
+        for stored in (split, whole):
+            stored.step(grad, replace(RULES["adamw"], step=number))
+    assert split.low is not None
+    assert whole.master is not None
+    assert_same(reference.join_master(split.weight, split.low), whole.master)
+    assert_same(split.states[1], whole.states[1])
+
+
+def test_error_against_fp64_over_200_steps() -> None:
+    stored = Stored.draw(RULES["adamw"], WHOLE, 4000, calm(17))
+    for moment in stored.states:
+        moment[:] = 0
+    weight, moments = stored.weight.astype(np.float64), [np.zeros(4000), np.zeros(4000)]
+    for number in range(1, 201):
+        scalars, grad = replace(RULES["adamw"], step=number), calm(number)(4000)
+        stored.step(grad, scalars)
+        weight, moments = reference_rules.step_fp64(
+            scalars, grad.astype(np.float64), weight, moments
+        )
+    # Most of it is the decay 1 - lr * weight_decay, rounded to fp32 as torch does: 3e-8 a step.
+    assert np.linalg.norm(stored.weight - weight) / np.linalg.norm(weight) < 5e-6
+    np.testing.assert_allclose(stored.states[1], moments[1], rtol=4e-5)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
 @pytest.mark.parametrize("elements", [1, 3, 13])
 def test_alignment(formats: Formats, elements: int) -> None:
     scalars = RULES["adamw"]
@@ -83,7 +177,7 @@ def test_alignment(formats: Formats, elements: int) -> None:
     moved.assert_same(stored)
 
 
-@pytest.mark.parametrize("formats", LOW_BIT, ids=str)
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
 def test_threads(formats: Formats, threads: Runner) -> None:
     numel = 100_003
     one = Stored.draw(RULES["adamw"], formats, numel, calm(5))
@@ -95,7 +189,7 @@ def test_threads(formats: Formats, threads: Runner) -> None:
 
 
 @pytest.mark.parametrize(
-    "formats", [f for f in LOW_BIT if f.states is not StateFormat.INT8], ids=str
+    "formats", [f for f in FORMATS if f.states is not StateFormat.INT8], ids=str
 )
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_vector_body_equals_scalar_tail(rule: str, formats: Formats) -> None:
@@ -117,7 +211,7 @@ def test_vector_body_equals_scalar_tail(rule: str, formats: Formats) -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     cuts=st.sets(st.integers(1, 11), max_size=5),
-    formats=st.sampled_from(LOW_BIT),
+    formats=st.sampled_from(FORMATS),
     rule=st.sampled_from(sorted(RULES)),
 )
 def test_chunks(cuts: set[int], formats: Formats, rule: str) -> None:
@@ -180,6 +274,15 @@ def zeros(dtype: type, *sizes: int) -> list[object]:
         ({"noise": None}, "noise: stochastic rounding needs it"),
         ({"scalars": LionScalars(1e-3, 0.9, 0.99, 0.0)}, "states: expected exp_avg, got 2"),
         ({"scalars": SgdScalars(1e-3, 0.0, 0.0, 1)}, "expected none .momentum is 0., got 2"),
+        ({"grad": np.zeros(299, np.uint16)}, r"grad: expected shape \(300,\), got \(299,\)"),
+        ({"grad": np.zeros(300)}, "grad: expected dtype uint16, got float64"),
+        ({"grad": np.zeros(600, np.uint16)[::2]}, "grad: expected a contiguous array"),
+        ({"grad": np.zeros(601, np.uint8)[1:].view(np.uint16)}, "grad: expected 2-byte"),
+        ({"weight": np.zeros((2, 150), np.uint16)}, r"weight: expected a 1-D array.*\(2, 150\)"),
+        ({"weight": np.frombuffer(bytes(600), np.uint16)}, "weight: expected a writable"),
+        ({"weight_float": Float.FP32}, "an fp32 weight is its own master"),
+        ({"weight_float": Float.FP16}, "only a BF16 weight can be split"),
+        ({"master": np.zeros(300, np.float32)}, "expected one of them, got both"),
         ({"low": None, "weight_float": Float.FP16}, "an FP16 weight needs a master, got neither"),
     ],
 )  # fmt: skip
@@ -202,6 +305,8 @@ def test_a_bf16_weight_without_master_needs_noise() -> None:
         (lambda: SgdScalars(1e-3, 0.0, 0.0, 1, nesterov=True), "^nesterov: needs a momentum"),
         (lambda: SgdScalars(1e-3, -0.5, 0.0, 1), "^momentum: expected"),
         (lambda: SgdScalars(float("inf"), 0.5, 0.0, 1), "^lr: expected"),
+        (lambda: AdamScalars(1e-3, 0.9, -0.1, 1e-8, 0.0, 1), "^beta2: expected"),
+        (lambda: AdamScalars(1e-3, 0.9, 0.99, -1.0, 0.0, 1), "^eps: expected"),
         (lambda: LionScalars(1e-3, 1.0, 0.99, 0.0), "^beta1: expected"),
         (lambda: AdamScalars(1e-3, 0.9, 0.99, 1e-8, 0.0, 0), "^step: expected"),
     ],

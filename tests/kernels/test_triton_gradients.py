@@ -9,8 +9,8 @@ import torch
 from offload.kernels.floats import NORM_BLOCK, Array, Float, norm_blocks
 from offload.kernels.gpu.triton_gradients import add_gradient, copy_gradient
 from tests.kernels import reference, triton_device
-from tests.kernels.adam_cases import SPECIAL, assert_same
 from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
+from tests.kernels.values import SPECIAL, assert_same
 
 __all__ = ["launches"]
 pytestmark = [pytest.mark.sample(3), *triton_device.MARKS]

@@ -14,12 +14,12 @@ from offload.zero.groups.coded_layout import lay_out_codes
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.groups.weight_codes import WeightCodes
 from tests.kernels import reference, triton_device
-from tests.kernels.adam_cases import assert_same
 from tests.kernels.code_cases import (
     any_codes,
     decoded,
 )
 from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
+from tests.kernels.values import assert_same
 
 __all__ = ["launches"]
 pytestmark = triton_device.MARKS

@@ -12,7 +12,6 @@ from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Array, Float, Runner
 from offload.kernels.weight_formats import Code, WeightFormat
 from tests.kernels import reference, reference_codes
-from tests.kernels.adam_cases import assert_same
 from tests.kernels.code_cases import (
     SAMPLE,
     any_codes,
@@ -24,6 +23,7 @@ from tests.kernels.code_cases import (
     wild,
 )
 from tests.kernels.test_generated_code import count, fresh, x86_only
+from tests.kernels.values import assert_same
 
 
 def fp32(values: Array, kind: Float) -> Array:

@@ -20,8 +20,8 @@ from offload.kernels.rules import (
 )
 from offload.kernels.variants import Master
 from tests.kernels import reference
-from tests.kernels.adam_cases import SPECIAL, assert_same
 from tests.kernels.triton_device import get, put
+from tests.kernels.values import SPECIAL, assert_same
 
 NOISE = Noise(key=0x9ABCDEF0, weight_key=0x12345678, first=4_294_967_000)  # wraps in 296 elements
 WEIGHTS = [
