@@ -18,7 +18,6 @@ from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.states.file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import MemoryState
 from offload.tiers.errors import StateError, StorageError, TierFullError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
@@ -100,14 +99,6 @@ def test_a_write_that_nobody_kept_in_memory_is_refused(bench):
     assert state.tensor().unique().tolist() == [3]
 
 
-def test_what_was_written_comes_back_after_its_memory_was_taken(bench):
-    states = [bench.filled(str(i), i + 1, 2 * PAGE) for i in range(6)]  # three times the memory
-    for number, state in enumerate(states):
-        assert state.tensor().unique().tolist() == [number + 1]
-    bench.ledger.check_integrity()
-    assert bench.pool.evictions >= 4
-
-
 def test_a_view_keeps_a_slot_and_a_full_pool_says_so(bench):
     views = [bench.filled(str(i), i, 2 * PAGE).tensor() for i in range(2)]
     with pytest.raises(TierFullError, match="host tier full: third needs"):
@@ -131,25 +122,6 @@ def test_a_read_that_waits_for_memory_is_work_that_waits_and_a_blank_is_not(benc
     views.append(states[0].tensor())
     bench.state("new").blank()
     assert seen == [True, False]
-
-
-def test_the_copy_needed_last_gives_way(bench):
-    near, far = bench.filled("near", 1, 2 * PAGE), bench.filled("far", 2, 2 * PAGE)
-    bench.next_use.update(near=1.0, far=5.0)
-    bench.filled("new", 3)
-    assert near.residency() is Residency.CLEAN
-    assert far.residency() is Residency.ABSENT
-
-
-def test_a_prefetch_never_takes_the_place_of_what_is_needed_sooner(bench):
-    later = bench.filled("later", 9, 2 * PAGE)
-    bench.next_use["later"] = 9.0  # gives way to the two below
-    held = [bench.filled(str(i), i, 2 * PAGE) for i in range(2)]
-    bench.next_use.update({"0": 1.0, "1": 2.0})
-    assert later.residency() is Residency.ABSENT
-    assert not later.bring(next_use=3.0)
-    assert later.bring(next_use=1.5)
-    assert held[0].residency() is Residency.CLEAN
 
 
 MANY = 192  # copies, for which one look finds four
@@ -253,31 +225,6 @@ def test_memory_that_is_being_filled_is_not_sent_home(bench):
     assert bench.store.backend.statistics().write_nbytes == 2 * PAGE
 
 
-def test_a_state_never_written_cannot_be_read(bench):
-    with pytest.raises(StateError, match="read before it was ever written"):
-        bench.state("fresh").tensor()
-
-
-def test_pieces_are_updated_in_place_where_memory_is_held_and_staged_where_not(bench):
-    state = bench.state("two pieces", 2 * PAGE, PAGE)
-    state.blank().fill_(1)
-    state.wrote()
-    piece = state.host_piece(1)
-    assert piece is not None
-    piece.wait().fill_(7)
-    del piece
-    state.wrote_piece(1)
-    state.settle()
-    state.drop()
-    assert state.host_piece(1) is None
-    staged = HostMemory(PAGE).tensor(0, PAGE)
-    state.read_piece(1, staged).wait()
-    assert staged.unique().tolist() == [7]
-    staged.fill_(8)
-    state.write_piece(1, staged).wait()
-    assert [int(state.tensor()[i]) for i in (0, PAGE)] == [1, 8]
-
-
 @pytest.mark.parametrize(
     ("kind", "versions"), [(StateClass.GRADIENTS, 1), (StateClass.PARAMETERS, 2)]
 )
@@ -296,31 +243,6 @@ def test_only_what_somebody_may_go_back_to_has_two_versions(bench, kind, version
 
 def used_extents(bench):
     return bench.store.live_blocks
-
-
-@pytest.mark.parametrize("held", [False, True], ids=["staged", "in memory"])
-def test_what_is_written_on_trial_counts_or_does_not(bench, held):
-    state = bench.filled("a", 1, 2 * PAGE)
-    other = HostMemory(PAGE).tensor(0, PAGE).fill_(2)
-    for keep in (False, True):
-        state.keep_old()
-        if held:
-            state.tensor()
-            state.host_piece(0).view.fill_(2)
-            state.wrote_piece(0)
-        else:
-            state.drop()
-            state.write_piece(0, other)
-        (state.drop_old if keep else state.go_back)()
-        state.settle()
-        assert state.tensor().tolist() == [2 if keep else 1] * PAGE + [1] * PAGE
-        assert used_extents(bench) == 2
-        state.tensor()
-    state.drop()
-    state.keep_old()
-    state.write_piece(1, other)
-    state.close()
-    assert used_extents(bench) == 0
 
 
 def test_a_write_of_one_trial_that_ends_in_the_next_one_is_not_gone_back_behind(tmp_path):
@@ -429,18 +351,6 @@ def test_concurrent_readers_of_a_pool_that_is_too_small_all_see_their_own_bytes(
         thread.join(timeout=30)
         assert not thread.is_alive()
     assert wrong == []
-
-
-def test_memory_state_is_used_where_it_is(bench):
-    lease = bench.pool.demand(PAGE, "home", StateClass.GRADIENTS)
-    state = MemoryState("home", 100, PAGE, lease)
-    state.blank().fill_(3)
-    staged = torch.zeros(PAGE, dtype=torch.uint8)
-    state.read_piece(0, staged).wait()
-    assert staged[:100].unique().tolist() == [3]
-    assert state.tensor().data_ptr() == state.host_piece(0).wait().data_ptr()
-    state.close()
-    bench.ledger.check_integrity()
 
 
 def test_a_full_file_tier_waits_for_versions_that_are_being_replaced(tmp_path):
