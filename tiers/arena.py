@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 
 

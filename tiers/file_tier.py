@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from offload.tiers.arena import Arena
 from offload.tiers.errors import TierFullError
-from offload.tiers.extent import PAGE_NBYTES, Extent
 from offload.tiers.ledger import Ledger, StateClass
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Extent, Tier
 from offload.tiers.units import round_up
 
 

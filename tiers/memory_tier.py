@@ -8,10 +8,9 @@ import torch
 
 from offload.tiers.arena import Arena
 from offload.tiers.errors import StateError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES, Extent
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import Memory
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Extent, Tier
 from offload.tiers.units import format_bytes, round_up
 
 # Made once: to make a tensor is to let go of the GIL, which other threads hold on to for a while.

@@ -1,4 +1,4 @@
-"""The tiers: the places that have a byte budget, in order, fastest first.
+"""The tiers: the places that have a byte budget, in order, fastest first; where bytes are in them.
 
 Code that means any tier asks what it is (`on_device`, `is_file`, `slower`); code that means the
 memory of the CPU or of the device as such names `Tier.HOST` or `Tier.DEVICE`.
@@ -7,6 +7,9 @@ memory of the CPU or of the device as such names `Tier.HOST` or `Tier.DEVICE`.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+
+PAGE_NBYTES = 4096  # alignment of every extent: O_DIRECT and huge pages are content with it
 
 
 class Medium(enum.Enum):
@@ -40,3 +43,34 @@ class Tier(enum.StrEnum):
 
 
 _MEDIA = {Tier.DEVICE: Medium.DEVICE, Tier.HOST: Medium.HOST, Tier.NVME: Medium.FILES}
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of one tier. `offset_bytes` and `nbytes` are multiples of `PAGE_NBYTES`.
+
+    `path_index` says which of a file tier's paths holds it (0 for memory tiers).
+    """
+
+    tier: Tier
+    offset_bytes: int
+    nbytes: int
+    path_index: int = 0
+
+
+class Residency(enum.Enum):
+    """Where valid copies of a piece of state *are*, as opposed to its placement: the state of a
+    slot that holds a copy.
+
+    ABSENT    no memory is held; the home has the only valid copy
+    ARRIVING  memory is held and a transfer is filling it; the home is valid
+    CLEAN     memory and home are both valid; the memory may be taken away at any time
+    DIRTY     only the memory is valid: it was written and has not gone home
+    LEAVING   memory is valid and a transfer is taking it home
+    """
+
+    ABSENT = "absent"
+    ARRIVING = "arriving"
+    CLEAN = "clean"
+    DIRTY = "dirty"
+    LEAVING = "leaving"

@@ -42,9 +42,8 @@ from offload.config.source import ConfigSource, load_source
 from offload.config.training import TrainConfig
 from offload.config.written_for import WrittenFor
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 from offload.zero.gradients.loss_scale import has_inverse
 from offload.zero.groups.storage import Storage

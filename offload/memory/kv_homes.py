@@ -11,9 +11,8 @@ from offload.planning.plan.kv_plan import KVPlan
 from offload.planning.plan.plan import Plan, kv_room_nbytes
 from offload.swap.states.state import State
 from offload.tiers.errors import TierFullError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.memory_tier import Lease
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 
 

@@ -39,13 +39,11 @@ from offload.swap.threads.memory_guard import MemoryGuard
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
-from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.ledger import Ledger, OldBytes, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
-from offload.tiers.old_bytes import OldBytes
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.coded_layout import lay_out_codes

@@ -25,7 +25,7 @@ from offload.process import machine
 from offload.swap.io.swap_file import NO_SPACE, SwapFile
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.tiers.errors import BudgetError, ConfigError, NoSpaceError, StorageError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import WeightStore

@@ -28,9 +28,8 @@ from offload.swap.io.block_store import BlockStore
 from offload.swap.io.io_backend import Priority
 from offload.swap.threads.transfer import Failure, Transfer, is_stuck
 from offload.tiers.errors import NoSpaceError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
-from offload.tiers.residency import Residency
+from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
 OWNER = "saved activations"

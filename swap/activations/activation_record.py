@@ -21,7 +21,7 @@ from offload.swap.device.streams import CopyMark
 from offload.swap.io.block_store import StoredBlock
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.accelerator import Stream
-from offload.tiers.residency import Residency
+from offload.tiers.tier import Residency
 
 
 class Token:

@@ -16,8 +16,7 @@ from offload.swap.device.streams import CopyMark, current_stream
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.state import HostPiece
 from offload.tiers.accelerator import Stream
-from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.residency import Residency
+from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
 DEVICE_NBYTES = 256 << 20  # of device memory that copies in flight may hold, in each direction

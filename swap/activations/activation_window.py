@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from offload.tiers.arena import Arena
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.memory_tier import Lease
+from offload.tiers.tier import PAGE_NBYTES
 
 
 class Slot:

@@ -15,11 +15,9 @@ from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import HostPiece, Snapshot, State, Undoable
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
-from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.ledger import StateClass
+from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.memory_tier import Lease
-from offload.tiers.old_bytes import OldBytes
-from offload.tiers.residency import Residency
+from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from offload.swap.device.streams import CopyMark, mark_here
-from offload.tiers.extent import Extent
+from offload.tiers.tier import Extent
 
 
 @dataclass(frozen=True, slots=True)

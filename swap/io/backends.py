@@ -13,7 +13,7 @@ from offload.swap.io.io_backend import IOBackend
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import ConfigError, OffloadError, StorageError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 
 _PROBE_NBYTES = 4 * PAGE_NBYTES
 _PROBE_TIMEOUT_S = 30.0

@@ -25,7 +25,7 @@ from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.shield import uninterrupted
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import ChecksumError, NoSpaceError, StateError
-from offload.tiers.extent import PAGE_NBYTES, Extent
+from offload.tiers.tier import PAGE_NBYTES, Extent
 from offload.tiers.units import format_bytes, round_up
 
 GROWTH_NBYTES = 256 << 20  # files grow in steps: a reservation costs a journal entry

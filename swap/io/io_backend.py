@@ -25,7 +25,7 @@ from offload.swap.threads.link_use import LinkMeter, LinkUse
 from offload.swap.threads.shield import uninterrupted
 from offload.swap.threads.transfer import STALL_S, Failure, Transfer, UnobservedErrors
 from offload.tiers.errors import ChecksumError, OffloadError, StateError, StorageError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes
 
 __all__ = ["IOBackend", "IOStatistics", "Priority"]

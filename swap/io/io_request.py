@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.swap.threads.transfer import Failure
 from offload.tiers.errors import NoSpaceError, StorageError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger(__name__)

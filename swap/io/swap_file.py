@@ -28,7 +28,7 @@ from offload.swap.io.maker_marks import marked
 from offload.swap.io.pinned_folder import PinnedFolder, close
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes, in_one_unit, round_up
 
 _log = logging.getLogger(__name__)

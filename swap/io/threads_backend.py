@@ -20,7 +20,7 @@ from offload.swap.io.io_request import IOPiece, IORequest, Operation
 from offload.swap.io.io_watch import TIMEOUT_S
 from offload.swap.threads.ranges import profiled
 from offload.tiers.errors import StorageError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 
 _log = logging.getLogger(__name__)

@@ -32,9 +32,8 @@ from offload.swap.threads.shield import interrupted_in_waits
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.eviction import MADE_HERE
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
-from offload.tiers.residency import Residency
+from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
 # Makes the home: its bytes, and those of each of its pieces but the last.

@@ -25,11 +25,9 @@ from offload.swap.states.state import HostPiece, Snapshot
 from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
 from offload.swap.threads.transfer import Failure, Transfer, is_stuck
 from offload.tiers.errors import OffloadError, StateError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.ledger import StateClass
+from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.memory_tier import Lease
-from offload.tiers.old_bytes import OldBytes
-from offload.tiers.residency import Residency
+from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
 

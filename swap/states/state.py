@@ -23,10 +23,9 @@ from offload.swap.states.slot_pool import SlotPool
 from offload.swap.threads.shield import uninterrupted
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
-from offload.tiers.ledger import StateClass
+from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.memory_tier import Lease
-from offload.tiers.old_bytes import OldBytes
-from offload.tiers.residency import Residency
+from offload.tiers.tier import Residency
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.tiers.residency import Residency
+from offload.tiers.tier import Residency
 from tests.offload.engine_cases import (
     HOST,
     NVME,

@@ -12,7 +12,7 @@ from torch import nn
 
 import offload
 from offload.errors import UnsupportedError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 from tests.offload.engine_cases import NVME, assert_same_bits, config, said_by, seeded
 from tests.offload.lora_memory import RANK, WIDTH, Adapted

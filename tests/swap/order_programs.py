@@ -28,12 +28,11 @@ from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.states.file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
 from offload.tiers.errors import TierFullError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.zero.gradients.gradient_paths import DevicePartials
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.layout import ParamSpec

@@ -25,13 +25,11 @@ from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import MemoryState, State
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError, StorageError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
-from offload.tiers.residency import Residency
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Residency, Tier
 from offload.tiers.units import round_up
 from tests.swap.stream_simulation import CUDA, World
 

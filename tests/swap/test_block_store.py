@@ -19,8 +19,8 @@ from offload.swap.io.io_backend import Priority
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import all_of
 from offload.tiers.errors import ChecksumError, StateError, StorageError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import PAGE_NBYTES
 from tests.aio import needs_libaio
 
 Noise = Callable[[int], memoryview]

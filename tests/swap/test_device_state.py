@@ -19,12 +19,10 @@ from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import MemoryState
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.recorder import Recorder
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
-from offload.tiers.residency import Residency
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Residency, Tier
 from tests.swap.stream_simulation import CUDA, World, weak
 
 PAGES = 8

@@ -23,8 +23,7 @@ from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
-from offload.tiers.residency import Residency
-from offload.tiers.tier import Tier
+from offload.tiers.tier import Residency, Tier
 
 PAGE = 4096
 

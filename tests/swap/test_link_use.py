@@ -24,7 +24,7 @@ from offload.swap.threads.link_use import CopyTimes, LinkMeter
 from offload.swap.threads.transfer import Transfer
 from offload.tiers import accelerator
 from offload.tiers.errors import ChecksumError, StorageError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from tests.swap.stream_simulation import CUDA, World
 
 TIMEOUT_S = 30.0

@@ -14,8 +14,8 @@ from offload.swap.device.streams import CopyMark
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import State
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import PAGE_NBYTES
 from tests.swap.state_conformance import (
     NBYTES,
     PIECE_NBYTES,

@@ -19,8 +19,8 @@ from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.tiers.errors import StorageError, StuckError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
+from offload.tiers.tier import PAGE_NBYTES
 from tests.aio import IO_BACKENDS
 from tests.swap.test_file_state import make_bench as make_slots
 

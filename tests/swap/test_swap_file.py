@@ -20,9 +20,9 @@ from offload.swap.io.measure import measure_bandwidth
 from offload.swap.io.swap_file import SwapFile, check_directory, file_system_of
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StuckError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.tier import PAGE_NBYTES
 from tests.aio import IO_BACKENDS
 from tests.stuck_calls import all_ended, give_up_this_call
 

@@ -14,7 +14,7 @@ from offload.swap.io.maker_marks import maker_of
 from offload.swap.io.pinned_folder import PinnedFolder
 from offload.swap.io.swap_file import SwapFile, check_directory, direct_refusal
 from offload.tiers.errors import PathError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 
 ROOT = os.geteuid() == 0
 SOMEBODY = 12345

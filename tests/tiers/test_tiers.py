@@ -9,12 +9,11 @@ import torch
 
 from offload.process.machine import rss_nbytes
 from offload.tiers.errors import IntegrityError, StateError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 
 PARAMETERS = StateClass.PARAMETERS
 

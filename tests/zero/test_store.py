@@ -23,13 +23,11 @@ from offload.swap.states.coded_state import CodedState
 from offload.swap.states.file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import MemoryState, State
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
-from offload.tiers.residency import Residency
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Residency, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.group import GroupState

@@ -26,8 +26,8 @@ import torch
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.state import State
 from offload.tiers.errors import OffloadError, StateError, TierFullError
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.memory_tier import Lease
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 from offload.zero.groups.fetching import Fetcher
 from offload.zero.kv.kv_format import Int8Format, KVShape, PageFormat, PlainFormat

@@ -24,7 +24,7 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
-from offload.tiers.residency import Residency
+from offload.tiers.tier import Residency
 from offload.zero.groups.group import RankCopies
 from offload.zero.groups.layout import Layout
 from offload.zero.ranks.block_codes import BlockCodes

@@ -32,7 +32,7 @@ from offload.swap.states.trace import Trace
 from offload.swap.threads.shield import uninterrupted
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
-from offload.tiers.old_bytes import OldBytes
+from offload.tiers.ledger import OldBytes
 from offload.zero.experts.packed import ExpertTable
 from offload.zero.gradients.loss_scale import LossScale
 from offload.zero.gradients.nonfinite import NonfiniteSteps

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from offload.swap.states.state import Undoable
 from offload.swap.threads.shield import uninterrupted
-from offload.tiers.old_bytes import OldBytes
+from offload.tiers.ledger import OldBytes
 from offload.zero.groups.group import GroupState
 from offload.zero.step.hyper import Hyper
 from offload.zero.step.optimizer_state import OptimizerState

@@ -29,7 +29,7 @@ from offload.swap.device.streams import mark_here
 from offload.swap.threads.lanes import Lane, WaitFor
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.swap.threads.worker import ParallelRunner, Worker
-from offload.tiers.residency import Residency
+from offload.tiers.tier import Residency
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import array_of
 from offload.zero.groups.group import ParamGroup

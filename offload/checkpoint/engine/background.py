@@ -35,7 +35,7 @@ from offload.swap.threads.lanes import be_worker
 from offload.swap.threads.latch import Latch
 from offload.swap.threads.shield import uninterrupted
 from offload.tiers.errors import OffloadError, StorageError
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.step.save_gate import SaveGate
 

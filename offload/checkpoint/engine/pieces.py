@@ -18,8 +18,8 @@ import torch
 from offload.swap.states.coded_state import CodedState
 from offload.swap.states.state import HostPiece, Snapshot, State
 from offload.swap.threads.transfer import Transfer
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.host_region import HostRegion
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 from offload.zero.groups.layout import ParamSpec
 

@@ -29,8 +29,8 @@ import numpy as np
 from offload.checkpoint.format.disk import OpenFile, new_file, storage_errors
 from offload.swap.io.hands import Call
 from offload.swap.io.swap_file import UNSUPPORTED, fallocate, file_system_of
-from offload.tiers.anonymous_memory import AnonymousMemory
-from offload.tiers.extent import PAGE_NBYTES
+from offload.tiers.host_region import AnonymousMemory
+from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 
 # fewer take longer: a thread is woken for each

@@ -23,10 +23,9 @@ from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
 from offload.planning.plan.sizes import PLACED, PlacedClass, Placements, class_of
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import COMPUTE, OPTIMIZER, estimate_step
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import in_one_unit
 from offload.zero.groups.model_shape import ModelShape
 

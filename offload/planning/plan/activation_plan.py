@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 
 LEAST_WINDOW_NBYTES = 8 << 20  # four pieces of 2 MiB on their way at a time
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.placement import Placement
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.model_shape import ModelShape
 

@@ -23,10 +23,8 @@ from offload.planning.plan.sizes import (
 )
 from offload.planning.plan.tuning import Measure
 from offload.process import machine
-from offload.tiers.extent import PAGE_NBYTES
-from offload.tiers.ledger import StateClass
-from offload.tiers.old_bytes import OldBytes
-from offload.tiers.tier import Tier
+from offload.tiers.ledger import OldBytes, StateClass
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import format_bytes
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.records import RecordFormat

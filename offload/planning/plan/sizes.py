@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
 from offload.planning.plan.tuning import UNMEASURED
-from offload.tiers.extent import PAGE_NBYTES
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.coded_layout import lay_out_codes
 from offload.zero.groups.layout import Layout
