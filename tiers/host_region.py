@@ -42,9 +42,9 @@ Range = tuple[int, int]  # start and stop, in bytes
 
 
 class AnonymousMemory(mmap.mmap):
-    """Address space of `nbytes`, at least a page, private and in huge pages where the kernel has them;
-    a page costs RAM when it is first touched. What Python's `mmap` maps without flags is shared, and
-    shared pages are small: a disk that is read into them reaches a third of its speed.
+    """Address space of `nbytes`, at least a page, private and in huge pages where the kernel has
+    them; a page costs RAM when it is first touched. What Python's `mmap` maps without flags is
+    shared, and its pages are small: a disk that is read into them reaches a third of its speed.
 
     OSError if the address space is too small.
     """

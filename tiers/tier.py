@@ -1,4 +1,4 @@
-"""The tiers: the places that have a byte budget, in order, fastest first; where bytes are in them.
+"""The tiers: the places that have a byte budget, in order, fastest first; and where bytes are.
 
 Code that means any tier asks what it is (`on_device`, `is_file`, `slower`); code that means the
 memory of the CPU or of the device as such names `Tier.HOST` or `Tier.DEVICE`.
