@@ -19,13 +19,7 @@ TRAFFIC = {
     "adamw, split master, int8 moments": 14, "adamw, fp32 master": 28,
     "adamw, no master, bf16 moments": 14, "lion, split master": 18, "adagrad, split master": 18,
     "sgd with momentum, split master": 18, "gradient copied, with norm": 4,
-    "gradient added to fp32, with norm": 10, "two gradients summed to fp32, with norm": 8,
-    "norm alone": 2, "fp32 to bf16": 6, "bf16 to fp32": 6, "master split": 8, "master joined": 8,
-    "fp32 to bf16, stochastic": 6, "fp32 to int8": 5, "int8 to fp32": 5,
-    **dict.fromkeys(("bf16 weights to int8", "int8 weights to bf16"), 3.0625),
-    **dict.fromkeys(
-        (f"bf16 weights to {n}" for n in ("int4", "nf4")), 2.5625
-    ),
+    "gradient added to fp32, with norm": 10, "int8 weights to bf16": 3.0625,
     **dict.fromkeys((f"{n} weights to bf16" for n in ("int4", "nf4")), 2.5625),
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Norms of gradients: each parameter's, of all together, and the clip coefficient.
 
-`kernels/norm_blocks.py` sums squares while gradients are copied; here those sums are added up over
+`kernels/cpu/gradients.py` sums squares while gradients are copied; here they are added up over
 a parameter, over ranks, and over the model. Each parameter's norm is rounded to fp32 once, and the
 norms are added up in the order and with the rounding of `torch.nn.utils.clip_grad_norm_`, so that
 this function, called with the gradients of an engine, clips to the same bits. Over plain gradients
