@@ -24,9 +24,9 @@ from offload.tiers.errors import RankError
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.collectives import Wire, Workspace
-from offload.zero.ranks.pass_log import PassLog
+from offload.zero.ranks.rank_weights import PassLog
 from offload.zero.ranks.ranks import Ranks
-from offload.zero.ranks.reduction import ReducedGradients, ReductionMemory, Reductions
+from offload.zero.ranks.reduction import ReducedGradients, ReductionMemory, SharedReductions
 from offload.zero.ranks.sharding import Part
 from tests.ranks.processes import run_ranks
 from tests.swap.state_conformance import Places, make_places
@@ -66,7 +66,7 @@ class Rank:
         ]
         most = max(group.numel for group in self.groups)
         room = Workspace(*(torch.empty(4 * most, dtype=torch.uint8) for _ in range(2)))
-        self.reductions = Reductions(
+        self.reductions = SharedReductions(
             self.groups, self.ranks, self.ranks.collectives(Wire()),
             ReductionMemory(places.device, room, Fences()), self.dtype, PassLog(), Trace(),
             wait_for_complete_groups=in_backward,
@@ -128,8 +128,9 @@ def rank(folder: Path, **options: Any) -> Iterator[Rank]:
         try:
             yield found
         finally:
-            found.reductions.drain(10)
-            found.reductions.close()
+            for order in found.reductions.orders():
+                order.drain(10)
+                order.close()
             found.ranks.watch.close()
 
 

@@ -34,7 +34,7 @@ from offload.zero.gradients.norms import Place
 from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.groups.group import ParamGroup
 from offload.zero.hooks.session import in_backward
-from offload.zero.ranks.rank_work import AnyRankWork
+from offload.zero.ranks.rank_work import RankWork
 from offload.zero.ranks.reduction import ReducedGradients
 from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.stepper import Stepper
@@ -111,7 +111,7 @@ class GradientHandles:
     thread that runs backward."""
 
     def __init__(
-        self, states: Sequence[OptimizerState], stepper: Stepper, rank_work: AnyRankWork,
+        self, states: Sequence[OptimizerState], stepper: Stepper, rank_work: RankWork,
         arrive: Callable[[OptimizerState, int, torch.Tensor], None],
         comes_in_parts: Callable[[ParamGroup], bool], check_process: Callable[[], None],
         packed: Sequence[PackedParam] = (),
@@ -436,7 +436,7 @@ class GradientHandles:
         combined = self._ranks_of(state).combine(whole, name)
         return combined.to(DTYPE_OF[gradients.format]).view(spec.shape)
 
-    def _ranks_of(self, state: OptimizerState) -> AnyRankWork:
+    def _ranks_of(self, state: OptimizerState) -> RankWork:
         """Return the ranks with other parts of the gradient."""
         work = self._rank_work
         return work.experts if state.group.ep_size > 1 and work.experts is not None else work

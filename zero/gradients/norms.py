@@ -18,7 +18,7 @@ import torch
 from offload.zero.gradients.gradients import total_square
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.memory_alarm import MemoryAlarm
-from offload.zero.ranks.reduction import NoReductions, Reductions
+from offload.zero.ranks.reduction import Reductions
 from offload.zero.ranks.sharding import Sharding
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.step.optimizer_state import OptimizerState
@@ -34,7 +34,7 @@ class GradientNorms:
     """
 
     def __init__(
-        self, states: Sequence[OptimizerState], reductions: Reductions | NoReductions,
+        self, states: Sequence[OptimizerState], reductions: Reductions,
         tensor_parallel: TensorParallel | None,
     ) -> None:  # fmt: skip
         self._states = states

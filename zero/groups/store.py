@@ -36,7 +36,7 @@ from offload.zero.hooks.hooks import ASK_FOR_CLASSES, UnitHooks
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward
 from offload.zero.hooks.transforms import refuse_capture
-from offload.zero.ranks.rank_weights import AnyRankWeights, OneRankWeights
+from offload.zero.ranks.rank_weights import RankWeights
 from offload.zero.ranks.sharding import ALONE, Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values
 
@@ -62,7 +62,7 @@ class WeightStore:
 
     def __init__(
         self, discovery: Discovery, homes: WeightHomes, dtype: torch.dtype, device: torch.device,
-        *, prefetch: int = 4, ranks: AnyRankWeights | None = None, keeper: Keeper | None = None,
+        *, prefetch: int = 4, ranks: RankWeights | None = None, keeper: Keeper | None = None,
         straight_from_codes: bool = False,
     ) -> None:  # fmt: skip
         """The model computes in `dtype` on `device`; `prefetch` groups are fetched ahead.
@@ -76,7 +76,7 @@ class WeightStore:
         self.packed = discovery.packed
         self.tables: list[ExpertTable] = []
         self._tables: dict[int, ExpertTable] = {}  # by the index of a group
-        self.ranks: AnyRankWeights = OneRankWeights() if ranks is None else ranks
+        self.ranks = RankWeights() if ranks is None else ranks
         self.fetcher = Fetcher(prefetch)
         self.trace = self.fetcher.trace
         self.one_thread = OneThread()
@@ -274,8 +274,8 @@ class WeightStore:
             self._repeats = 0
             return False
         self._repeats += 1
-        alone = isinstance(self.ranks, OneRankWeights)  # else ranks count their uses
-        return alone and self._repeats % _REPEATS != 0
+        # several ranks count their uses
+        return not self.ranks.has_others and self._repeats % _REPEATS != 0
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
         """Begin to bring what a module that is being called has chosen to need next, in this order

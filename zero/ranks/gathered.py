@@ -29,7 +29,6 @@ from offload.zero.groups.group import RankCopies
 from offload.zero.groups.layout import Layout
 from offload.zero.ranks.block_codes import BlockCodes
 from offload.zero.ranks.collectives import Collectives
-from offload.zero.ranks.pass_log import PassLog
 
 
 class SharedState(State, RankCopies):
@@ -114,7 +113,6 @@ class Gatherer:
         self.gathers_codes = codes is not None
         self._gathered: dict[int, GatheredState] = {}  # the least recently used first
         self._held_nbytes = 0
-        self.log = PassLog()
 
     @property
     def has_codes(self) -> bool:
@@ -170,7 +168,6 @@ class Gatherer:
         """Begin a pass of the model in the same state as every pass, so that a rank without data
         can repeat the last one."""
         self._give_up(list(self._gathered.values()))
-        self.log.begin_pass()
 
     def _give_up(self, states: Sequence[GatheredState]) -> None:
         for state in states:

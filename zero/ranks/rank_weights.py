@@ -1,7 +1,6 @@
 """The collectives of ranks that share a model's weights: gathering shards, agreeing on writes.
 
-`OneRankWeights` has the same methods, which do nothing, so that callers need not ask whether there
-are other ranks. `rank_work.py` adds the collectives of training.
+`rank_work.py` adds the collectives of training.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.groups.group import ParamGroup, RankCopies
 from offload.zero.groups.layout import Layout
 from offload.zero.ranks.collectives import Collectives, Wire, Workspace
@@ -43,71 +42,140 @@ class SharedMemory:
     fences: Fences
 
 
-class OneRankWeights:
-    """The methods of `RankWeights` on a single rank."""
+Action = Callable[[], object]
+
+# No pass is this long: parts of a model are called for ever, with no forward of the whole.
+_LONGEST = 1 << 16
+
+
+class PassLog:
+    """The collective actions of one pass of the model, for a rank without data to repeat: of the
+    pass under way, and of the last ones that gave gradients, one that reduced them and one that did
+    not."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Action] | None = None  # None: between passes
+        self._reduced: bool | None = None  # ... the one under way; None: it is an evaluation
+        self._last: dict[bool, list[Action]] = {}
+
+    def begin_pass(self) -> None:
+        """Note that the model is called."""
+        self.end_pass()
+        self._under_way = []
+
+    def note(self, action: Action) -> None:
+        """Note `action`, if a pass is in progress."""
+        if self._under_way is None:
+            return
+        self._under_way.append(action)
+        if len(self._under_way) > _LONGEST:
+            self._under_way = None
+
+    def note_gradient(self, *, reduced: bool) -> None:
+        """Note that the pass in progress has a backward."""
+        self._reduced = reduced
+
+    def end_pass(self) -> None:
+        """Note that a step is taken, or the model is called again."""
+        if self._under_way and self._reduced is not None:
+            self._last[self._reduced] = self._under_way
+        self._under_way = self._reduced = None
+
+    def repeat(self, *, reduced: bool) -> None:
+        """Repeat the last pass with gradients, if possible one that reduced them, or did not.
+        Raises StateError if there was none."""
+        self.end_pass()
+        actions = self._last.get(reduced) or self._last.get(not reduced)
+        if not actions:
+            raise StateError(
+                "engine.idle() repeats what this rank did in its last pass, and there was none "
+                "yet; give every rank data in the first step"
+            )
+        for action in actions:
+            action()
+
+
+class RankWeights:
+    """The ranks that share a model's weights. This base class is a single rank, which exchanges
+    nothing, so that callers need not ask whether there are others."""
 
     sharding: Sharding = ALONE
     rank = 0
-    experts: RankWeights | None = None
+    has_others = False
+    experts: SharedWeights | None = None  # of those that are spread: with which ranks
 
     def parameters(
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
     ) -> tuple[State, RankCopies]:  # fmt: skip
+        """Return the parameters of a group, as the model sees them, and the copies of other ranks'
+        parts. `is_held` and `update` are the group's (see `GatheredState`)."""
         return make(layout.numel, layout.edge, None), RankCopies()
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        """Nothing is repeated."""
+        """Set all groups, and the order of their uses. Actions on them in a pass are noted, for a
+        rank without data to repeat."""
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
-        """Nothing is out of date."""
+        """Bring what other ranks have updated up to date, where it is kept whole."""
 
     def use(self, group: ParamGroup, *, backward: bool) -> None:
-        """Nothing is gathered."""
+        """Issue the collectives that all ranks issue for a use of `group`, now."""
 
     def exactly(self) -> AbstractContextManager[None]:
+        """Inside, parameters are gathered exactly, even if 8-bit codes travel otherwise."""
         return nullcontext()
 
     def begin_pass(self) -> None:
-        """No other rank takes part."""
+        """Note that the model is called."""
 
     def finish_pass(self) -> None:
-        """No other rank takes part."""
+        """Note that the model is called again, or a step is taken: a pass in progress is over."""
 
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:
+        """Return every rank's numbers, one row each (see `Ranks.exchange`)."""
         return np.array([numbers])
 
     def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the whole tensor, of which each rank passes its part and zeros for the rest."""
         return part
 
     def refuse_forward_write(self, names: str) -> None:
-        """All data is here."""
+        """Raise UnsupportedError if other ranks did not see that a forward wrote to `names`."""
 
     def moved_nbytes(self) -> dict[str, int]:
+        """Return the bytes of all buffers that were gathered and reduced with other ranks."""
         return {}
 
     def lanes(self) -> list[Lane]:
+        """Return the lanes that the model's thread waits for."""
+        return []
+
+    def orders(self) -> list[OrderedWork]:
+        """Return the threads that issue collectives."""
         return []
 
     def ending(self) -> Callable[[], None]:
-        """There are no threads."""
+        """Return a function that does what `finish` and `close` do, and keeps no model."""
         return lambda: None
 
     def finish(self) -> None:
-        """No other rank waits."""
+        """Wait, before closing, until collectives that all ranks have issued end. Another rank may
+        be in one already and wait for this rank. Not after an error."""
 
     def close(self) -> None:
-        """There are no threads."""
+        """End the threads and give up the process groups."""
 
 
-class RankWeights:
-    """This rank's side of the collectives over shared weights."""
+class SharedWeights(RankWeights):
+    """This rank's side of the collectives over weights that several ranks share."""
+
+    has_others = True
 
     def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
         """Every rank has to call this. `dtype` is the parameters' format."""
         self.ranks = ranks
         self.rank = ranks.rank
-        self.experts: RankWeights | None = None  # of those that are spread: with which ranks
         self.sharding = ranks.sharding
         self.collectives = ranks.collectives(wire)
         self._itemsize = dtype.itemsize
@@ -116,7 +184,7 @@ class RankWeights:
             self.collectives, memory.pool, room, ranks.device, memory.fences, dtype,
             memory.workspace.codes,
         )  # fmt: skip
-        self._log = self._gatherer.log  # what the passes of this rank did that others took part in
+        self._log = PassLog()
         self._groups: Sequence[ParamGroup] = ()
         self._trace: Trace
 
@@ -124,8 +192,6 @@ class RankWeights:
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
     ) -> tuple[State, RankCopies]:  # fmt: skip
-        """Return the parameters of a group, as the model sees them, and the copies of other ranks'
-        parts. `is_held` and `update` are the group's (see `GatheredState`)."""
         if self.sharding.ranks == 1:
             return make(layout.numel, layout.edge, None), RankCopies()
         shared: GatheredState | ReplicatedState
@@ -140,8 +206,6 @@ class RankWeights:
         return shared, shared
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        """Set all groups, and the order of their uses. Actions on them in a pass are noted, for a
-        rank without data to repeat."""
         self._groups, self._trace = groups, trace
         for group in groups:
             group.on_hold = self._note_hold
@@ -151,12 +215,10 @@ class RankWeights:
         self._log.note(partial(group.hold if entered else group.let_go, id(user)))
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
-        """Bring what other ranks have updated up to date, where it is kept whole."""
         for group in groups:
             group.copies.refresh()
 
     def use(self, group: ParamGroup, *, backward: bool) -> None:
-        """Issue the collectives that all ranks issue for a use of `group`, now."""
         self._log.note(partial(self._replay_use, group, backward=backward))
         self._use(group, backward=backward)
 
@@ -182,36 +244,30 @@ class RankWeights:
         self._gatherer.used(group.state)
 
     def exactly(self) -> AbstractContextManager[None]:
-        """Inside, parameters are gathered exactly, even if 8-bit codes travel otherwise."""
         return self._gatherer.exactly()
 
     def begin_pass(self) -> None:
-        """Note that the model is called."""
         self.finish_pass()
         self.refresh(self._groups)
         self._gatherer.begin_pass()
+        self._log.begin_pass()
 
     def finish_pass(self) -> None:
-        """Note that the model is called again, or a step is taken: a pass in progress is over."""
         self._log.end_pass()
 
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:
-        """Return every rank's numbers, one row each (see `Ranks.exchange`)."""
         return self.ranks.exchange(numbers, what)
 
     def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the whole tensor, of which each rank passes its part and zeros for the rest."""
         return self.ranks.combine(part, name)
 
     def refuse_forward_write(self, names: str) -> None:
-        """Raise UnsupportedError: a forward wrote to the parameters `names`."""
         raise UnsupportedError(
             f"a forward wrote to {names} on one of several ranks, each of which has other data "
             "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
         )
 
     def moved_nbytes(self) -> dict[str, int]:
-        """Return the bytes of all buffers that were gathered and reduced with other ranks."""
         traffic = self.collectives.traffic
         return {
             "all-gather": traffic.gathered_nbytes,
@@ -220,41 +276,35 @@ class RankWeights:
         }
 
     def lanes(self) -> list[Lane]:
-        """Return the lanes that the model's thread waits for."""
-        return [self._gatherer.order.lane, self.ranks.watch.lane]
+        return [*(order.lane for order in self.orders()), self.ranks.watch.lane]
 
     def orders(self) -> list[OrderedWork]:
-        """Return the threads that issue collectives."""
         return [self._gatherer.order]
 
     def ending(self) -> Callable[[], None]:
-        """Return a function that does what `finish` and `close` do, and keeps no model."""
-        return partial(_end, self.orders(), self.ranks, self.collectives)
+        orders, ranks, collectives = self.orders(), self.ranks, self.collectives
+
+        def end() -> None:
+            _drain(orders, ranks)
+            _close(orders, ranks, collectives)
+
+        return end
 
     def finish(self) -> None:
-        """Wait, before closing, until collectives that all ranks have issued end. Another rank may
-        be in one already and wait for this rank. Not after an error."""
-        watch = self.ranks.watch
-        if not watch.is_leaving:
-            self._drain(watch.timeout_s)
-
-    def _drain(self, timeout_s: float) -> None:
-        self._gatherer.order.drain(timeout_s)
+        _drain(self.orders(), self.ranks)
 
     def close(self) -> None:
-        self._gatherer.close()
-        self.ranks.watch.close()
-        self.ranks.give_up(self.collectives)
+        _close(self.orders(), self.ranks, self.collectives)
 
 
-def _end(orders: Sequence[OrderedWork], ranks: Ranks, collectives: Collectives) -> None:
+def _drain(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
     if not ranks.watch.is_leaving:
         for order in orders:
             order.drain(ranks.watch.timeout_s)
+
+
+def _close(orders: Sequence[OrderedWork], ranks: Ranks, collectives: Collectives) -> None:
     for order in orders:
         order.close()
     ranks.watch.close()
     ranks.give_up(collectives)
-
-
-AnyRankWeights = OneRankWeights | RankWeights

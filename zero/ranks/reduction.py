@@ -28,14 +28,13 @@ from offload.swap.device.streams import mark_here
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.states.trace import Trace
-from offload.swap.threads.lanes import Lane
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.gradients.gradients import GradientAccumulator, flat_gradient
 from offload.zero.ranks.collectives import Collectives, Workspace
-from offload.zero.ranks.pass_log import PassLog
+from offload.zero.ranks.rank_weights import PassLog
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE, BUCKETS, Part, PartOfParam, Sharding
 
@@ -67,7 +66,7 @@ class ReducedGradients:
         self._make_local = make_local
         self._await_update = await_update
         self.local: GradientAccumulator | None = None
-        self.reductions: Reductions | None = None  # set when they are made
+        self.reductions: SharedReductions | None = None  # set when they are made
         count = len(self.specs)
         self.passes = np.zeros(count, dtype=np.int64)  # > 0: some rank has a gradient, this step
         self.had = np.zeros(count, dtype=bool)  # this rank, by the end of the last round
@@ -212,59 +211,66 @@ class ReductionMemory:
     fences: Fences
 
 
-class NoReductions:
-    """The methods of `Reductions` on a single rank, where gradients need no reduction."""
+class Reductions:
+    """All groups' reductions of one rank; this base class is a single rank, whose gradients need
+    none. For the thread that runs backward, and `agree` and `finish` for that of the model."""
 
     has_others = False
-    sharding = ALONE
-    synchronising = True
-    forward_order: Sequence[int] = ()
-    lanes: Sequence[Lane] = ()
-
-    def reduce_skipped_groups(self, index: int) -> None:
-        """Nothing is reduced."""
-
-    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
-        begin()
+    sharding: Sharding = ALONE
+    synchronising = True  # False inside `no_sync`
 
     def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside add up on this rank alone; the next one outside, or the step,
+        reduces the sum."""
         return nullcontext()
 
+    def reduce_skipped_groups(self, index: int) -> None:
+        """Reduce groups that a backward which now uses the group `index` has left behind."""
+
+    @property
+    def forward_order(self) -> Sequence[int]:
+        """The groups that were reduced in the last step, in about the order in which the model uses
+        them: the same on every rank."""
+        return ()
+
+    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
+        """Call `begin` as soon as the reduction of a complete group is on its way: what waits for
+        it before that could wait for ever."""
+        begin()
+
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
-        """No other rank has any."""
+        """Note that users clear gradients of these, between rounds."""
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """End the backward pass in progress: reduce what is left of its round."""
 
     def take_nothing(self) -> None:
-        """No other rank has a pass."""
+        """Take part in a pass in which this rank has no gradients."""
 
     def agree(self, use: str, name: str = "") -> None:
-        """This rank's gradients are all there are."""
+        """Agree once per step, on every rank: all gradients that any rank has are reduced, and all
+        ranks know which parameters have some. `use` of them is the same on all ranks; `name` of one
+        is for errors."""
 
     def discard(self) -> None:
-        """Nothing is under way."""
+        """Drop gradients instead of a step: the round in progress is reduced all the same."""
 
     def all_squares(self, squares: list[float]) -> np.ndarray:
+        """Return the sums of squares of parameters' parts on all ranks, one row each."""
         return np.array([squares])
 
     def await_progress(self, *, in_backward: bool) -> bool:
+        """Wait for a reduction in progress, or begin one that others wait behind: for a pool that
+        is out of room. `in_backward`: the caller runs the backward pass."""
         return False
 
     def orders(self) -> list[OrderedWork]:
-        """There is no thread."""
+        """Return the threads of the reductions."""
         return []
 
-    def drain(self, timeout_s: float) -> None:
-        """Nothing is under way."""
 
-    def close(self) -> None:
-        """There is no thread."""
-
-
-class Reductions:
-    """All groups' reductions of one rank. For the thread that runs backward, and `agree` and
-    `finish` for that of the model."""
+class SharedReductions(Reductions):
+    """The reductions of a rank among others."""
 
     has_others = True
 
@@ -294,8 +300,7 @@ class Reductions:
         self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
         ranks.watch.follow(self._thread)
-        self.lanes = [self._thread.lane]
-        self.synchronising = True  # False inside `no_sync`
+        self.sharding = ranks.sharding
         self._order: list[int] = []
         self._places: dict[int, int] = {}  # in it, of groups
         self._is_agreed = False  # ... on all ranks
@@ -311,8 +316,6 @@ class Reductions:
     # ---------------------------------------------------------------- backward
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up on this rank alone; the next one outside, or the step,
-        reduces the sum."""
         self.finish()
         before, self.synchronising = self.synchronising, False
         try:
@@ -348,7 +351,7 @@ class Reductions:
         pass does not use again, complete or not. A rank that took another branch got no gradients
         there, and must not keep the others waiting: they have already gathered all that this rank
         needs to come here."""
-        gathers = self._ranks.sharding.parameters
+        gathers = self.sharding.parameters
         if not self.synchronising or not (self._open or gathers):
             return
         self._begin_round()
@@ -378,7 +381,7 @@ class Reductions:
         rest = [group.index for group in reversed(self._groups) if group.specs]
         order = list(dict.fromkeys([*reversed(used), *rest]))
         order.sort(key=lambda index: self._of[index].summed_over_blocks)
-        if not self._ranks.sharding.parameters:
+        if not self.sharding.parameters:
             order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
         self._put_in_order(order)
 
@@ -493,8 +496,6 @@ class Reductions:
             begin()
 
     def when_issued(self, index: int, begin: Callable[[], None]) -> None:
-        """Call `begin` as soon as the reduction of a complete group is on its way: what waits for
-        it before that could wait for ever."""
         group = self._of.get(index)
         if group is None or group.issued:
             begin()
@@ -531,7 +532,6 @@ class Reductions:
 
     # ---------------------------------------------------------------- between passes
     def finish(self) -> None:
-        """End the backward pass in progress: reduce what is left of its round."""
         if not self._open:
             return
         while self._place < len(self._order):
@@ -542,7 +542,6 @@ class Reductions:
         self._open = False
 
     def take_nothing(self) -> None:
-        """Take part in a pass in which this rank has no gradients."""
         if self.synchronising:
             self._begin_round()
             self.finish()
@@ -550,9 +549,6 @@ class Reductions:
             self._kept_passes = True  # as on the others: what is reduced later is in fp32
 
     def agree(self, use: str, name: str = "") -> None:
-        """Agree once per step, on every rank: all gradients that any rank has are reduced, and all
-        ranks know which parameters have some. `use` of them is the same on all ranks; `name` of one
-        is for errors."""
         self.finish()
         self._agree_on_cleared(use, name)
         what = f"which gradients there are before {use}"
@@ -605,13 +601,10 @@ class Reductions:
             self._put_in_order(sorted(used, key=lambda index: (places[index], -index)))
 
     @property
-    def forward_order(self) -> list[int]:
-        """Return the groups that were reduced in the last step, in about the order in which the
-        model uses them: the same on every rank."""
+    def forward_order(self) -> Sequence[int]:
         return self._order[::-1]
 
     def discard(self) -> None:
-        """Drop gradients instead of a step: the round in progress is reduced all the same."""
         for group in self._groups:
             group.when_issued = None  # nothing is updated with it
         self.finish()
@@ -622,17 +615,10 @@ class Reductions:
         if self.experts is not None:
             self.experts.discard()
 
-    @property
-    def sharding(self) -> Sharding:
-        return self._ranks.sharding
-
     def all_squares(self, squares: list[float]) -> np.ndarray:
-        """Return the sums of squares of parameters' parts on all ranks, one row each."""
         return self._ranks.exchange_sums(squares)
 
     def await_progress(self, *, in_backward: bool) -> bool:
-        """Wait for a reduction in progress, or begin one that others wait behind: for a pool that
-        is out of room. `in_backward`: the caller runs the backward pass."""
         if self._thread.await_oldest():
             return True
         if self.experts is not None and self.experts.await_progress(in_backward=False):
@@ -648,12 +634,4 @@ class Reductions:
         return True
 
     def orders(self) -> list[OrderedWork]:
-        """Return the thread of the reductions."""
         return [self._thread]
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait for the reductions in progress, for `timeout_s` at most."""
-        self._thread.drain(timeout_s)
-
-    def close(self) -> None:
-        self._thread.close()

@@ -42,7 +42,7 @@ from offload.zero.hooks.session import in_backward
 from offload.zero.ranks.collectives import Wire
 from offload.zero.ranks.memory_alarm import MemoryAlarm
 from offload.zero.ranks.rank_weights import SharedMemory
-from offload.zero.ranks.rank_work import AnyRankWork, OneRank, RankWork
+from offload.zero.ranks.rank_work import RankWork, SharedWork
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import Part
 from offload.zero.ranks.tensor_parallel import TensorParallel
@@ -151,12 +151,12 @@ class Runtime:
         self._backward_thread = 0  # the one that gave the last gradient
         # before any copy of state has a place: it would part their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
-        self.rank_work: AnyRankWork = OneRank()
+        self.rank_work = RankWork()
         with ExitStack() as begun:  # threads, which end where one of these raises
             if ranks is not None:
                 memory = homes.shared_memory()
                 ep_size = max((group.ep_size for group in discovery.groups), default=1)
-                self.rank_work = RankWork(ranks, memory, options.dtype, options.wire, ep_size)
+                self.rank_work = SharedWork(ranks, memory, options.dtype, options.wire, ep_size)
             begun.callback(lambda: self.rank_work.close())
             self.store = WeightStore(
                 discovery, homes, options.dtype, options.device, prefetch=options.prefetch,

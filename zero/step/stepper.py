@@ -38,7 +38,7 @@ from offload.zero.gradients.loss_scale import LossScale
 from offload.zero.gradients.nonfinite import NonfiniteSteps
 from offload.zero.gradients.norms import GradientNorms, Place, clip_coefficient
 from offload.zero.groups.group import ParamGroup
-from offload.zero.ranks.reduction import NoReductions, Reductions
+from offload.zero.ranks.reduction import Reductions
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.step.chunks import GroupUpdate, Segment
 from offload.zero.step.hyper import Hyper, HyperOf
@@ -83,7 +83,7 @@ class Stepper:
         self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
         trace: Trace, loss_scale: LossScale | None,
         summed_over_blocks: frozenset[int] = frozenset(),
-        reductions: Reductions | NoReductions | None = None,
+        reductions: Reductions | None = None,
         tensor_parallel: TensorParallel | None = None, tables: Sequence[ExpertTable] = (),
     ) -> None:  # fmt: skip
         """Groups in `summed_over_blocks` get an unknown number of gradients and are never updated
@@ -113,7 +113,7 @@ class Stepper:
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()
         self._summed_over_blocks = summed_over_blocks
-        self._reductions = NoReductions() if reductions is None else reductions
+        self._reductions = Reductions() if reductions is None else reductions
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
         self._arrived = [np.zeros_like(state.steps) for state in states]
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
