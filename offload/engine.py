@@ -25,8 +25,11 @@ from offload.models.activations import Activations
 from offload.models.given_back import GivenBack, Keep, close_weights
 from offload.models.structure import ModelStructure
 from offload.moe.gate import Gate
-from offload.optimizers.foreign import refuse_foreign_optimizers
-from offload.optimizers.optimizer import OffloadOptimizer, optimizer_class
+from offload.optimizers.optimizer import (
+    OffloadOptimizer,
+    optimizer_class,
+    refuse_foreign_optimizers,
+)
 from offload.planning.plan.plan import spare_host_nbytes
 from offload.process import machine
 from offload.process.interrupts import noted_interrupts, why_not_noted

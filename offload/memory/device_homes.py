@@ -27,7 +27,7 @@ from offload.tiers import accelerator
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.zero.groups.store import NextUse
-from offload.zero.step.device_work import DeviceWork
+from offload.zero.step.device_update import DeviceWork
 
 _log = logging.getLogger("offload")
 _TO_DEVICE, _TO_HOST = "host to device", "device to host"

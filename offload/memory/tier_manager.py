@@ -53,7 +53,7 @@ from offload.zero.groups.weight_codes import WeightCodes
 from offload.zero.ranks.collectives import Workspace
 from offload.zero.ranks.rank_weights import SharedMemory
 from offload.zero.ranks.sharding import ALONE, Sharding
-from offload.zero.step.device_work import DeviceWork
+from offload.zero.step.device_update import DeviceWork
 from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ still holds when states start over keeps their values, as in torch.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -329,11 +328,14 @@ class OptimizerEntries(_Mapping):
     def forget(self, param: Any) -> None:
         """Drop an entry whose states are about to change. Given-out ones keep their values."""
         entry = dict.pop(self, param, None)
-        tiers = getattr(entry, "_tiers", None)
-        if tiers is not None:
-            tiers.part()
-            if sys.getrefcount(entry) > 2:  # this variable and the argument
-                entry.part()
+        if not isinstance(entry, StateOfParameter) or entry._tiers is None:
+            return
+        entry._tiers.part()
+        held = weakref.ref(entry)
+        del entry
+        kept = held()
+        if kept is not None:
+            kept.part()
 
     def pop(self, param: Any, *default: Any) -> Any:
         """Remove and return the entry, with its values."""

@@ -13,7 +13,7 @@ import pytest
 import offload
 import offload.engine
 import offload.memory.tier_manager
-import offload.optimizers.foreign
+import offload.optimizers.optimizer
 import offload.tiered_model
 import offload.zero.step.runtime
 from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, config, on_the_cpu_alone, seeded
@@ -58,7 +58,7 @@ def held() -> tuple[int, int, int]:
     """Open files, threads, and hooks on every optimizer."""
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    return files, threading.active_count(), len(offload.optimizers.foreign._watched)
+    return files, threading.active_count(), len(offload.optimizers.optimizer._watched)
 
 
 def fail(model: Any, keys: Any, owner: object, name: str, patch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from offload.errors import LowMemoryError
-from offload.zero.ranks import memory_alarm
-from offload.zero.ranks.memory_alarm import MemoryAlarm
+from offload.zero.gradients import norms
+from offload.zero.gradients.norms import MemoryAlarm
 
 MIB = 1 << 20
 
@@ -28,9 +28,9 @@ class Mesh:
         ]
 
     def step(self) -> None:
-        self._monkeypatch.setattr(memory_alarm.dist, "is_initialized", lambda: True)
+        self._monkeypatch.setattr(norms.dist, "is_initialized", lambda: True)
         for rank, alarm in enumerate(self.alarms):
-            self._monkeypatch.setattr(memory_alarm.dist, "get_rank", lambda rank=rank: rank)
+            self._monkeypatch.setattr(norms.dist, "get_rank", lambda rank=rank: rank)
             alarm.look()
         numbers = range(len(self.alarms))
         for column in range(self._columns):

@@ -30,8 +30,7 @@ from offload.zero.groups.group import Classes, GroupState, ParamGroup
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.sharding import Part
 from offload.zero.step import missed_steps
-from offload.zero.step.hyper import Hyper
-from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.optimizer_state import Hyper, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
 from offload.zero.step.update import ExpectedUses, UpdateQueue

@@ -11,34 +11,20 @@ step moves them, too (weight decay, moments), once they are needed (missed_steps
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 
 from offload.tiers.errors import StateError
 from offload.zero.experts.packed import PackedParam
+from offload.zero.gradients.gradient_handles import GradientHandles, GradientSource, there
 from offload.zero.tensors.local_tensors import local_of
 from offload.zero.tensors.paged import Operation, PagedTensor
 
-if TYPE_CHECKING:
-    from offload.zero.gradients.gradient_handles import GradientHandles, GradientSource
-
 aten = torch.ops.aten
-T = TypeVar("T")
-
-
-def there(reference: weakref.ref[T]) -> T:
-    """Return what a gradient's handle refers to. Raises StateError if the engine was dropped."""
-    found = reference()
-    if found is None:
-        raise StateError(
-            "a gradient whose engine is gone has no value any more; .clone() it before"
-        )
-    return found
 
 
 class PackedGradientSource:
@@ -93,21 +79,20 @@ class PackedGradients:
     runs backward."""
 
     def __init__(self, packed: Sequence[PackedParam], rows: GradientHandles) -> None:
-        """`rows` has the gradients of the rows."""
+        """`rows` has the gradients of the rows, and tells this of what comes to them."""
         self._all = packed
         self._rows = rows
+        rows.packed = self
         self._of_row = {id(row): each for each in packed for row in each.rows}
         self._shown: dict[PackedParam, PagedTensor] = {}
         self._given: set[PackedParam] = set()  # rows' gradients are views of a user's tensor
 
     def prepare(self) -> None:
-        """Forget the `.grad` from before the engine, as for other parameters."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed in self._all:
                 packed.param.grad = None
 
     def came(self, row: torch.Tensor) -> None:
-        """Note that a parameter, which may be a row, got a gradient."""
         packed = self._of_row.get(id(row))
         if packed is not None and packed not in self._shown:
             self._show(packed)
@@ -123,7 +108,6 @@ class PackedGradients:
             param.grad = handle
 
     def follow(self) -> None:
-        """Apply to the rows what users did to `.grad`: set it to None, or to a tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed in list(self._shown):
                 if packed.param.grad is not self._shown[packed]:
@@ -145,10 +129,9 @@ class PackedGradients:
     def _part(self, packed: PackedParam) -> None:
         """Separate a handle from `.grad`, which was set to something else. A user who has kept it,
         or views of it, gets a copy of its value."""
-        handle = self._shown.pop(packed)
-        source = handle.source
-        # a local variable, an argument; the handle has the source, too
-        if sys.getrefcount(handle) > 2 or sys.getrefcount(source) > 3:
+        held = weakref.ref(self._shown.pop(packed).source)
+        source = held()
+        if source is not None:
             assert isinstance(source, PackedGradientSource), "made here"
             rows = self._sources_of(packed)
             source.used_up = next(filter(None, map(self._rows.why_lost, rows)), None)
@@ -157,7 +140,6 @@ class PackedGradients:
         _clear_rows(packed)
 
     def forget(self, why: str) -> None:
-        """Forget all gradients, which are used up."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed, handle in list(self._shown.items()):
                 if packed.param.grad is handle and all(row.grad is None for row in packed.rows):

@@ -12,24 +12,21 @@
 
 `param.grad` alone says what the gradient is, as in PyTorch; the accumulator holds the value of the
 current handle. A handle that the user keeps after the gradient was cleared gets a copy of its
-value; any other is used again for the next gradient: small objects allocated between large
-gradients would keep the C library's heap from returning those.
+value. The next handle is made then, and not in the next backward: small objects allocated between
+large gradients would keep the C library's heap from returning those.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.experts.packed import PackedParam
-from offload.zero.experts.packed_gradients import PackedGradients, there
 from offload.zero.gradients.norms import Place
 from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.groups.group import ParamGroup
@@ -44,6 +41,37 @@ from offload.zero.tensors.paged import Operation, PagedTensor
 aten = torch.ops.aten
 _MOST = torch.finfo(torch.float32).max
 _CUT_SHORT = "the backward pass that it came in was cut short"
+T = TypeVar("T")
+
+
+def there(reference: weakref.ref[T]) -> T:
+    """Return what a gradient's handle refers to. Raises StateError if the engine was dropped."""
+    found = reference()
+    if found is None:
+        raise StateError(
+            "a gradient whose engine is gone has no value any more; .clone() it before"
+        )
+    return found
+
+
+class WholeGradients(Protocol):
+    """The gradients of packed parameters, whose rows are parameters with handles."""
+
+    def prepare(self) -> None:
+        """Forget what is in `.grad` from before the engine."""
+        ...
+
+    def came(self, row: torch.Tensor) -> None:
+        """Note that a parameter, which may be a row, got a gradient."""
+        ...
+
+    def follow(self) -> None:
+        """Apply to the rows what users did to `.grad`: set it to None, or to a tensor."""
+        ...
+
+    def forget(self, why: str) -> None:
+        """Forget all gradients, which are used up."""
+        ...
 
 
 class GradientSource:
@@ -52,7 +80,9 @@ class GradientSource:
     It keeps no model: the garbage collector does not see that a parameter has it in `.grad`, and
     would take what it keeps for used."""
 
-    __slots__ = ("_param", "_state", "_table", "index", "kept", "used_up", "zeroed")
+    __slots__ = (
+        "__weakref__", "_param", "_state", "_table", "index", "kept", "used_up", "zeroed",
+    )  # fmt: skip
 
     def __init__(
         self, table: GradientHandles, state: OptimizerState, index: int, param: nn.Parameter
@@ -114,11 +144,10 @@ class GradientHandles:
         self, states: Sequence[OptimizerState], stepper: Stepper, rank_work: RankWork,
         arrive: Callable[[OptimizerState, int, torch.Tensor], None],
         comes_in_parts: Callable[[ParamGroup], bool], check_process: Callable[[], None],
-        packed: Sequence[PackedParam] = (),
     ) -> None:  # fmt: skip
-        """`packed` are parameters whose rows are in the groups. `arrive` takes a gradient of one
-        parameter into its accumulator. `comes_in_parts`: whether gradients of a group are still
-        arriving, micro-batch by micro-batch. `check_process` raises in a forked child."""
+        """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`:
+        whether gradients of a group are still arriving, micro-batch by micro-batch. `check_process`
+        raises in a forked child."""
         self._states = states
         self._stepper = stepper
         self._rank_work = rank_work
@@ -126,7 +155,7 @@ class GradientHandles:
         self._comes_in_parts = comes_in_parts
         self._check_process = check_process
         self._sources: dict[Place, GradientSource] = {}  # of the accumulated gradients
-        self._handles: dict[Place, PagedTensor] = {}  # unused ones, with no other reference
+        self._handles: dict[Place, PagedTensor] = {}  # of these, and of gradients to come
         self._params: dict[Place, nn.Parameter] = {
             (state.group.index, index): param
             for state in states
@@ -135,7 +164,7 @@ class GradientHandles:
         }
         stepper.on_used_up = self._let_go
         self._places = {id(param): key for key, param in self._params.items()}
-        self.packed = PackedGradients(packed, self)
+        self.packed: WholeGradients  # set when they are made
         self._came: list[Place] = []  # parameters that got gradients since the last forward
         self._last: list[Place] = []  # ... in the last pass that had any
         self._set: dict[Place, int] = {}  # addresses of tensors that users have put there
@@ -186,22 +215,27 @@ class GradientHandles:
     def prepare(self) -> None:
         """Make all handles."""
         for key, param in self._params.items():
-            self._put(key)
+            self._handles[key] = self._made(key)
             param.grad = None
-        self._sources.clear()
         self.packed.prepare()
 
-    def _put(self, key: Place) -> None:
+    def _made(self, key: Place) -> PagedTensor:
+        """Return a handle for the next gradient of a parameter."""
         param = self._params[key]
         source = GradientSource(self, self._states[key[0]], key[1], param)
-        if key in self._handles:
-            self._handles[key].source = source
-        else:
-            shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
-            self._handles[key] = PagedTensor(source, shape, param.device)
-        self._sources[key] = source
+        shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
+        return PagedTensor(source, shape, param.device)
+
+    def _put(self, key: Place) -> GradientSource:
+        """Let a parameter have a gradient, whose handle is its `.grad`."""
+        if key not in self._handles:
+            self._handles[key] = self._made(key)
+        handle = self._handles[key]
+        assert isinstance(handle.source, GradientSource), "made above"
+        self._sources[key] = handle.source
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
-            param.grad = self._handles[key]
+            self._params[key].grad = handle
+        return handle.source
 
     # ---------------------------------------------------------------- what users did to `.grad`
     def drop_cleared(self) -> None:
@@ -214,9 +248,8 @@ class GradientHandles:
         with torch._C.DisableTorchFunctionSubclass():
             gone = [key for key in there if self._params[key].grad is None]
         if there and len(gone) == len(there):
-            self._detach(gone)
+            self._part(gone)
             self._stepper.zero_grad()
-            self._sources.clear()
             self._taken.clear()
             self._agreed = False
         else:
@@ -306,10 +339,9 @@ class GradientHandles:
 
     def _forget(self, keys: Sequence[Place]) -> None:
         """Drop these parameters' accumulated gradients, which users cleared."""
-        self._detach(keys)
+        self._part(keys)
         by_group: dict[int, list[int]] = {}
         for key in keys:
-            self._sources.pop(key, None)
             self._taken.discard(key)
             if self._has(self._states[key[0]], key[1]):
                 by_group.setdefault(key[0], []).append(key[1])
@@ -319,16 +351,19 @@ class GradientHandles:
     def _has(self, state: OptimizerState, index: int) -> bool:
         return bool(state.gradients.passes[index])
 
-    def _detach(self, keys: Sequence[Place]) -> None:
-        """Give the handles that the user has kept, or has views of, copies of their values."""
+    def _part(self, keys: Sequence[Place]) -> None:
+        """Separate cleared gradients' handles from the accumulators. Whoever holds one, or a view
+        of it, gets a copy of the value."""
         for key in keys:
-            if key not in self._sources or not self._is_kept(key):
+            if key not in self._sources:
                 continue
-            source = self._sources[key]
-            source.used_up = self.why_lost(source)
-            if source.used_up is None:
-                source.kept = self.value_of(source)
-            del self._handles[key]
+            held = weakref.ref(self._sources.pop(key))
+            self._handles[key] = self._made(key)
+            source = held()
+            if source is not None:
+                source.used_up = self.why_lost(source)
+                if source.used_up is None:
+                    source.kept = self.value_of(source)
 
     def why_lost(self, source: GradientSource) -> str | None:
         """Return why a cleared gradient has no value any more for holders of its handle; None if it
@@ -342,12 +377,6 @@ class GradientHandles:
         """Return whether parts from other micro-batches are still missing."""
         return not source.zeroed and not self._has(source.state, source.index)
 
-    def _is_kept(self, key: Place) -> bool:
-        """Return whether anything but this table refers to a handle, or to its source."""
-        handle, source = self._handles[key], self._sources[key]
-        # a local variable, an entry of a dictionary, an argument; the source has the handle, too
-        return sys.getrefcount(handle) > 3 or sys.getrefcount(source) > 4
-
     # ---------------------------------------------------------------- rows of packed parameters
     def source_of(self, row: torch.Tensor) -> GradientSource | None:
         """Return the source of a row's accumulated gradient; None if it has none."""
@@ -355,9 +384,7 @@ class GradientHandles:
 
     def begin(self, row: torch.Tensor) -> GradientSource:
         """Let a row have a gradient, whose value follows."""
-        key = self._places[id(row)]
-        self._put(key)
-        return self._sources[key]
+        return self._put(self._places[id(row)])
 
     def value_of_row(self, row: nn.Parameter) -> torch.Tensor | None:
         """Return the gradient of a row, as `value` does."""

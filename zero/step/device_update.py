@@ -12,19 +12,21 @@ until the previous content has left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from offload.kernels.floats import Float
 from offload.kernels.gpu import triton_optimizer
-from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.device.device_state import Links
+from offload.swap.device.outbox import Outbox
+from offload.swap.device.streams import CopyMark, CopyStream, WorkStream, mark_here
 from offload.swap.threads.ranges import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.step.chunks import Chunk, ChunkBytes, Segment
-from offload.zero.step.device_work import DeviceWork
 from offload.zero.step.records import ALIGN_NBYTES, RecordFormat
 
 # What a kernel on the device takes for the arrays of a record: 16-bit floats have a type there.
@@ -34,6 +36,24 @@ _DTYPES = {
     np.dtype(np.int16): torch.int16,
     np.dtype(np.uint8): torch.uint8,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """The streams and memory of a device that updates and gradients use beside the model. A CPU
+    that does everything needs neither."""
+
+    stream: WorkStream  # for the update thread
+    links: Links  # for the update's own copies
+    buffers: Sequence[torch.Tensor] = ()  # 1D uint8 on the device: staging of chunks stepped there
+    partials: torch.Tensor | None = None  # 1D fp64 on the device: room for all sums of squares
+    outbox: Outbox | None = None  # on the way to accumulators in host memory
+
+    @classmethod
+    def nothing(cls) -> DeviceWork:
+        """Return the work of a CPU, with streams that do nothing and without memory."""
+        cpu = torch.device("cpu")
+        return cls(WorkStream(cpu), Links(CopyStream(cpu), CopyStream(cpu)))
 
 
 class DeviceUpdate:

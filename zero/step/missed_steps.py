@@ -26,8 +26,7 @@ import numpy as np
 from offload.kernels.rules import Scalars
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.group import ParamGroup
-from offload.zero.step.hyper import Hyper, HyperOf
-from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 
 MOST_MISSED = 1024  # steps, before a group that nobody has needed makes them: bounds the memory
 

@@ -1,12 +1,15 @@
-"""The gradients and optimizer records of one group."""
+"""The gradients, hyperparameters and optimizer records of one group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from torch import nn
+
 from offload.kernels.floats import Array, Float
+from offload.kernels.rules import Scalars
 from offload.swap.states.state import State
 from offload.swap.threads.transfer import Transfer
 from offload.zero.groups.group import ParamGroup
@@ -15,6 +18,26 @@ from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     import torch
+
+
+Number = float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """One parameter's hyperparameters in one step (from its param group), for one kind of
+    optimizer."""
+
+    kind: type[Scalars]
+    numbers: tuple[tuple[str, Number], ...]  # the kind's fields that do not change with the step
+
+    def scalars(self, step: int, grad_scale: float) -> Scalars:
+        """Return the kernels' numbers for update number `step` of a parameter, from 1."""
+        return self.kind.at(step, grad_scale, dict(self.numbers))
+
+
+# The hyperparameters of a parameter; None if it is in no param group.
+HyperOf = Callable[[nn.Parameter], Hyper | None]
 
 
 class Gradients(Protocol):

@@ -28,11 +28,13 @@ from offload.swap.threads.recorder import Recorder
 from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
+from offload.zero.experts.packed_gradients import PackedGradients
 from offload.zero.gradients.gradient_handles import GradientHandles
 from offload.zero.gradients.gradient_hooks import GradientHooks, refuse_graph
 from offload.zero.gradients.gradient_paths import DevicePartials
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.gradients.loss_scale import LossScale
+from offload.zero.gradients.norms import MemoryAlarm
 from offload.zero.groups.discovery import Discovery, Unit
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
@@ -40,7 +42,6 @@ from offload.zero.hooks.handles import Keeper
 from offload.zero.hooks.pipeline_stages import check_schedule
 from offload.zero.hooks.session import in_backward
 from offload.zero.ranks.collectives import Wire
-from offload.zero.ranks.memory_alarm import MemoryAlarm
 from offload.zero.ranks.rank_weights import SharedMemory
 from offload.zero.ranks.rank_work import RankWork, SharedWork
 from offload.zero.ranks.ranks import Ranks
@@ -48,9 +49,8 @@ from offload.zero.ranks.sharding import Part
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.recompute.micro_batch_sums import GradientSums
 from offload.zero.recompute.micro_batches import MicroBatching
-from offload.zero.step.device_work import DeviceWork
-from offload.zero.step.hyper import HyperOf
-from offload.zero.step.optimizer_state import Gradients, OptimizerState
+from offload.zero.step.device_update import DeviceWork
+from offload.zero.step.optimizer_state import Gradients, HyperOf, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
 from offload.zero.step.update import ExpectedUses, UpdateQueue
@@ -183,9 +183,9 @@ class Runtime:
             self.stepper.norms.alarm = self._alarm
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
-                self._comes_in_parts, self.store.one_thread.check_process, self.store.packed,
+                self._comes_in_parts, self.store.one_thread.check_process,
             )  # fmt: skip
-            self.packed_gradients = self.gradients.packed
+            self.packed_gradients = PackedGradients(self.store.packed, self.gradients)
             begun.pop_all()
         self._micro_batching: MicroBatching | None = None
         self._gradient_hooks: GradientHooks | None = None

@@ -34,16 +34,14 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import OldBytes
 from offload.zero.experts.packed import ExpertTable
-from offload.zero.gradients.loss_scale import LossScale
-from offload.zero.gradients.nonfinite import NonfiniteSteps
+from offload.zero.gradients.loss_scale import LossScale, NonfiniteSteps
 from offload.zero.gradients.norms import GradientNorms, Place, clip_coefficient
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.reduction import Reductions
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.step.chunks import GroupUpdate, Segment
-from offload.zero.step.hyper import Hyper, HyperOf
 from offload.zero.step.missed_steps import MissedSteps, ZeroUpdates
-from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 from offload.zero.step.trials import Terms, Trials
 from offload.zero.step.update import UpdateQueue, merge
 

@@ -26,8 +26,7 @@ from offload.swap.states.state import Undoable
 from offload.swap.threads.shield import uninterrupted
 from offload.tiers.ledger import OldBytes
 from offload.zero.groups.group import GroupState
-from offload.zero.step.hyper import Hyper
-from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.optimizer_state import Hyper, OptimizerState
 
 _LONGEST_PAUSE = 64  # steps
 

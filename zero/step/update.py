@@ -34,8 +34,7 @@ from offload.tiers.units import round_up
 from offload.zero.groups.bits import array_of
 from offload.zero.groups.group import ParamGroup
 from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
-from offload.zero.step.device_update import DeviceUpdate
-from offload.zero.step.device_work import DeviceWork
+from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.save_gate import SaveGate
 
 _PAGE_NBYTES = 4096
