@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,15 +61,6 @@ def train_and_save(folder: str, stage: int, name: str, more: dict[str, Any]) -> 
         return then | {f"end {key}": value for key, value in states_of(engine).items()}
 
 
-def load_and_train(folder: str, stage: int, name: str) -> States:
-    torch.set_num_threads(1)
-    with offload.initialize(seeded(TinyLM, seed=5), keys_of(folder, stage, HOST)) as engine:
-        engine.load_checkpoint(Path(folder) / name)
-        then = states_of(engine)
-        steps(engine, 2, 4)
-        return then | {f"end {key}": value for key, value in states_of(engine).items()}
-
-
 def alone(folder: Path, name: str) -> States:
     with offload.initialize(seeded(TinyLM, seed=5), keys_of(str(folder), 3, HOST)) as engine:
         engine.load_checkpoint(folder / name)
@@ -79,27 +69,6 @@ def alone(folder: Path, name: str) -> States:
 
 def at_checkpoint(states: States) -> States:
     return {key: value for key, value in states.items() if not key.startswith("end ")}
-
-
-def of_both_stages(program: Callable[..., States], folder: str, *args: Any) -> list[States]:
-    return [program(folder, stage, name, *args) for stage, name in ((1, "one"), (3, "three"))]
-
-
-def of_the_other_stage(folder: str) -> list[States]:
-    return [load_and_train(folder, stage, name) for stage, name in ((3, "one"), (1, "three"))]
-
-
-def test_any_number_of_ranks_takes_over_what_two_have_saved(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    saved = run_ranks(2, tmp_path, of_both_stages, train_and_save, folder, {}, timeout_s=120)[0]
-    for found in run_ranks(2, tmp_path, of_the_other_stage, folder):
-        for mine, first in zip(found, saved, strict=True):
-            assert_same_bits(mine, first)  # goes on as if nothing had happened
-    for found in run_ranks(3, tmp_path, of_both_stages, load_and_train, folder):
-        for mine, first in zip(found, saved, strict=True):
-            assert_same_bits(at_checkpoint(mine), at_checkpoint(first))
-    for name, first in zip(("one", "three"), saved, strict=True):
-        assert_same_bits(alone(tmp_path, name), at_checkpoint(first))
 
 
 def test_replicas_save_what_one_rank_would_have_saved(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from tests.offload.engine_cases import (
     HOST,
     NVME,
     TinyLM,
-    assert_same_bits,
     batches,
     config,
     differing,
@@ -33,38 +32,7 @@ from tests.ranks.processes import run_ranks
 from tests.ranks.programs import BUDGET, OPTIMIZER
 from tests.zero.test_loss_scale import Pair
 
-STEPS = 3
 MIXED = {**NVME, "gradients": "host"}
-Run = tuple[dict[str, Tensor], list[str]]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A drawn run, and where one of its gradients goes wrong."""
-
-    keys: dict[str, Any]
-    placement: dict[str, Any]
-    passes: int
-    name: str
-    rank: int
-    step: int
-    number: int  # of the pass
-    value: float
-
-    @classmethod
-    def drawn(cls, seed: int, world_size: int) -> Fault:
-        draw = random.Random(seed)
-        names = [name for name, p in seeded(TinyLM).named_parameters() if p.requires_grad]
-        passes = draw.choice([1, 2])
-        keys = {
-            "zero": {"stage": seed % 4}, "precision": draw.choice(["fp32", "bf16"]),
-            "clip_grad_norm": draw.choice([None, 0.5]), "gradient_accumulation_steps": passes,
-        }  # fmt: skip
-        return cls(
-            keys, draw.choice([HOST, MIXED]), passes, draw.choice(names),
-            draw.randrange(world_size), draw.randrange(STEPS), draw.randrange(passes),
-            draw.choice([float("nan"), float("inf")]),
-        )  # fmt: skip
 
 
 class Said(logging.Handler):
@@ -86,66 +54,10 @@ class Said(logging.Handler):
         logging.getLogger("offload").removeHandler(self)
 
 
-def train(fault: Fault, folder: str, *, leaves_out: bool) -> Run:
-    """With the fault, or without the step that has it."""
-    torch.set_num_threads(1)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    keys = config(
-        Path(folder), fault.placement, budget=BUDGET, optimizer=OPTIMIZER, skip_nonfinite=True,
-        **fault.keys,
-    )  # fmt: skip
-    data = iter(batches(STEPS * fault.passes * world_size))
-    now = (-1, -1, -1)
-    at = (fault.step, fault.number, fault.rank)
-
-    def spoil(gradient: Tensor) -> Tensor:
-        if now != at or leaves_out:
-            return gradient
-        spoilt = gradient.clone()
-        spoilt.view(-1)[-1] = fault.value
-        return spoilt
-
-    with offload.initialize(seeded(TinyLM), keys) as engine, Said() as said:
-        engine.module.get_parameter(fault.name).register_hook(spoil)
-        for step in range(STEPS):
-            for number in range(fault.passes):
-                tokens = [next(data) for _ in range(world_size)][rank]
-                now = (step, number, rank)
-                if step != fault.step or not leaves_out:
-                    loss = engine.module.loss(tokens)  # type: ignore[operator]
-                    engine.backward(loss / fault.passes)
-            if step != fault.step or not leaves_out:
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-        assert engine.report().skipped_steps == (0 if leaves_out else 1)
-        return states_of(engine), said
-
-
-def both(faults: Sequence[Fault], folder: str) -> list[tuple[Run, Run]]:
-    return [
-        (train(fault, folder, leaves_out=False), train(fault, folder, leaves_out=True))
-        for fault in faults
-    ]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
         many = metafunc.config.getoption("--long")
         metafunc.parametrize("seeds", [range(n, n + 2) for n in range(20, 100 if many else 22, 2)])
-
-
-@pytest.mark.sample("seeds0-2")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_step_that_goes_wrong_on_one_rank_leaves_no_trace_on_any(
-    tmp_path: Path, world_size: int, seeds: range
-) -> None:
-    faults = [Fault.drawn(seed + world_size, world_size) for seed in seeds]
-    for ran in run_ranks(world_size, tmp_path, both, faults, str(tmp_path)):
-        for fault, ((states, said), (expected, _)) in zip(faults, ran, strict=True):
-            assert_same_bits(states, expected)
-            assert [line.partition(": ")[0] for line in said] == [
-                f"the gradient of {fault.name} is not finite"
-            ]
 
 
 ROW, MOST = 9, 3  # steps, and how many of them may be skipped in a row

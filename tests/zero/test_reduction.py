@@ -20,7 +20,6 @@ from offload.kernels.floats import Float, serial
 from offload.swap.device.fences import Fences
 from offload.swap.states.state import MemoryState
 from offload.swap.states.trace import Trace
-from offload.tiers.errors import RankError
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.collectives import Wire, Workspace
@@ -263,23 +262,9 @@ def written(folder: Path) -> Given:
         return given
 
 
-def cleared_on_one(folder: Path) -> Given:
-    """Last: ranks that have parted do not come together again."""
-    with rank(folder) as here:
-        here.give(BACKWARD, 0)
-        here.reductions.finish()
-        if here.number == 0:
-            here.reductions.clear(2, [0])
-        try:
-            here.step()
-        except RankError as error:
-            here.given.notes.append(str(error))
-        return here.given
-
-
 PROGRAMS: list[Callable[[Path], Given]] = [
     one_pass, every_rank_in_another_order, branches, kept_passes, in_parts, cleared_on_all,
-    skipped_groups, updated_in_backward, written, cleared_on_one,
+    skipped_groups, updated_in_backward, written,
 ]  # fmt: skip
 
 
@@ -418,15 +403,3 @@ def test_what_users_write_is_each_ranks_part_and_counts_as_a_gradient(
     assert torch.equal(whole(given, (0, 0)), expected)
     assert sum(each.notes[0] for each in given) == pytest.approx(float(expected.square().sum()))
     assert all(each.notes[1:] == [True, False] for each in given)
-
-
-def test_a_gradient_that_one_rank_cleared_and_another_kept_is_an_error_on_all(
-    found: dict[str, list[Given]],
-) -> None:
-    given = found["cleared_on_one"]
-    if len(given) == 1:
-        assert given[0].notes == []
-        return
-    kept = list(range(1, len(given)))
-    for each in given:
-        assert f"2.0.grad is cleared on ranks [0] and kept on ranks {kept}" in each.notes[0]

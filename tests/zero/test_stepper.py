@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -180,22 +179,6 @@ def test_a_parameter_without_gradient_or_param_group_is_left_alone(make: Make) -
     assert [state.steps.tolist() for state in training.states] == [[0, 1], [0]]
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_one_bad_gradient_skips_all_of_the_step_or_none(
-    make: Make, caplog: pytest.LogCaptureFixture, skips: bool
-) -> None:
-    training = make(skip_nonfinite=skips)
-    caplog.set_level(logging.WARNING, "offload")
-    for _ in range(2):
-        training.give_all(places=[(0, 0), (0, 1)])
-        training.give(1, 0, torch.full((300,), math.inf))
-        assert training.step().skipped is skips
-        training.stepper.zero_grad()
-    assert (training.stepper.taken, training.stepper.skipped) == ((0, 2) if skips else (2, 0))
-    assert [bool(value.any()) for value in training.values()] == [not skips] * 3
-    assert len(caplog.records) == 1, "said once"
-
-
 def test_the_loss_scale_is_taken_out_of_norms_and_updates_and_follows_overflows(
     make: Make,
 ) -> None:
@@ -291,48 +274,3 @@ def test_a_complete_group_is_updated_before_the_step(make: Make) -> None:
     assert told == [[1]]
     assert_moved(training, [torch.zeros(700), -0.5 * bias, -0.5 * last])
     assert training.states[1].steps.tolist() == [1]
-
-
-def test_an_update_in_backward_waits_for_as_many_passes_as_are_configured(make: Make) -> None:
-    training = make(in_backward=True, passes=2)
-    first = training.give_all()
-    assert all(state.group.pending is None for state in training.states)
-    second = training.give_all(1)
-    assert all(state.group.pending is not None for state in training.states)
-    training.step()
-    assert_moved(training, [-0.5 * (a + b) for a, b in zip(first, second, strict=True)])
-
-
-def test_what_an_update_in_backward_would_miss_is_refused(make: Make) -> None:
-    training = make(in_backward=True)
-    given = training.give_all()
-    with pytest.raises(StateError, match="group 1 got another gradient after the update"):
-        training.give(1, 0, gradient(1, 0, seed=1))
-    with pytest.raises(StateError, match="zero_grad before step"):
-        training.stepper.zero_grad()
-    with pytest.raises(StateError, match="zero_grad before step"):
-        training.stepper.drop(training.states[0], [0])
-    training.lr = 0.25
-    with pytest.raises(StateError, match=r"update of 0\.0 began .* lr was set from 0\.5 to 0\.25"):
-        training.step()
-    training.outside = {id(training.states[1].group.params[0])}
-    training.lr = 0.5
-    with pytest.raises(StateError, match=r"update of 1\.0 .* taken out of the param groups"):
-        training.step()
-    training.outside = set()
-    training.step()
-    assert_moved(training, [-0.5 * each for each in given])
-
-
-def test_a_load_forgets_gradients_and_updates_in_backward(make: Make) -> None:
-    training = make(in_backward=True)
-    training.give_all(places=[(0, 1), (1, 0)])
-    training.updates.settle()
-    training.stepper.forget()
-    assert not training.stepper.has_unstepped_gradients
-    assert not any(state.gradients.has_any for state in training.states)
-    training.stepper.zero_grad()
-    given = training.give_all(3)
-    training.step()
-    before = -0.5 * gradient(1, 0)  # this one had been updated
-    assert_moved(training, [*(-0.5 * each for each in given[:2]), before - 0.5 * given[2]])
