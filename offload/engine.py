@@ -53,7 +53,6 @@ from offload.zero.groups.model_shape import GroupShape
 from offload.zero.groups.store import WeightStore
 from offload.zero.groups.values import ParameterValues
 from offload.zero.hooks.closed_engine import ENGINE
-from offload.zero.ranks.collectives import Wire
 from offload.zero.ranks.ranks import Ranks, data_ranks
 from offload.zero.step.runtime import Runtime, RuntimeOptions
 from offload.zero.step.stepper import StepRules
@@ -258,6 +257,7 @@ class Engine(TieredModel):
         self, discovery: Discovery, dtype: torch.dtype, run: ParallelRunner
     ) -> Runtime:
         config = self.config
+        rounded = config.zero.reduce_dtype
         options = RuntimeOptions(
             dtype=dtype,
             device=self.device,
@@ -276,7 +276,7 @@ class Engine(TieredModel):
                 trial_nbytes=self._homes.spare,
                 free_nbytes=self._homes.free_nvme_nbytes,
             ),
-            wire=_wire(config),
+            reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],
         )
         staging = self._homes.staging()
         runtime = Runtime(
@@ -830,12 +830,6 @@ def _as_on_first(group: GroupShape, spread: SpreadExperts) -> GroupShape:
         for param in group.params
     )
     return replace(group, name=spread.name_on(0, group.name), params=tuple(params))
-
-
-def _wire(config: OffloadConfig) -> Wire:
-    zero = config.zero
-    rounded = None if zero.reduce_dtype == "fp32" else DTYPES[zero.reduce_dtype]
-    return Wire(rounded, zero.quantized_weights, zero.quantized_gradients)
 
 
 def _loss_scale(config: OffloadConfig) -> LossScale | None:

@@ -332,32 +332,15 @@ class ZeroConfig(Section):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = key("fp32")
     """Format that gradients are rounded to before they are summed over ranks. fp32: none is; sums
     are in fp32 in any case."""
-    quantized_weights: bool = key(False, needs={"zero.stage": 3}, see=["zero.shard_group"])
-    """Gather parameters in 8 bits per element (as ZeRO++): half the bytes of bf16, and
-    approximate."""
-    quantized_gradients: bool = key(False, see=["zero.stage", "zero.shard_group"])
-    """Send gradients to be summed in 8 bits per element (as ZeRO++): approximate."""
     timeout_s: float = key(600.0, example=60.0, gt=0, le=1e6, per_rank=True, unit="seconds")
     """Longest wait for other ranks; then a RankError names those that are missing."""
 
     @model_validator(mode="after")
-    def _check_quantized(self) -> Self:
-        exact = ", where every rank keeps all parameters exactly; remove quantized_weights, or "
-        if self.quantized_weights and self.stage < 3:
-            raise self.contradiction("quantized_weights", "stage", f"{exact}set stage: 3")
-        if self.quantized_weights and self.shard_group == 1:
-            several = f"{exact}shard over several ranks"
-            raise self.contradiction("quantized_weights", "shard_group", several)
+    def _check_shard_group(self) -> Self:
         if self.stage == 0 and self.shard_group is not None:
             raise self.contradiction(
                 "shard_group", "stage",
                 ", which shards nothing; remove shard_group, or set stage: 1 or more",
-            )  # fmt: skip
-        if self.quantized_gradients and (self.stage == 0 or self.shard_group == 1):
-            raise self.contradiction(
-                "quantized_gradients", "stage" if self.stage == 0 else "shard_group",
-                ": only gradients that are sharded are sent in 8 bits; remove quantized_gradients, "
-                "or shard over several ranks",
             )  # fmt: skip
         return self
 
@@ -623,9 +606,7 @@ class OffloadConfig(Section):
             "skip_nonfinite": "auto",
             "loss_scale": None,
             "gradient_accumulation_steps": 1,
-            "zero": self.zero.model_copy(
-                update={"stage": 0, "shard_group": None, "quantized_weights": False}
-            ),
+            "zero": self.zero.model_copy(update={"stage": 0, "shard_group": None}),
         }
         return self.model_copy(update=update).settled()
 

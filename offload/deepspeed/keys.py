@@ -196,10 +196,6 @@ ZERO = (
         "neighbouring ranks that share one copy; here of all states, not of parameters alone",
     ),
     _mapped("mics_shard_size", "zero.shard_group", number, "as MiCS; -1: off"),
-    _mapped("zero_quantized_weights", "zero.quantized_weights", boolean, "at stage 3"),
-    _mapped(
-        "zero_quantized_gradients", "zero.quantized_gradients", boolean, "at stages 1 to 3"
-    ),
     _mapped("offload_param", "placement.parameters", anything, "null: not offloaded"),
     _mapped("offload_optimizer", "placement.optimizer", anything, "null: not offloaded"),
     _unneeded(
@@ -262,6 +258,11 @@ ZERO = (
         "ignore_unused_parameters", "an unused parameter is left as it is, without an error", True
     ),
     _warned("legacy_stage1", "there is one stage 1", False),
+    _warned("zero_quantized_weights", "parameters are gathered exactly", False),
+    _warned(
+        "zero_quantized_gradients", "gradients are summed exactly; zero.reduce_dtype: bf16 halves "
+        "the bytes of fp32", False,
+    ),
     _warned(
         "zero_quantized_nontrainable_weights", "frozen weights stay as exact as they are; where "
         "some are frozen, storage: {weights: int8} stores them so", False,

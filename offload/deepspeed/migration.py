@@ -410,9 +410,6 @@ def _zero(made: Migration) -> None:
     form = made.get("communication_data_type")
     if form is not None:
         made.set("zero.reduce_dtype", form.lower())
-    for name, least in (("quantized_weights", 3), ("quantized_gradients", 1)):
-        if made.get(f"zero_optimization.zero_{name}") and stage >= least:
-            made.set(f"zero.{name}", True)
     group = made.get("zero_optimization.zero_hpz_partition_size", 1)
     if group > 1 and stage > 0:
         made.set("zero.shard_group", group)

@@ -307,7 +307,6 @@ class TieredHomes:
         wanted = {
             "received": planned.received_nbytes,
             "summed": planned.summed_nbytes,
-            "codes": planned.codes_nbytes,
         }
         leases = {
             what: pool.demand(nbytes, f"the workspace of collectives, {what}", StateClass.STAGING)

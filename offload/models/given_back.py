@@ -206,22 +206,19 @@ class GivenBack:
         self, group: ParamGroup, place: Place, wanted: Mapping[int, _Given]
     ) -> int:  # fmt: skip
         store, copied = self._store, 0
-        with store.ranks.exactly():
-            for index, (param, spec) in enumerate(
-                zip(group.params, group.layout.params, strict=True)
-            ):
-                given = wanted.get(store.whole.get(id(param), id(param)))
-                if given is None:
-                    continue
-                values: torch.Tensor | None = None
-                if group.is_written(index):  # its master follows when the writer has ended
-                    values = param.detach()
-                elif given.dtype is not group.dtype:
-                    values = self.master_of(param)
-                if values is None:
-                    values = group.flat()[spec.offset : spec.stop]
-                place.put(given, store.whole_of(param)[1], local_of(values).reshape(-1))
-                copied += values.numel() * given.dtype.itemsize
+        for index, (param, spec) in enumerate(zip(group.params, group.layout.params, strict=True)):
+            given = wanted.get(store.whole.get(id(param), id(param)))
+            if given is None:
+                continue
+            values: torch.Tensor | None = None
+            if group.is_written(index):  # its master follows when the writer has ended
+                values = param.detach()
+            elif given.dtype is not group.dtype:
+                values = self.master_of(param)
+            if values is None:
+                values = group.flat()[spec.offset : spec.stop]
+            place.put(given, store.whole_of(param)[1], local_of(values).reshape(-1))
+            copied += values.numel() * given.dtype.itemsize
         return copied
 
     # ---------------------------------------------------------------- into the model

@@ -37,7 +37,6 @@ CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
     (64, 5, {"stage": 3}, {}),
     (64, 5, {"stage": 3}, {"gradient_accumulation_steps": 2}),
     (64, 17, {"stage": 3, "shard_group": 8}, {"precision": "bf16"}),
-    (64, 9, {"quantized_weights": True, "quantized_gradients": True}, {}),
     (64, 9, {"reduce_dtype": "bf16"}, {}),
     (4096, 4095, {"stage": 3, "shard_group": 64}, {}),
     (4096, 7, {"stage": 3}, {}),

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, ParamShape, lay_out
-from offload.zero.ranks.block_codes import BlockCodes, add_decoded, decode, encode
-from offload.zero.ranks.collectives import Collectives, Wire, Workspace
-from offload.zero.ranks.sharding import CODE_BLOCK_NUMEL, Part, Sharding, codes_nbytes, scales_numel
+from offload.zero.ranks.collectives import Collectives, Workspace
+from offload.zero.ranks.sharding import Part, Sharding
 from tests.ranks.threads import run_threads
 
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 1), (4, 2), (6, 3), (6, 2)]
@@ -38,7 +37,7 @@ def test_a_reduction_is_the_sum_in_the_order_of_ranks_divided_once(
         memory = workspace(numel, ranks, int(numel * dtype.itemsize * room) // 4 * 4)
         return collectives.reduce(contribution(rank, numel, dtype), memory, "g").clone()
 
-    found = run_threads(world_size, ranks, reduce, Wire())
+    found = run_threads(world_size, ranks, reduce)
     given = [contribution(rank, numel, dtype).float() for rank in range(world_size)]
     of_groups = []
     for first in range(0, world_size, ranks):
@@ -66,64 +65,10 @@ def test_a_gathering_puts_shards_in_the_order_of_ranks(world_size: int, ranks: i
         collectives.gather(in_place, place, "in place")
         return [apart, in_place]
 
-    for rank, both in enumerate(run_threads(world_size, ranks, gather, Wire())):
+    for rank, both in enumerate(run_threads(world_size, ranks, gather)):
         first = rank // ranks * ranks
         expected = torch.arange(first + 1, first + ranks + 1).repeat_interleave(40)
         assert all(torch.equal(each.long(), expected) for each in both)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_codes_are_off_by_half_a_scale_and_the_same_on_every_rank(world_size: int) -> None:
-    step = SHARD_ALIGN_NUMEL
-    numel = step * world_size
-
-    def gather(rank: int, collectives: Collectives) -> tuple[Tensor, Tensor]:
-        whole, own = torch.empty(numel), contribution(rank, step, torch.float32)
-        room = torch.empty(codes_nbytes(numel), dtype=torch.uint8)
-        codec = BlockCodes(torch.float32)
-        collectives.gather_coded(whole.view(torch.uint8), own.view(torch.uint8), "g", codec, room)
-        summed = collectives.reduce(
-            contribution(rank, numel, torch.float32),
-            workspace(numel, world_size, 2 * codes_nbytes(numel)),
-            "g",
-        )
-        return whole, summed.clone()
-
-    found = run_threads(world_size, world_size, gather, Wire(quantized_gradients=True))
-    exact = torch.cat([contribution(rank, step, torch.float32) for rank in range(world_size)])
-    scales = exact.view(-1, CODE_BLOCK_NUMEL).abs().amax(dim=1) / 127
-    bound = scales.repeat_interleave(CODE_BLOCK_NUMEL) * 0.501
-    for whole, _ in found:
-        assert torch.equal(whole, found[0][0])
-        assert bool(((whole - exact).abs() <= bound).all())
-    given = torch.stack([contribution(r, numel, torch.float32) for r in range(world_size)])
-    largest = given.view(world_size, -1, CODE_BLOCK_NUMEL).abs().amax(dim=2) / 127
-    bound = largest.sum(dim=0).repeat_interleave(CODE_BLOCK_NUMEL) * 0.501 / world_size
-    averages = torch.cat([summed for _, summed in found])
-    assert bool(((averages - given.mean(dim=0)).abs() <= bound).all())
-    assert not torch.equal(averages, given.mean(dim=0))  # approximate it is
-
-
-@pytest.mark.parametrize("numel", [256, 2048, (1 << 20) + 512])
-def test_codes_keep_zeros_and_what_is_not_finite(numel: int) -> None:
-    values = contribution(0, numel, torch.float32)
-    values[:CODE_BLOCK_NUMEL] = 0
-    if numel > 2 * CODE_BLOCK_NUMEL:
-        values[CODE_BLOCK_NUMEL] = torch.inf
-        values[2 * CODE_BLOCK_NUMEL] = torch.nan
-    codes, scales = torch.empty(numel, dtype=torch.int8), torch.empty(scales_numel(numel))
-    given = values.clone()
-    encode(values, codes, scales)
-    assert torch.equal(values.nan_to_num(7), given.nan_to_num(7))
-    out, added = torch.empty(numel), torch.ones(numel)
-    decode(codes, scales, out)
-    add_decoded(codes, scales, added)
-    assert not out[:CODE_BLOCK_NUMEL].any()
-    if numel > 2 * CODE_BLOCK_NUMEL:
-        assert out[CODE_BLOCK_NUMEL : 3 * CODE_BLOCK_NUMEL].isnan().all()
-        assert added[CODE_BLOCK_NUMEL : 3 * CODE_BLOCK_NUMEL].isnan().all()
-        assert out[3 * CODE_BLOCK_NUMEL :].isfinite().all()
-    torch.testing.assert_close(added, out + 1, equal_nan=True)
 
 
 # ------------------------------------------------------------------------- shards

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.swap.device.streams import CopyMark, mark_here
 from offload.swap.threads.ordered import OrderedWork
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL
-from offload.zero.ranks.collectives import Wire, Workspace, all_gather_flat
+from offload.zero.ranks.collectives import Workspace, all_gather_flat
 from offload.zero.ranks.ranks import Ranks
 from tests.ranks.processes import run_ranks
 
@@ -34,7 +34,7 @@ def backend_alone(device_type: str, folder: str) -> dict[str, list[Tensor]]:
     ranks = Ranks.meet(3, None, device, timeout_s=20)
     assert ranks.exchange([3, 4]).tolist() == [[3, 4]]
     assert ranks.least(1 << 40) == 1 << 40
-    collectives = ranks.collectives(Wire())
+    collectives = ranks.collectives()
     queues = OrderedWork("gathers", device), OrderedWork("reduces", device)
     given = [torch.arange(NUMEL, device=device, dtype=torch.float32) + n for n in range(ROUNDS)]
     ready = mark_here(device)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from offload.zero.ranks.collectives import Collectives, Wire
+from offload.zero.ranks.collectives import Collectives
 
 if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 forgot them; the end of a group asks
     ThreadLocalWorld.comms = property(lambda self: [])
@@ -26,7 +26,7 @@ class Unwatched:
 
 
 def run_threads(
-    world_size: int, ranks: int, function: Callable[[int, Collectives], Any], wire: Wire
+    world_size: int, ranks: int, function: Callable[[int, Collectives], Any]
 ) -> list[Any]:
     """What `function(rank, collectives)` returns on each of `world_size` threads, of which
     neighbours form shard groups of `ranks`. Raises what any of them raises."""
@@ -38,7 +38,7 @@ def run_threads(
         shards = [list(range(s, s + ranks)) for s in range(0, world_size, ranks)]
         replicas = [list(each) for each in zip(*shards, strict=True)]
         groups = [dist.new_subgroups_by_enumeration(each)[0] for each in (shards, shards, replicas)]
-        found[rank] = function(rank, Collectives(*groups, Unwatched(), wire))
+        found[rank] = function(rank, Collectives(*groups, Unwatched()))
 
     run(object())
     return found

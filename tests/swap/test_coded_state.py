@@ -25,7 +25,6 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, Residency, Tier
-from offload.zero.ranks.block_codes import BlockCodes
 
 PIECE = 4 * PAGE_NBYTES  # in a slot
 NBYTES = 2 * PIECE + PAGE_NBYTES  # the last piece is shorter
@@ -81,7 +80,7 @@ class Nibbles(Updating):
 
 
 Make = Callable[..., CodedState]
-CODECS = {"halves": Halves(), "int8": BlockCodes(torch.float32), "int4": Nibbles()}
+CODECS = {"halves": Halves(), "int4": Nibbles()}
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -16,12 +16,9 @@ from offload.swap.device.fences import Fences
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.threads.transfer import Transfer
-from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import Layout, ParamShape, lay_out
-from offload.zero.ranks.collectives import Wire
 from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.ranks.ranks import Ranks
-from offload.zero.ranks.sharding import codes_nbytes
 from tests.ranks.processes import run_ranks
 from tests.swap.state_conformance import (
     NBYTES,
@@ -61,11 +58,9 @@ class Shared:
 
 
 @contextmanager
-def shared(pool: SlotPool, room_nbytes: int, codes: torch.Tensor | None = None) -> Iterator[Shared]:
+def shared(pool: SlotPool, room_nbytes: int) -> Iterator[Shared]:
     ranks = Ranks.meet(3, None, CPU, timeout_s=30)
-    gatherer = Gatherer(
-        ranks.collectives(Wire()), pool, room_nbytes, CPU, Fences(), torch.float32, codes
-    )
+    gatherer = Gatherer(ranks.collectives(), pool, room_nbytes, CPU, Fences())
     try:
         yield Shared(gatherer, ranks)
     finally:
@@ -209,31 +204,6 @@ def test_a_copy_is_gathered_after_the_update_that_it_shows(bench: tuple[Places, 
         state.wrote_piece(piece)
     update.complete(None)
     assert torch.equal(state.tensor(), content(1, NBYTES))
-
-
-@pytest.mark.usefixtures("_one_rank")
-def test_codes_are_exact_where_that_is_asked_for_and_are_never_written_home(
-    tmp_path: Path,
-) -> None:
-    values = torch.randn(NBYTES // ITEMSIZE).view(torch.uint8)
-    room = torch.empty(codes_nbytes(NBYTES // ITEMSIZE), dtype=torch.uint8)
-    for places in make_places(tmp_path):
-        with shared(places.device, 2 * NBYTES, room) as found:
-            state = found.gathered(places.in_memory("group"))
-            fill(state, values)
-            coded = state.tensor().clone()
-            assert not torch.equal(coded, values)
-            torch.testing.assert_close(
-                coded.view(torch.float32), values.view(torch.float32), atol=0.05, rtol=0.0
-            )
-            with pytest.raises(UnsupportedError, match=r"group was written while .* 8-bit codes"):
-                state.wrote()
-            with found.gatherer.exactly():
-                assert torch.equal(state.tensor(), values)
-                state.wrote()
-            state.invalidate_gathered()
-            assert torch.equal(state.tensor(), coded)
-            state.close()
 
 
 # ------------------------------------------------------------------ several ranks

@@ -22,7 +22,7 @@ from offload.swap.states.state import MemoryState
 from offload.swap.states.trace import Trace
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.layout import ParamShape, lay_out
-from offload.zero.ranks.collectives import Wire, Workspace
+from offload.zero.ranks.collectives import Workspace
 from offload.zero.ranks.rank_weights import PassLog
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import ReducedGradients, ReductionMemory, SharedReductions
@@ -66,8 +66,9 @@ class Rank:
         most = max(group.numel for group in self.groups)
         room = Workspace(*(torch.empty(4 * most, dtype=torch.uint8) for _ in range(2)))
         self.reductions = SharedReductions(
-            self.groups, self.ranks, self.ranks.collectives(Wire()),
-            ReductionMemory(places.device, room, Fences()), self.dtype, PassLog(), Trace(),
+            self.groups, self.ranks, self.ranks.collectives(),
+            ReductionMemory(places.device, room, Fences()), self.dtype, torch.float32, PassLog(),
+            Trace(),
             wait_for_complete_groups=in_backward,
         )  # fmt: skip
 

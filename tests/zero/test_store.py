@@ -34,8 +34,8 @@ from offload.zero.groups.group import GroupState
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.store import NextUse, WeightStore
 from offload.zero.groups.weight_values import WeightValues
-from offload.zero.ranks.block_codes import BlockCodes
 from tests.offload.engine_cases import LENGTH, VOCABULARY, TinyLM, seeded
+from tests.swap.test_coded_state import Nibbles
 
 TRAINER = [
     "block_state", "chunks", "device_update", "gradient_handles", "gradient_hooks",
@@ -261,7 +261,7 @@ def test_the_same_stored_bytes_give_the_same_bits_wherever_they_are(
 ) -> None:
     plain = seeded(lambda: TinyLM(4))
     model = copy.deepcopy(plain)
-    codec = BlockCodes(torch.float32)
+    codec = Nibbles()
     slots = 3 * largest(plain)
     homes = make_homes(slots if in_files else 2 * slots, in_files=in_files, codec=codec)
     store = stored(model, homes)

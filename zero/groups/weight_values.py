@@ -96,8 +96,7 @@ class WeightValues:
             group.begin_missed()
         for count, group in enumerate(groups):
             try:
-                with self._store.ranks.exactly():
-                    group.enter(user)
+                group.enter(user)
                 self._store.note_gathered(group)
                 group.state.settle()  # what goes home must not be half of what the caller writes
             except TierFullError as error:
@@ -208,8 +207,7 @@ class WeightValues:
             return self._packed.whole(packed)
         group, index = self._find(param)
         spec = group.layout.params[index]
-        with self._store.ranks.exactly():
-            return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
+        return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
 
     def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
         self._store.check_usable()

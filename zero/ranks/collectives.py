@@ -8,8 +8,6 @@ sum over them in the order of the ranks, in fp32, divided by their number once. 
 average depend neither on the backend nor on which part of the buffer a rank owns; 16-bit gradients
 travel as they are and are summed without intermediate rounding. (Gloo's own reduce-scatter is an
 all-reduce, at twice the bytes.)
-
-Either can send 8-bit codes instead (`block_codes`): fewer bytes, and approximate.
 """
 
 from __future__ import annotations
@@ -21,11 +19,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from offload.swap.states.codec import Codec
 from offload.swap.threads.ranges import profiled
-from offload.zero.ranks.block_codes import add_decoded, encode
 from offload.zero.ranks.rank_watch import RankWatch
-from offload.zero.ranks.sharding import codes_nbytes
 
 Group = dist.ProcessGroup
 
@@ -45,16 +40,6 @@ class Workspace:
 
     received: torch.Tensor  # the largest contribution of a rank, in the format that travels
     summed: torch.Tensor  # fp32, as long as the largest shard
-    codes: torch.Tensor | None = None  # of the largest group's parameters in 8 bits, being gathered
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """The formats in which gradients and parameters travel."""
-
-    reduce_dtype: torch.dtype | None = None  # gradients are rounded to it; None: they are not
-    quantized_weights: bool = False
-    quantized_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +64,6 @@ class Collectives:
     reduce_group: Group  # the same ranks
     replica_group: Group  # those that own the same shard
     watch: RankWatch
-    wire: Wire = field(default_factory=Wire)
     traffic: Traffic = field(default_factory=Traffic)
     of: str = ""  # tells its lanes in `watch` from others'
 
@@ -91,20 +75,6 @@ class Collectives:
         what, group = f"the all-gather of {_named(name)}", self.gather_group
         with self.watch.during(f"{self.of}gather", what, group) as limit:
             _all_gather(whole, own, group, _Arrival(what, limit))
-
-    def gather_coded(
-        self, whole: torch.Tensor, own: torch.Tensor, name: str, codec: Codec, room: torch.Tensor
-    ) -> None:
-        """Gather as `gather` does, with each shard encoded by `codec`: all ranks, the owner too,
-        get the decoded values. `room` (1D uint8) holds the encoded bytes of all shards
-        meanwhile."""
-        rank, step = self.gather_group.rank(), codec.stored_nbytes(own.numel())
-        stored = room[: step * self.gather_group.size()]
-        mine = stored[rank * step : (rank + 1) * step]
-        codec.encode(own, mine)
-        self.gather(stored, mine, name)
-        for its, values in zip(stored.split(step), whole.split(own.numel()), strict=True):
-            codec.decode(its, values)
 
     def reduce(self, contribution: torch.Tensor, work: Workspace, name: str) -> torch.Tensor:
         """Return the average over all ranks of the world, of this rank's shard of it: 1D fp32,
@@ -124,8 +94,6 @@ class Collectives:
         own = summed
         if ranks == 1:
             own = contribution
-        elif self.wire.quantized_gradients:
-            self._reduce_codes(contribution, work.received, summed)
         else:
             self.traffic.reduced_nbytes += contribution.nbytes
             _exchange_and_sum(contribution, work.received, summed, self.reduce_group)
@@ -140,26 +108,6 @@ class Collectives:
         elif ranks == 1:
             summed.copy_(contribution)
         return summed.div_(ranks * replicas)
-
-    def _reduce_codes(
-        self, contribution: torch.Tensor, room: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Set `out` to the sum of all contributions as codes; `room` has `codes_nbytes` twice."""
-        ranks, numel = self.reduce_group.size(), contribution.numel()
-        nbytes = codes_nbytes(numel) - numel
-        sizes = (numel, numel, nbytes, nbytes)
-        codes, theirs, scales, their_scales = room[: sum(sizes)].split(sizes)
-        encode(contribution, codes.view(torch.int8), scales.view(torch.float32))
-        for received, sent in ((theirs, codes), (their_scales, scales)):
-            self.traffic.reduced_nbytes += sent.numel()
-            dist.all_to_all_single(received, sent, group=self.reduce_group)
-        out.zero_()
-        each = zip(
-            theirs.view(torch.int8).view(ranks, -1),
-            their_scales.view(torch.float32).view(ranks, -1), strict=True,
-        )  # fmt: skip
-        for part, scale in each:
-            add_decoded(part, scale, out)
 
 
 def _named(name: str) -> str:

@@ -8,8 +8,7 @@ a limit in bytes that all ranks agree on, never from how much memory is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,13 +20,12 @@ from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import HostPiece, State, Undoable
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import Residency
 from offload.zero.groups.group import RankCopies
 from offload.zero.groups.layout import Layout
-from offload.zero.ranks.block_codes import BlockCodes
 from offload.zero.ranks.collectives import Collectives
 
 
@@ -96,27 +94,18 @@ class Gatherer:
 
     def __init__(
         self, collectives: Collectives, pool: SlotPool, room_nbytes: int, device: torch.device,
-        fences: Fences, dtype: torch.dtype, codes: torch.Tensor | None = None,
+        fences: Fences,
     ) -> None:  # fmt: skip
         """`pool` is of the memory that the model computes in; `room_nbytes` is the same on every
-        rank. `codes` is room for 8-bit codes, if those are gathered instead of elements of
-        `dtype`."""
+        rank."""
         self.collectives = collectives
         self.device = device
         self.order = OrderedWork("offload-gather", device)
         self._pool = pool
         self._room = room_nbytes
         self._fences = fences
-        self._codec = BlockCodes(dtype)
-        self._codes = codes
-        self.gathers_codes = codes is not None
         self._gathered: dict[int, GatheredState] = {}  # the least recently used first
         self._held_nbytes = 0
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether the model computes with values decoded from 8-bit codes."""
-        return self._codes is not None
 
     def gather(self, state: GatheredState) -> None:
         """Begin to gather `state`, which is not gathered."""
@@ -128,14 +117,6 @@ class Gatherer:
         self._held_nbytes += state.nbytes
         self._gathered[id(state)] = state
         state.begin(lease, self._fences.claim(lease.extent))
-
-    def collect(self, whole: torch.Tensor, own: torch.Tensor, name: str, *, codes: bool) -> None:
-        """On the gathering thread: collect all ranks' shards, exactly or as 8-bit codes."""
-        if not codes:
-            self.collectives.gather(whole, own, name)
-            return
-        assert self._codes is not None, "room for them"
-        self.collectives.gather_coded(whole, own, name, self._codec, self._codes)
 
     def used(self, state: GatheredState) -> None:
         """Note that `state` is the most recently used now."""
@@ -150,26 +131,10 @@ class Gatherer:
         if self._held_nbytes + state.nbytes <= self._room:
             self._begin(state)
 
-    @contextmanager
-    def exactly(self) -> Iterator[None]:
-        """Inside, gathers are exact, also with quantized_weights."""
-        if self._codes is None:
-            yield
-            return
-        self._give_up([state for state in self._gathered.values() if state.is_coded])
-        self.gathers_codes = False
-        try:
-            yield
-        finally:
-            self.gathers_codes = True
-
     def begin_pass(self) -> None:
         """Begin a pass of the model in the same state as every pass, so that a rank without data
         can repeat the last one."""
-        self._give_up(list(self._gathered.values()))
-
-    def _give_up(self, states: Sequence[GatheredState]) -> None:
-        for state in states:
+        for state in list(self._gathered.values()):
             if not state.is_held():
                 self.give_up(state)
 
@@ -208,7 +173,6 @@ class GatheredState(SharedState):
         self._update = update
         self._lease: Lease | None = None
         self._arrival: Transfer[CopyMark] | None = None
-        self.is_coded = False  # the copy was decoded from 8-bit codes
         self._ends_unheld = False  # evict the copy when no module holds it any more
 
     @property
@@ -218,25 +182,24 @@ class GatheredState(SharedState):
     # ---------------------------------------------------------------- for the gatherer
     def begin(self, lease: Lease, before: tuple[CopyMark, ...]) -> None:
         self._lease = lease
-        self.is_coded = self._gatherer.gathers_codes
         whole, update = lease.tensor[: self.nbytes], self._update()
-        run = partial(self._gather, whole, update, before, codes=self.is_coded)
+        run = partial(self._gather, whole, update, before)
         self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
 
     def _gather(
-        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[CopyMark, ...],
-        *, codes: bool,
-    ) -> CopyMark:  # fmt: skip
+        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[CopyMark, ...]
+    ) -> CopyMark:
         """Gather all shards, on the gathering thread."""
         if update is not None:
             update.wait()
         for mark in before:
             mark.before_compute()
         own, cut = self.home.tensor(), self._own_trainable
+        gather = self._gatherer.collectives.gather
         if self._trainable:
-            self._gatherer.collect(whole[: self._trainable], own[:cut], self.name, codes=codes)
+            gather(whole[: self._trainable], own[:cut], self.name)
         if self.nbytes > self._trainable:
-            self._gatherer.collect(whole[self._trainable :], own[cut:], self.name, codes=codes)
+            gather(whole[self._trainable :], own[cut:], self.name)
         return mark_here(self._gatherer.device)
 
     def end(self) -> Lease:
@@ -278,12 +241,6 @@ class GatheredState(SharedState):
     def wrote(self, *, to_edge: bool = False) -> None:
         """Store this rank's part of the whole copy, which the caller changed."""
         lease, _ = self._copy()
-        if self.is_coded:
-            raise UnsupportedError(
-                f"{self.name} was written while a forward holds it as 8-bit codes have it, and "
-                "would be rounded as a whole; write outside of forwards, or set "
-                "zero.quantized_weights: false"
-            )
         rank = self._gatherer.collectives.gather_group.rank()
         cut, rest = self._own_trainable, self.home.nbytes - self._own_trainable
         whole, own = lease.tensor[: self.nbytes], self.home.tensor()
@@ -299,7 +256,7 @@ class GatheredState(SharedState):
             self.invalidate_gathered()
 
     def on_last_release(self) -> None:
-        if self.is_gathered and (self._ends_unheld or self.is_coded < self._gatherer.has_codes):
+        if self.is_gathered and self._ends_unheld:
             self.invalidate_gathered()
 
     def residency(self) -> Residency:

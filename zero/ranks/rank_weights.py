@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +22,7 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.groups.group import ParamGroup, RankCopies
 from offload.zero.groups.layout import Layout
-from offload.zero.ranks.collectives import Collectives, Wire, Workspace
+from offload.zero.ranks.collectives import Collectives, Workspace
 from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE, Sharding
@@ -122,10 +121,6 @@ class RankWeights:
     def use(self, group: ParamGroup, *, backward: bool) -> None:
         """Issue the collectives that all ranks issue for a use of `group`, now."""
 
-    def exactly(self) -> AbstractContextManager[None]:
-        """Inside, parameters are gathered exactly, even if 8-bit codes travel otherwise."""
-        return nullcontext()
-
     def begin_pass(self) -> None:
         """Note that the model is called."""
 
@@ -172,18 +167,15 @@ class SharedWeights(RankWeights):
 
     has_others = True
 
-    def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire) -> None:
+    def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype) -> None:
         """Every rank has to call this. `dtype` is the parameters' format."""
         self.ranks = ranks
         self.rank = ranks.rank
         self.sharding = ranks.sharding
-        self.collectives = ranks.collectives(wire)
+        self.collectives = ranks.collectives()
         self._itemsize = dtype.itemsize
         room = ranks.least(memory.gather_nbytes)
-        self._gatherer = Gatherer(
-            self.collectives, memory.pool, room, ranks.device, memory.fences, dtype,
-            memory.workspace.codes,
-        )  # fmt: skip
+        self._gatherer = Gatherer(self.collectives, memory.pool, room, ranks.device, memory.fences)
         self._log = PassLog()
         self._groups: Sequence[ParamGroup] = ()
         self._trace: Trace
@@ -242,9 +234,6 @@ class SharedWeights(RankWeights):
         if following is not None and isinstance(following.state, GatheredState):
             self._gatherer.expect(following.state, group.state)
         self._gatherer.used(group.state)
-
-    def exactly(self) -> AbstractContextManager[None]:
-        return self._gatherer.exactly()
 
     def begin_pass(self) -> None:
         self.finish_pass()

@@ -10,7 +10,6 @@ from offload.swap.states.trace import Trace
 from offload.swap.threads.ordered import OrderedWork
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.group import ParamGroup
-from offload.zero.ranks.collectives import Wire
 from offload.zero.ranks.rank_weights import RankWeights, SharedMemory, SharedWeights
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import (
@@ -66,14 +65,17 @@ class SharedWork(SharedWeights, RankWork):
     """
 
     def __init__(
-        self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype, wire: Wire, ep_size: int = 1
-    ) -> None:
-        """`ep_size` is the number of ranks over which experts are spread."""
-        super().__init__(ranks, memory, dtype, wire)
+        self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None = None, ep_size: int = 1,
+    ) -> None:  # fmt: skip
+        """`reduce_dtype` is the format that gradients are rounded to before they travel, if any;
+        `ep_size` the number of ranks over which experts are spread."""
+        super().__init__(ranks, memory, dtype)
+        self._reduce_dtype = reduce_dtype
         self._exchanges_tokens = ep_size > 1
         same = ranks.same_experts(ep_size) if ep_size > 1 else None
         if same is not None:
-            self.experts = SharedWork(same, memory, dtype, Wire(wire.reduce_dtype))
+            self.experts = SharedWork(same, memory, dtype, reduce_dtype)
         self._memory = memory
         self._reduced: list[ReducedGradients] = []
         self.reductions = Reductions()  # until `reduce`
@@ -123,8 +125,8 @@ class SharedWork(SharedWeights, RankWork):
         made = SharedReductions(
             self._reduced, self.ranks, self.collectives,
             ReductionMemory(memory.pool, memory.workspace, memory.fences),
-            self.collectives.wire.reduce_dtype or dtype, self._log, self._trace,
-            wait_for_complete_groups=wait_for_complete_groups,
+            self._reduce_dtype or dtype, self._reduce_dtype or torch.float32, self._log,
+            self._trace, wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
         made.exchanges_tokens = self._exchanges_tokens
         if self.experts is not None:

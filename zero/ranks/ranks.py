@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, RankError
-from offload.zero.ranks.collectives import Collectives, Group, Wire, all_gather_flat
+from offload.zero.ranks.collectives import Collectives, Group, all_gather_flat
 from offload.zero.ranks.rank_watch import RankWatch, limit_waits
 from offload.zero.ranks.sharding import Sharding
 
@@ -121,7 +121,7 @@ class Ranks:
             notes=[], of="experts ",
         )  # fmt: skip
 
-    def collectives(self, wire: Wire) -> Collectives:
+    def collectives(self) -> Collectives:
         """Return the process groups of gathering and reducing, of their own: each is used by one
         thread, and collectives in the mesh's groups do not come between. Every rank has to call
         this.
@@ -136,7 +136,7 @@ class Ranks:
                 else _group_of(next(row for row in ranks if dist.get_rank() in row), limit)
                 for ranks in (shards, shards, replicas)
             )  # fmt: skip
-        return Collectives(gather, reduce, across, self.watch, wire, of=self.of)
+        return Collectives(gather, reduce, across, self.watch, of=self.of)
 
     # ---------------------------------------------------------------- small things
     @property

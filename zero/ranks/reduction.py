@@ -276,13 +276,13 @@ class SharedReductions(Reductions):
 
     def __init__(
         self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
-        memory: ReductionMemory, dtype: torch.dtype, log: PassLog, trace: Trace,
-        *, wait_for_complete_groups: bool,
+        memory: ReductionMemory, dtype: torch.dtype, summed_dtype: torch.dtype, log: PassLog,
+        trace: Trace, *, wait_for_complete_groups: bool,
     ) -> None:  # fmt: skip
-        """`dtype` is that of contributions; sums of several passes are fp32, unless the wire rounds
-        them. `log` is told what a rank without data has to repeat; `trace` has what this pass has
-        used. `wait_for_complete_groups`: a group is updated as soon as it is reduced, so it should
-        not be reduced before all its gradients are there."""
+        """`dtype` is that of contributions, `summed_dtype` that of sums of several passes. `log` is
+        told what a rank without data has to repeat; `trace` has what this pass has used.
+        `wait_for_complete_groups`: a group is updated as soon as it is reduced, so it should not be
+        reduced before all its gradients are there."""
         self._groups = groups
         self._of = {group.index: group for group in groups}
         self.experts: Reductions | None = None  # among the ranks with the same ones
@@ -294,7 +294,7 @@ class SharedReductions(Reductions):
         self._collectives = collectives
         self._memory = memory
         self._dtype = dtype
-        self._summed_dtype = collectives.wire.reduce_dtype or torch.float32
+        self._summed_dtype = summed_dtype
         self._wait_for_complete_groups = wait_for_complete_groups
         self._log = log
         self._trace = trace

@@ -69,17 +69,6 @@ class Sharding:
 ALONE = Sharding()
 
 BUCKETS = 2  # of gradients of a group: one is filled while the other is reduced
-CODE_BLOCK_NUMEL = 256  # elements that share a scale, where 8-bit codes travel (`block_codes`)
-
-
-def scales_numel(numel: int) -> int:
-    """Return the number of scales of `numel` elements, whole blocks of them."""
-    return numel // CODE_BLOCK_NUMEL
-
-
-def codes_nbytes(numel: int) -> int:
-    """Return the bytes of 8-bit codes of `numel` elements, and of their scales."""
-    return numel + 4 * scales_numel(numel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,6 @@ from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
 from offload.zero.hooks.handles import Keeper
 from offload.zero.hooks.pipeline_stages import check_schedule
 from offload.zero.hooks.session import in_backward
-from offload.zero.ranks.collectives import Wire
 from offload.zero.ranks.rank_weights import SharedMemory
 from offload.zero.ranks.rank_work import RankWork, SharedWork
 from offload.zero.ranks.ranks import Ranks
@@ -113,7 +112,7 @@ class RuntimeOptions:
     keep_records: bool = False  # memory is left for optimizer records until their next update
     micro_batches: int = 1  # pieces of the batch that each block runs over before the next block
     step_rules: StepRules = field(default_factory=StepRules)
-    wire: Wire = field(default_factory=Wire)  # in which format things go to other ranks
+    reduce_dtype: torch.dtype | None = None  # gradients are rounded to it on their way to ranks
 
 
 def _next_update(trace: Trace, index: int) -> float:
@@ -156,7 +155,9 @@ class Runtime:
             if ranks is not None:
                 memory = homes.shared_memory()
                 ep_size = max((group.ep_size for group in discovery.groups), default=1)
-                self.rank_work = SharedWork(ranks, memory, options.dtype, options.wire, ep_size)
+                self.rank_work = SharedWork(
+                    ranks, memory, options.dtype, options.reduce_dtype, ep_size
+                )
             begun.callback(lambda: self.rank_work.close())
             self.store = WeightStore(
                 discovery, homes, options.dtype, options.device, prefetch=options.prefetch,

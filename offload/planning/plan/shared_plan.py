@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload.planning.plan.sizes import ITEMSIZE, GroupBytes, largest_unit, late_groups, pages
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.ranks.sharding import BUCKETS, Sharding, codes_nbytes
+from offload.zero.ranks.sharding import BUCKETS, Sharding
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -20,13 +20,12 @@ class SharedPlan:
 
     gather_nbytes: int  # parameters of the unit that runs and of the group behind it, whole
     bucket_nbytes: int  # a group's gradients, before they are reduced
-    received_nbytes: int  # what all ranks send to this one of a group's gradients, or their codes
+    received_nbytes: int  # what all ranks send to this one of a group's gradients
     summed_nbytes: int  # their sum, fp32
-    codes_nbytes: int = 0  # a group's parameters in 8 bits, on their way
 
     @property
     def workspace_nbytes(self) -> int:
-        return self.received_nbytes + self.summed_nbytes + self.codes_nbytes
+        return self.received_nbytes + self.summed_nbytes
 
     @property
     def total_nbytes(self) -> int:
@@ -41,11 +40,9 @@ def plan_shared(
     parameters have their home elsewhere than where the model computes."""
     if sharding.world_size == 1:
         return None
-    zero, itemsize = config.zero, ITEMSIZE[config.precision]
+    itemsize = ITEMSIZE[config.precision]
     shared = [index for index, group in enumerate(model.groups) if group.ranks * group.replicas > 1]
     layouts = [groups[index].layout for index in shared]
-    whole = max((layout.numel for layout in layouts), default=0)
-    trained = max((layout.numel_trainable for layout in layouts), default=0)
     shard = max((layout.shard_trainable for layout in layouts), default=0)
     late = late_groups(config, model)
     sent = [
@@ -54,13 +51,11 @@ def plan_shared(
         for summed in (index in late or model.groups[index].ep_size > 1,)
     ]
     contribution = max(sent, default=0)
-    received = 2 * codes_nbytes(trained) if zero.quantized_gradients else contribution
     return SharedPlan(
         gather_nbytes=_gather_nbytes(sharding, model, groups, itemsize, moves=moves),
         bucket_nbytes=pages(contribution),
-        received_nbytes=pages(received),
+        received_nbytes=pages(contribution),
         summed_nbytes=pages(shard * 4),
-        codes_nbytes=pages(codes_nbytes(whole)) if zero.quantized_weights else 0,
     )
 
 

@@ -26,7 +26,7 @@ from offload.planning.plan.sizes import ITEMSIZE, late_groups
 from offload.planning.step.program import Action, StepProgram, Verb, write_program
 from offload.zero.groups.layout import Layout
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.ranks.sharding import Sharding, codes_nbytes, scales_numel
+from offload.zero.ranks.sharding import Sharding
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -93,17 +93,16 @@ def collective_sequence(
     model = model.sharded(sharding.ranks, sharding.replicas)
     layouts = [group.layout for group in model.groups]
     itemsize = ITEMSIZE[config.precision]
-    wire = _Format.of(config)
     program = write_program(config, model, passes)
     gathers: tuple[Collective, ...] = ()
     held = 0
     if sharding.parameters:
-        copies = _GatheredGroups(model, layouts, wire, gather_room(model, itemsize))
+        copies = _GatheredGroups(model, layouts, itemsize, gather_room(model, itemsize))
         for _ in range(_STEPS):
             gathers = tuple(copies.step(program))
         held = copies.most_nbytes
     elif sharding.ranks > 1:
-        gathers = tuple(_of_updated(program, layouts, wire))
+        gathers = tuple(_of_updated(program, layouts, itemsize))
     late = late_groups(config, model)
     own = {i for i, g in enumerate(model.groups) if g.ep_size > 1 or g.layout.is_stored}
     ready = [
@@ -112,55 +111,35 @@ def collective_sequence(
     ]  # fmt: skip
     ready.sort(key=lambda action: (action.number, action.group in late))
     reductions = tuple(
-        Collective(action, action.group, tuple(_reduction(layout, wire, sharding, itemsize)))
+        Collective(action, action.group, tuple(_reduction(layout, sharding, sent)))
         for action in (ready if sharding.world_size > 1 else ())
         for layout in (layouts[action.group],)
-        for itemsize in (sent_nbytes(config, late=action.group in late),)
+        for sent in (sent_nbytes(config, late=action.group in late),)
     )
     gathers = tuple(each for each in gathers if each.group not in own)
     return CollectiveSequence(program, gathers, reductions, held)
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """The format in which elements travel (`zero.collectives.Wire`)."""
-
-    weight_nbytes: int
-    codes_weights: bool
-    codes_gradients: bool
-
-    @classmethod
-    def of(cls, config: OffloadConfig) -> _Format:
-        zero = config.zero
-        return cls(ITEMSIZE[config.precision], zero.quantized_weights, zero.quantized_gradients)
-
-
-def _reduction(
-    layout: Layout, wire: _Format, sharding: Sharding, itemsize: int
-) -> Iterator[Exchange]:
+def _reduction(layout: Layout, sharding: Sharding, itemsize: int) -> Iterator[Exchange]:
     """The calls of `zero.collectives.Collectives.reduce`: 16-bit gradients travel unchanged to the
     owner of their shard, then their fp32 sums among its replicas."""
     if sharding.ranks > 1:
-        numel = layout.numel_trainable
-        coded = (numel, 4 * scales_numel(numel))  # codes are followed by their scales
-        for nbytes in coded if wire.codes_gradients else (numel * itemsize,):
-            yield Exchange(Call.ALL_TO_ALL, Among.SHARDS, nbytes)
+        yield Exchange(Call.ALL_TO_ALL, Among.SHARDS, layout.numel_trainable * itemsize)
         itemsize = 4
     if sharding.replicas > 1:
         yield Exchange(Call.ALL_TO_ALL, Among.REPLICAS, layout.shard_trainable * itemsize)
         yield Exchange(Call.ALL_GATHER, Among.REPLICAS, layout.shard_trainable * 4)
 
 
-def _gather(layout: Layout, wire: _Format, *, frozen: bool) -> Iterator[Exchange]:
+def _gather(layout: Layout, weight_nbytes: int, *, frozen: bool) -> Iterator[Exchange]:
     """The calls that gather a group; trainable and frozen parameters are sharded separately."""
     numels = [layout.numel_trainable, layout.numel - layout.numel_trainable if frozen else 0]
     for numel in filter(None, numels):
-        nbytes = codes_nbytes(numel) if wire.codes_weights else numel * wire.weight_nbytes
-        yield Exchange(Call.ALL_GATHER, Among.SHARDS, nbytes)
+        yield Exchange(Call.ALL_GATHER, Among.SHARDS, numel * weight_nbytes)
 
 
 def _of_updated(
-    program: StepProgram, layouts: Sequence[Layout], wire: _Format
+    program: StepProgram, layouts: Sequence[Layout], weight_nbytes: int
 ) -> Iterator[Collective]:
     """The gathers of stages 1 and 2: every group once per step, after its update, or after the step
     if updates are made within backward. Frozen groups never change."""
@@ -170,7 +149,7 @@ def _of_updated(
     updates = {action.group: action for action in behind if action.verb is Verb.UPDATE}
     reduced = [action.group for action in actions if action.verb is Verb.GRADIENT]
     for group in reversed(list(dict.fromkeys(reduced))):
-        exchanges = _gather(layouts[group], wire, frozen=False)
+        exchanges = _gather(layouts[group], weight_nbytes, frozen=False)
         asks = updates.get(group, first)
         assert asks is not None, "what is reduced is used"
         yield Collective(asks, group, tuple(exchanges))
@@ -189,11 +168,11 @@ class _GatheredGroups:
     """The groups that are whole in memory in stage 3, by the rules of `zero.gathered.Gatherer`."""
 
     def __init__(
-        self, model: ModelShape, layouts: Sequence[Layout], wire: _Format, room_nbytes: int
+        self, model: ModelShape, layouts: Sequence[Layout], weight_nbytes: int, room_nbytes: int
     ) -> None:
         self._layouts = layouts
         self._whole = {index for index, group in enumerate(model.groups) if group.ep_size > 1}
-        self._wire = wire
+        self._weight_nbytes = weight_nbytes
         self._room = room_nbytes
         roots = [unit.groups for unit in model.units if not unit.name]
         self._kept = frozenset(group for groups in roots for group in groups)  # all of a forward
@@ -246,12 +225,12 @@ class _GatheredGroups:
         self._held[group] = None
         self._nbytes += self._nbytes_of(group)
         self.most_nbytes = max(self.most_nbytes, self._nbytes)
-        exchanges = _gather(self._layouts[group], self._wire, frozen=True)
+        exchanges = _gather(self._layouts[group], self._weight_nbytes, frozen=True)
         return Collective(action, group, tuple(exchanges))
 
     def _nbytes_of(self, group: int) -> int:
         whole = group in self._whole  # without a gather
-        return 0 if whole else self._layouts[group].numel * self._wire.weight_nbytes
+        return 0 if whole else self._layouts[group].numel * self._weight_nbytes
 
     def _make_room(self, nbytes: int, kept: Collection[int]) -> None:
         for other in list(self._held):
