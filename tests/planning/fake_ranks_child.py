@@ -14,7 +14,7 @@ import offload
 from offload.zero.ranks import collectives as collectives_module
 from offload.zero.ranks import rank_watch
 from offload.zero.ranks import ranks as ranks_module
-from offload.zero.ranks.collectives import Collectives, Wire
+from offload.zero.ranks.collectives import Collectives
 from offload.zero.ranks.ranks import Ranks
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, seeded
 
@@ -37,8 +37,8 @@ class Recorder:
         self._exchange = dist.all_to_all_single
 
     def install(self) -> None:
-        def make(ranks: Ranks, wire: Wire) -> Collectives:
-            made = self._make(ranks, wire)
+        def make(ranks: Ranks) -> Collectives:
+            made = self._make(ranks)
             self._control, self._replicas = ranks.control, made.replica_group
             return made
 
