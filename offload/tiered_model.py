@@ -43,7 +43,7 @@ from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan
 from offload.process import machine
 from offload.report import ProcessReport, tier_reports
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
 from offload.tiers.units import format_bytes
 from offload.weights.first_values import FirstValues
@@ -152,7 +152,7 @@ class TieredModel(abc.ABC):
         make_real(_named(self.module, discovery), dtype, self.device, only)
         return first
 
-    @uninterrupted  # nobody else would end the threads
+    @defer_signals  # nobody else would end the threads
     def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
         if self.config.threads.torch != "auto":
             torch.set_num_threads(self.config.threads.torch)
@@ -299,7 +299,7 @@ class TieredModel(abc.ABC):
         """Call `call()` when it is about to be closed, while it can still be inspected."""
         self._before_close.append(call)
 
-    @uninterrupted
+    @defer_signals
     def close(self, keep: Keep | None = None) -> None:
         """Stop threads, close swap files, give back memory, and give the parameters back to the
         model, which is an ordinary one then: the same objects, buffers, gradients and hooks of

@@ -19,7 +19,7 @@ from offload.bench.rounds import Say, Timed, measure, moving, sharing
 from offload.bench.table import Column, number
 from offload.planning.machine.speed_arrays import STAGGER_NBYTES
 from offload.process import machine
-from offload.swap.device.streams import CopyMark, CopyStream
+from offload.swap.device.streams import CopyStream, StreamEvent
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import BudgetError, ConfigError
@@ -100,11 +100,11 @@ def _pieces(
 
 def _start(
     stream: CopyStream, destination: torch.Tensor, source: torch.Tensor, size: int
-) -> Sequence[CopyMark]:
+) -> Sequence[StreamEvent]:
     return [stream.copy(*pair) for pair in _pieces(destination, source, size)]
 
 
-def _wait(marks: Sequence[CopyMark]) -> None:
+def _wait(marks: Sequence[StreamEvent]) -> None:
     for mark in marks:
         mark.wait()
 

@@ -15,7 +15,7 @@ from offload.swap.device.coded_device_state import DeviceCodedState
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device.device_state import Links, MirroredState
 from offload.swap.device.fences import Fences, OpenReads
-from offload.swap.device.outbox import Outbox
+from offload.swap.device.staging_ring import StagingRing
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.swap.states.codec import Codec
 from offload.swap.states.coded_state import MakeHome
@@ -103,14 +103,14 @@ class DeviceHomes:
             for index in range(plan.staging_buffers)
         ]
         waiting = [
-            self._lease(plan.outbox_nbytes, f"gradients leaving, buffer {index}")
-            for index in range(plan.outbox_buffers)
+            self._lease(plan.ring_nbytes, f"gradients leaving, buffer {index}")
+            for index in range(plan.ring_buffers)
         ]
         partials = None
         if plan.partials_nbytes:
             partials = self._lease(plan.partials_nbytes, "sums of squares").view(torch.float64)
-        outbox = Outbox(waiting, self.links) if waiting else None
-        return DeviceWork(self._stream, self._update_links, buffers, partials, outbox)
+        ring = StagingRing(waiting, self.links) if waiting else None
+        return DeviceWork(self._stream, self._update_links, buffers, partials, ring)
 
     def _lease(self, nbytes: int, owner: str) -> torch.Tensor:
         lease = self.pool.demand(nbytes, owner, StateClass.STAGING)

@@ -24,7 +24,7 @@ from offload.config.optimizer_kinds import KINDS
 from offload.memory.watched_stores import WatchedStores
 from offload.optimizers.entries import OptimizerEntries
 from offload.optimizers.state_dict import Kept, check_kind, check_sizes, check_state
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 from offload.zero.groups.store import WeightStore
 from offload.zero.groups.values import ParameterValues
@@ -179,7 +179,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._step()
         return loss
 
-    @uninterrupted
+    @defer_signals
     @torch.no_grad()
     def _step(self) -> None:
         self._check_serves()
@@ -187,7 +187,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._runtime.stepper.nonfinite.check()
 
     @uncompiled
-    @uninterrupted
+    @defer_signals
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as in torch; a pending update keeps those that it has yet to read."""
         params = self._managed()

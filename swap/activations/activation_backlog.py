@@ -23,7 +23,7 @@ import torch
 
 from offload.swap.activations.activation_record import SavedPiece
 from offload.swap.activations.activation_window import ActivationWindow, Slot
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.streams import StreamEvent
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.io_backend import Priority
 from offload.swap.threads.transfer import Failure, Transfer, is_stuck
@@ -55,7 +55,7 @@ class Backlog:
             tuple[int, int, SavedPiece]
         ] = []  # a heap, by number; checked when popped
         self._moving: dict[SavedPiece, Transfer[Any]] = {}
-        self._lent: list[tuple[Slot, CopyMark]] = []  # of dead pieces: still viewed, or a copy
+        self._lent: list[tuple[Slot, StreamEvent]] = []  # of dead pieces: still viewed, or a copy
         self.disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
         self._failure: Failure | None = None  # a write that failed
 
@@ -189,7 +189,7 @@ class Backlog:
         """Start reading an absent piece into `slot` (lock held)."""
         assert self.store is not None, "absent"
         assert piece.block is not None, "absent"
-        piece.slot, piece.copied, piece.read_for_next_use = slot, CopyMark(), True
+        piece.slot, piece.copied, piece.read_for_next_use = slot, StreamEvent(), True
         arrival = self.store.read(piece.block, slot.pages(), priority=priority)
         piece.arrival = self._moving[piece] = arrival
         arrival.then(lambda ended: self._arrived(piece, ended))
@@ -235,7 +235,7 @@ class Backlog:
             piece.slot = None
         self._reap()
 
-    def lend(self, slot: Slot, mark: CopyMark) -> None:
+    def lend(self, slot: Slot, mark: StreamEvent) -> None:
         """`slot` is freed when `mark` is done and no tensor views it (lock held)."""
         self._lent.append((slot, mark))
 

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.swap.activations.activation_window import Slot
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.streams import StreamEvent
 from offload.swap.io.block_store import StoredBlock
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.accelerator import Stream
@@ -41,7 +41,7 @@ class SavedPiece:
     offset_bytes: int
     nbytes: int
     slot: Slot | None = None
-    copied: CopyMark = field(default_factory=CopyMark)  # the last copy into or out of the slot
+    copied: StreamEvent = field(default_factory=StreamEvent)  # the slot's last copy, in or out
     block: StoredBlock | None = None
     departure: Transfer[Any] | None = None
     arrival: Transfer[None] | None = None
@@ -101,7 +101,7 @@ class DeviceCopy:
     """
 
     memory: torch.Tensor
-    mark: CopyMark
+    mark: StreamEvent
     stream: Stream | None  # that of `memory`; None where work is done when it returns
 
 

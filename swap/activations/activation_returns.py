@@ -12,7 +12,7 @@ import torch
 from offload.swap.activations.activation_backlog import Backlog
 from offload.swap.activations.activation_record import DeviceCopy, SavedPiece, SavedStorage
 from offload.swap.device.device_state import Links
-from offload.swap.device.streams import CopyMark, current_stream
+from offload.swap.device.streams import StreamEvent, current_stream
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.state import HostPiece
 from offload.tiers.accelerator import Stream
@@ -150,7 +150,7 @@ class ActivationReturns:
         """Start copying; waits for what has to be read from the disk first."""
         stream = current_stream(self._links.device)
         whole = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
-        mark = CopyMark()
+        mark = StreamEvent()
         try:
             for piece in record.pieces:
                 target = whole[piece.offset_bytes : piece.offset_bytes + piece.nbytes]
@@ -160,7 +160,7 @@ class ActivationReturns:
             raise
         return DeviceCopy(whole, mark, stream)
 
-    def _copy_piece(self, piece: SavedPiece, target: torch.Tensor) -> CopyMark:
+    def _copy_piece(self, piece: SavedPiece, target: torch.Tensor) -> StreamEvent:
         look = self._stage(piece)
         if look is None:
             return self._copy_unstaged(piece, target)
@@ -183,7 +183,7 @@ class ActivationReturns:
             self._backlog.read(piece, slot, Priority.URGENT)
             return self._look(piece)
 
-    def _copy_unstaged(self, piece: SavedPiece, target: torch.Tensor) -> CopyMark:
+    def _copy_unstaged(self, piece: SavedPiece, target: torch.Tensor) -> StreamEvent:
         pages = _aligned(piece.nbytes)
         with self._lock:
             read = self._backlog.read_directly(piece, pages)

@@ -38,7 +38,7 @@ from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.device.device_state import Links
 from offload.swap.device.streams import current_stream
 from offload.swap.io.block_store import BlockStore
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload")
@@ -117,7 +117,7 @@ class ActivationTier:
                 spared[weak.key] = weak
         self._spared = spared
 
-    @uninterrupted
+    @defer_signals
     def keep(self, tensor: torch.Tensor) -> Parked | None:
         """Take over the storage of `tensor`; returns None if it stays where it is.
 
@@ -221,7 +221,7 @@ class ActivationTier:
         )  # fmt: skip
 
     # ---------------------------------------------------------------- giving back
-    @uninterrupted
+    @defer_signals
     def fetch(self, token: Token) -> torch.Tensor:
         """The bytes of a record on the device; starts bringing what was saved before it."""
         self._bury_dead()

@@ -17,7 +17,7 @@ import torch
 
 from offload.swap.device.device_state import Links
 from offload.swap.device.fences import OpenReads
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.streams import StreamEvent
 from offload.swap.states.codec import Codec
 from offload.swap.states.coded_state import CodedState, MakeHome
 from offload.swap.states.slot_pool import SlotPool
@@ -37,7 +37,7 @@ class DeviceCodedState(CodedState):
         super().__init__(nbytes, nbytes, codec, make_home, pool, next_use)
         self._links = links
         self._reads = reads
-        self._before_write: tuple[CopyMark, ...] = ()  # what works in the slot's memory until then
+        self._before_write: tuple[StreamEvent, ...] = ()  # what works in the slot until then
         self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
         self._is_new = False  # what is there is no change of what is stored
 
@@ -45,7 +45,7 @@ class DeviceCodedState(CodedState):
     def still_read(self) -> bool:
         return self._slot is not None and self._slot.in_use()
 
-    def read_until(self, mark: CopyMark) -> None:
+    def read_until(self, mark: StreamEvent) -> None:
         self._before_write = mark.replacing(self._before_write)
 
     def drop(self) -> None:

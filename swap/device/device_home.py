@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from offload.swap.device.device_state import Links
-from offload.swap.device.streams import CopyMark, keeping, mark_here
+from offload.swap.device.streams import StreamEvent, keeping, mark_here
 from offload.swap.states.state import HostPiece, MemoryState
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
@@ -40,7 +40,7 @@ class DeviceHomeState(MemoryState):
         for mark in self._busy:
             mark.before_compute()
 
-    def _worked(self, mark: CopyMark) -> None:
+    def _worked(self, mark: StreamEvent) -> None:
         self._busy = mark.replacing(self._busy)
 
     # ---------------------------------------------------------------- compute side
@@ -101,7 +101,7 @@ class DeviceHomeState(MemoryState):
         self._before_here()
         return self._lease.tensor[self.span(piece)]
 
-    def used_device_piece(self, piece: int, until: CopyMark) -> None:
+    def used_device_piece(self, piece: int, until: StreamEvent) -> None:
         self._worked(until)
 
     # ---------------------------------------------------------------- both

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.swap.device.fences import Fences, OpenReads
-from offload.swap.device.streams import CopyMark, CopyStream, keeping
+from offload.swap.device.streams import CopyStream, StreamEvent, keeping
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
@@ -65,8 +65,8 @@ class MirroredState(SlotState):
         self._links = links
         self._reads = reads
         self._lacking: set[int] = set(range(self.pieces))  # pieces that the slot has not got
-        self._arrival = CopyMark()  # of the last piece that was copied into the slot
-        self._before_copy: tuple[CopyMark, ...] = ()  # what works in the slot's memory until then
+        self._arrival = StreamEvent()  # of the last piece that was copied into the slot
+        self._before_copy: tuple[StreamEvent, ...] = ()  # what works in the slot until then
         self._updated: set[int] = set()  # changed in the slot, on their way home
         self._home_read: Transfer[None] = Transfer.completed(None)  # by the last copy into the slot
 
@@ -82,7 +82,7 @@ class MirroredState(SlotState):
 
     def _forget_arrival(self) -> None:
         self._lacking = set(range(self.pieces))
-        self._arrival = CopyMark()
+        self._arrival = StreamEvent()
         self._before_copy = ()
         self._updated.clear()
 
@@ -96,7 +96,7 @@ class MirroredState(SlotState):
     def still_read(self) -> bool:
         return self._slot is not None and self._slot.in_use()
 
-    def read_until(self, mark: CopyMark) -> None:
+    def read_until(self, mark: StreamEvent) -> None:
         self._before_copy = mark.replacing(self._before_copy)
 
     # ---------------------------------------------------------------- compute side
@@ -289,7 +289,7 @@ class MirroredState(SlotState):
             self._arrival.before_compute()
             return self._slot.tensor[self.span(piece)]
 
-    def used_device_piece(self, piece: int, until: CopyMark) -> None:
+    def used_device_piece(self, piece: int, until: StreamEvent) -> None:
         with self._lock:
             self._updated.add(piece)
 

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.device.streams import StreamEvent, mark_here
 from offload.tiers.tier import Extent
 
 
@@ -28,7 +28,7 @@ from offload.tiers.tier import Extent
 class _Fence:
     start: int
     stop: int
-    mark: CopyMark
+    mark: StreamEvent
 
 
 class Fences:
@@ -38,14 +38,14 @@ class Fences:
         self._fences: list[_Fence] = []
         self._lock = threading.Lock()
 
-    def retire(self, extent: Extent, marks: Iterable[CopyMark]) -> None:
+    def retire(self, extent: Extent, marks: Iterable[StreamEvent]) -> None:
         """`extent` is given up (call it before its lease is freed); `marks` still work in it."""
         start, stop = extent.offset_bytes, extent.offset_bytes + extent.nbytes
         with self._lock:
             self._fences += [_Fence(start, stop, mark) for mark in marks if mark.event is not None]
             self._forget_done()
 
-    def claim(self, extent: Extent) -> tuple[CopyMark, ...]:
+    def claim(self, extent: Extent) -> tuple[StreamEvent, ...]:
         """The marks that the first writer of a newly leased range has to wait for.
 
         They need not be retired again with the memory: they stay until they are done.
@@ -66,7 +66,7 @@ class Reader(Protocol):
         """Whether any view of the slot is alive."""
         ...
 
-    def read_until(self, mark: CopyMark) -> None:
+    def read_until(self, mark: StreamEvent) -> None:
         """Everything that reads the views given out so far is before `mark`."""
         ...
 

@@ -7,12 +7,12 @@ A kernel fills a buffer, so that autograd can free the gradient itself at once;
 no thread waits. Where the link is slower than backward, the model's stream waits for a buffer.
 
 Starting a copy costs the CPU more than filling: small gradients with one destination share a buffer
-and a copy, a `Pack`. It lies in the buffer as in the destination, in whatever order it is filled:
+and a copy, a `Bucket`. It lies in the buffer as in the destination, in whatever order it is filled:
 
     destination   ├─ 0 ─┤├──── 1 ────┤├ 2 ┤├──── 3 ────┤    a run of 0, 1, 2
     buffer        ├─ 0 ─┤├──── 1 ────┤├ 2 ┤
 
-It leaves when the run is complete, or when anything else needs the outbox, or its arrival is asked
+It leaves when the run is complete, or when anything else needs the ring, or its arrival is asked
 for; what was not filled is not copied.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.swap.device.device_state import Links
-from offload.swap.device.streams import CopyMark, current_stream, mark_of
+from offload.swap.device.streams import StreamEvent, current_stream, mark_of
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.accelerator import Stream
 
@@ -56,7 +56,7 @@ def runs_of(ranges: Sequence[range], most: int) -> list[Run | None]:
     return runs
 
 
-class Pack:
+class Bucket:
     """A buffer that a run is being put in, from its first gradient until it leaves."""
 
     def __init__(self, run: Run, destination: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -66,10 +66,10 @@ class Pack:
         self.buffer = buffer
         self.filled: set[int] = set()  # ranges by index
         self.streams: list[Stream | None] = []  # that fill it
-        self.mark: CopyMark | None = None  # once it has left
+        self.mark: StreamEvent | None = None  # once it has left
 
     def room(self, index: int) -> torch.Tensor:
-        """The buffer's part for a range, to be filled on the current stream after `Outbox.pack`."""
+        """The buffer's part for a range, for the stream that was current at `StagingRing.bucket`."""
         return self.buffer[self.run.places[index - self.run.first]]
 
     def spans(self) -> list[slice]:
@@ -86,80 +86,82 @@ class Pack:
         return spans
 
 
-class Outbox:
+class StagingRing:
     """A ring of `buffers` (1D uint8, device memory, all of one size). For the model's threads, one
     at a time, on any streams."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], links: Links) -> None:
         self.nbytes = buffers[0].numel()  # of one buffer
         self._buffers = list(buffers)
-        self._left = [CopyMark()] * len(buffers)
+        self._left = [StreamEvent()] * len(buffers)
         self._links = links
         self._next = 0
-        self._pack: Pack | None = None  # that is open: in the next buffer
+        self._bucket: Bucket | None = None  # that is open: in the next buffer
 
     # ---------------------------------------------------------------- one at a time
     def take(self, nbytes: int) -> torch.Tensor:
         """A buffer for the current stream to fill (1D uint8); its last content has left by then."""
-        self._send_pack()
+        self._send_bucket()
         self._left[self._next].before_compute()
         return self._buffers[self._next][:nbytes]
 
-    def send(self, destination: torch.Tensor, filled: torch.Tensor) -> CopyMark:
+    def send(self, destination: torch.Tensor, filled: torch.Tensor) -> StreamEvent:
         """Start copying what `take` gave to host memory, once the current stream has filled it."""
         mark = self._links.to_host.copy(destination, filled)
         self._went(mark)
         return mark
 
-    def _went(self, mark: CopyMark) -> None:
+    def _went(self, mark: StreamEvent) -> None:
         self._left[self._next] = mark
         self._next = (self._next + 1) % len(self._buffers)
 
     # ---------------------------------------------------------------- packed
-    def pack(self, run: Run, index: int, whole: torch.Tensor) -> Pack:
-        """The open pack of a run of `whole` (1D), for the current stream to fill a range of."""
-        pack = self._pack
-        if pack is None or pack.run is not run or index in pack.filled:
-            self._send_pack()
+    def bucket(self, run: Run, index: int, whole: torch.Tensor) -> Bucket:
+        """The open bucket of a run of `whole` (1D), for the current stream to fill a range of."""
+        bucket = self._bucket
+        if bucket is None or bucket.run is not run or index in bucket.filled:
+            self._send_bucket()
             destination = whole[run.start : run.stop]
             buffer = self._buffers[self._next].view(whole.dtype)
-            pack = self._pack = Pack(run, destination, buffer)
+            bucket = self._bucket = Bucket(run, destination, buffer)
         stream = current_stream(self._links.device)
-        if stream not in pack.streams:
+        if stream not in bucket.streams:
             self._left[self._next].before(stream)
-            pack.streams.append(stream)
-        return pack
+            bucket.streams.append(stream)
+        return bucket
 
-    def filled(self, pack: Pack, index: int) -> None:
-        """Record that the stream that was current at `pack` has filled a range."""
-        pack.filled.add(index)
-        if len(pack.filled) == len(pack.run.ranges):
-            self._send_pack()
+    def filled(self, bucket: Bucket, index: int) -> None:
+        """Record that the stream that was current at `bucket` has filled a range."""
+        bucket.filled.add(index)
+        if len(bucket.filled) == len(bucket.run.ranges):
+            self._send_bucket()
 
-    def sent(self, pack: Pack) -> CopyMark:
-        """Send a pack, if it is still open; returns the mark of its copy."""
-        if pack is self._pack:
-            self._send_pack()
-        assert pack.mark is not None, "only the open pack has not been sent"
-        return pack.mark
+    def sent(self, bucket: Bucket) -> StreamEvent:
+        """Send a bucket, if it is still open; returns the mark of its copy."""
+        if bucket is self._bucket:
+            self._send_bucket()
+        assert bucket.mark is not None, "only the open bucket has not been sent"
+        return bucket.mark
 
-    def _send_pack(self) -> None:
-        pack, self._pack = self._pack, None
-        if pack is None:
+    def _send_bucket(self) -> None:
+        bucket, self._bucket = self._bucket, None
+        if bucket is None:
             return
         device, mark = self._links.device, self._left[self._next]
         # a thread may send what others have filled
-        after = [mark_of(stream, device) for stream in pack.streams]
-        for span in pack.spans():
-            destination, source = pack.destination[span], pack.buffer[span]
+        after = [mark_of(stream, device) for stream in bucket.streams]
+        for span in bucket.spans():
+            destination, source = bucket.destination[span], bucket.buffer[span]
             mark = self._links.to_host.copy(
                 destination.view(torch.uint8), source.view(torch.uint8), after
             )
-        pack.mark = mark
+        bucket.mark = mark
         self._went(mark)
-        del pack.destination  # its owner keeps it until it has arrived
+        del bucket.destination  # its owner keeps it until it has arrived
 
     # ---------------------------------------------------------------- arrival
-    def when_left(self, mark: CopyMark, what: object, then: Callable[[], object]) -> Transfer[None]:
+    def when_left(
+        self, mark: StreamEvent, what: object, then: Callable[[], object]
+    ) -> Transfer[None]:
         """Run `then` when everything sent up to `mark` has arrived."""
         return self._links.to_host.transfer(mark, what, then)

@@ -30,7 +30,7 @@ from offload.tiers import accelerator
 from offload.tiers.pinning import pieces
 
 
-class CopyMark:
+class StreamEvent:
     """A place in a stream: everything that the stream was given before it. `event` is None where
     work is done when its call returns."""
 
@@ -75,7 +75,7 @@ class CopyMark:
         with self._lane.waiting("a copy"):
             self.event.synchronize()
 
-    def replacing(self, marks: Iterable[CopyMark]) -> tuple[CopyMark, ...]:
+    def replacing(self, marks: Iterable[StreamEvent]) -> tuple[StreamEvent, ...]:
         """This mark, with those of the older `marks` that are of other streams: marks of its own
         stream are done when it is."""
         if self.event is None:
@@ -83,14 +83,14 @@ class CopyMark:
         return (*(mark for mark in marks if mark._stream is not self._stream), self)
 
 
-def mark_here(device: torch.device) -> CopyMark:
+def mark_here(device: torch.device) -> StreamEvent:
     """A mark of everything that this thread's current stream was given so far."""
     return mark_of(current_stream(device), device)
 
 
-def mark_of(stream: accelerator.Stream | None, device: torch.device) -> CopyMark:
+def mark_of(stream: accelerator.Stream | None, device: torch.device) -> StreamEvent:
     """A mark of everything that `stream` was given so far."""
-    return CopyMark() if stream is None else _mark(stream, device)
+    return StreamEvent() if stream is None else _mark(stream, device)
 
 
 def current_stream(device: torch.device) -> accelerator.Stream | None:
@@ -105,10 +105,12 @@ def _new_stream(device: torch.device) -> accelerator.Stream | None:
     return accelerator.of(device).stream(device) if found else None
 
 
-def _mark(stream: accelerator.Stream, device: torch.device, lane: Lane | None = None) -> CopyMark:
+def _mark(
+    stream: accelerator.Stream, device: torch.device, lane: Lane | None = None
+) -> StreamEvent:
     event = accelerator.of(device).event(device)
     event.record(stream)
-    return CopyMark(event, stream, device, lane)
+    return StreamEvent(event, stream, device, lane)
 
 
 def keeping(*tensors: torch.Tensor) -> Callable[[], object]:
@@ -162,8 +164,8 @@ class CopyStream:
         self,
         destination: torch.Tensor,
         source: torch.Tensor,
-        after: Iterable[CopyMark] | None = None,
-    ) -> CopyMark:
+        after: Iterable[StreamEvent] | None = None,
+    ) -> StreamEvent:
         """Start `destination = source` (1D uint8, equal length, one of them on the device).
 
         Starts after what `after` marks; by default after everything the current stream was given
@@ -175,7 +177,7 @@ class CopyStream:
             self._moved_nbytes += nbytes
         if self._stream is None:
             destination.copy_(source)
-            return CopyMark()
+            return StreamEvent()
         marks = [mark_here(self._device)] if after is None else after
         for mark in marks:
             mark.before(self._stream)
@@ -192,7 +194,7 @@ class CopyStream:
             self._record(recorder, mark, way, nbytes)
         return mark
 
-    def _record(self, recorder: Recorder, mark: CopyMark, way: str, nbytes: int) -> None:
+    def _record(self, recorder: Recorder, mark: StreamEvent, way: str, nbytes: int) -> None:
         """Record a copy. Its beginning is not known: it is at the earliest when it was asked for,
         or at the end of the copy before it."""
         asked_s = time.perf_counter()
@@ -204,7 +206,7 @@ class CopyStream:
         self._watcher.watch(mark, way, ended)
 
     def transfer(
-        self, mark: CopyMark, what: object, then: Callable[[], object] | None = None
+        self, mark: StreamEvent, what: object, then: Callable[[], object] | None = None
     ) -> Transfer[None]:
         """A transfer for the copy of `mark`, which is of this stream; waiting for it is optional.
 
@@ -239,7 +241,7 @@ def _start(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _Watched:
-    mark: CopyMark
+    mark: StreamEvent
     transfer: Transfer[None]
     then: Callable[[], object] | None
 
@@ -271,7 +273,7 @@ class _Watcher:
         self._closing = False
 
     def watch(
-        self, mark: CopyMark, what: object, then: Callable[[], object] | None
+        self, mark: StreamEvent, what: object, then: Callable[[], object] | None
     ) -> Transfer[None]:
         entry = _Watched(mark, Transfer(what, self._lane), then)
         transfer = entry.transfer

@@ -22,7 +22,7 @@ import xxhash
 
 from offload.swap.io.io_backend import IOBackend, Priority
 from offload.swap.io.swap_file import SwapFile
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import ChecksumError, NoSpaceError, StateError
 from offload.tiers.tier import PAGE_NBYTES, Extent
@@ -126,7 +126,7 @@ class BlockStore:
 
     # ---- the verbs
 
-    @uninterrupted
+    @defer_signals
     def write(
         self, source: memoryview, *, owner: str, state_class: Any,
         replaces: StoredBlock | None = None, priority: Priority = Priority.NORMAL,
@@ -165,7 +165,7 @@ class BlockStore:
         moved.then(lambda _: None if write.is_stored else self._roll_back(write))
         return moved
 
-    @uninterrupted
+    @defer_signals
     def read(
         self, block: StoredBlock, destination: memoryview, *, priority: Priority = Priority.NORMAL
     ) -> Transfer[None]:
@@ -200,7 +200,7 @@ class BlockStore:
         moved.then(lambda _: self._end_reading(record))
         return moved
 
-    @uninterrupted
+    @defer_signals
     def free(self, block: StoredBlock) -> None:
         """Forget `block`; its extent goes back to the tier, after the reads of it in flight.
 
@@ -212,13 +212,13 @@ class BlockStore:
                 raise StateError(f"{block.owner}: freed while a write that replaces it is going on")
             self._doom(record)
 
-    @uninterrupted
+    @defer_signals
     def keep(self, block: StoredBlock) -> None:
         """Let `block` be readable until `let_go`, also when it is freed or replaced meanwhile."""
         with self._lock:
             self._live(block).keepers += 1
 
-    @uninterrupted
+    @defer_signals
     def let_go(self, block: StoredBlock) -> None:
         """The reverse of `keep`."""
         with self._lock:
@@ -226,7 +226,7 @@ class BlockStore:
             record.keepers -= 1
             self._free_if_unread(record)
 
-    @uninterrupted
+    @defer_signals
     def await_room(self) -> bool:
         """Block until an extent comes back to the tier; False if nothing in flight frees one.
 
@@ -248,7 +248,7 @@ class BlockStore:
                     self._waiting -= 1
             return True
 
-    @uninterrupted
+    @defer_signals
     def drain(self, timeout_s: float | None = None) -> None:
         """Block until nothing is in flight, then raise the first error that was not waited for."""
         self.backend.drain(timeout_s)
@@ -258,7 +258,7 @@ class BlockStore:
         """The number of blocks that are stored and have not been freed."""
         return len(self._records)
 
-    @uninterrupted
+    @defer_signals
     def close(self) -> None:
         """Finish what is in flight and close backend and files, so that all blocks are gone; then
         raise the first error that was not waited for. Calling it again does nothing."""

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 
 from offload.swap.io.io_watch import LOOKS, TIMEOUT_S, WARN_AT, warn_slow
 from offload.swap.threads.latch import Latch
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import StuckError
 from offload.tiers.units import format_bytes
 
@@ -259,7 +259,7 @@ def _started(asked: SimpleQueue[Call[Any] | None]) -> threading.Thread | None:
         return None
     thread = threading.Thread(target=_work, args=(asked,), name="offload-call", daemon=True)
     try:
-        with uninterrupted:
+        with defer_signals:
             thread.start()
     except RuntimeError:
         return None

@@ -22,7 +22,7 @@ from offload.swap.io.io_request import IOPiece, IORequest, Operation, Priority
 from offload.swap.io.io_watch import TIMEOUT_S, IOWatch, stuck_error
 from offload.swap.threads.lanes import Lane, WaitFor
 from offload.swap.threads.link_use import LinkMeter, LinkUse
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import STALL_S, Failure, Transfer, UnobservedErrors
 from offload.tiers.errors import ChecksumError, OffloadError, StateError, StorageError
 from offload.tiers.tier import PAGE_NBYTES
@@ -113,14 +113,14 @@ class IOBackend(ABC):
             Operation.WRITE, fd, buffer, offset_bytes, path, priority, before, after, owner
         )
 
-    @uninterrupted
+    @defer_signals
     def statistics(self) -> IOStatistics:
         """A copy of the counts as they are now. A request is counted off just after its waiters
         wake up: exact after `drain()`."""
         with self._books:
             return replace(self._statistics)
 
-    @uninterrupted
+    @defer_signals
     def use(self) -> LinkUse:
         """How the time was spent so far: busy while a call moves a piece, its retries included;
         stalled while none does and a request waits for one. That covers the way to a thread, and
@@ -139,7 +139,7 @@ class IOBackend(ABC):
             with self._books:
                 self._meter.note(asked=-1)
 
-    @uninterrupted
+    @defer_signals
     def drain(self, timeout_s: float | None = None) -> None:
         """Block until nothing is in flight, callbacks included; then raise the first error that was
         not waited for. StorageError after `timeout_s`. Never call it from a callback."""
@@ -151,7 +151,7 @@ class IOBackend(ABC):
                 )
         self._unobserved.raise_first()
 
-    @uninterrupted
+    @defer_signals
     def close(self) -> None:
         """Finish what is in flight, end the threads, then raise the first error that was not
         waited for. Calling it again does nothing. What does not end is given up, see `__init__`."""
@@ -337,7 +337,7 @@ class IOBackend(ABC):
             for request in ending:
                 self._end(request)
 
-    @uninterrupted
+    @defer_signals
     def is_lost(self, fd: int) -> bool:
         """Whether a call on `fd` was given up and has not returned, so that it must stay open."""
         with self._books:
@@ -358,7 +358,7 @@ class IOBackend(ABC):
         now = self._statistics
         return f"{now.in_flight_requests} requests ({format_bytes(now.in_flight_nbytes)}) in flight"
 
-    @uninterrupted
+    @defer_signals
     def _submit(
         self, operation: Operation, fd: int, buffer: memoryview, offset_bytes: int, path: str,
         priority: Priority, before: Callable[[], None] | None, after: Callable[[], Any] | None,

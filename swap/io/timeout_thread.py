@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from offload.swap.io.io_watch import LOOKS, WARN_AT, warn_slow
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import StuckError
 
 R = TypeVar("R")
@@ -76,7 +76,7 @@ class TimeoutThread(threading.Thread, Generic[R]):
             self.run()
             return
         try:
-            with uninterrupted:
+            with defer_signals:
                 self.start()
         except RuntimeError:  # as where a limit is reached
             self.run()

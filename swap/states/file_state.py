@@ -22,7 +22,7 @@ from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import HostPiece, Snapshot
-from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.swap.threads.transfer import Failure, Transfer, is_stuck
 from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.ledger import OldBytes, StateClass
@@ -76,7 +76,7 @@ class FileState(SlotState):
     def _may_still_be_filled(self) -> bool:
         return any(is_stuck(arrival) for arrival in self._arrivals.values())
 
-    @uninterrupted
+    @defer_signals
     def leave(self) -> None:
         """Start taking every dirty piece home; gradients only while no view of them is alive."""
         with self._lock:
@@ -176,7 +176,7 @@ class FileState(SlotState):
             _wait_all(arrivals)
             # it may be dropped between its arrival and a view of it: bring it again
 
-    @uninterrupted
+    @defer_signals
     def blank(self) -> torch.Tensor:
         self._raise_failure()
         while True:
@@ -192,7 +192,7 @@ class FileState(SlotState):
         _wait_all(waits)
         return view
 
-    @uninterrupted
+    @defer_signals
     def wrote(self, *, to_edge: bool = False) -> None:
         with self._lock:
             if self._slot is None:
@@ -214,7 +214,7 @@ class FileState(SlotState):
         self.leave()
 
     # ---------------------------------------------------------------- update side
-    @uninterrupted
+    @defer_signals
     def host_piece(self, piece: int) -> HostPiece | None:
         self._raise_failure()
         with self._lock:
@@ -225,7 +225,7 @@ class FileState(SlotState):
             view = self._slot.tensor[self.span(piece)]
             return HostPiece(view, tuple(transfer for transfer in moving if transfer is not None))
 
-    @uninterrupted
+    @defer_signals
     def wrote_piece(self, piece: int) -> None:
         with self._lock:
             self._depart(piece, self._slot_pages(piece))
@@ -242,7 +242,7 @@ class FileState(SlotState):
                 raise StateError(f"{self.name}: piece {piece} is read before it was ever written")
             return self._read(piece, self._staged_pages(piece, destination), Priority.NORMAL)
 
-    @uninterrupted
+    @defer_signals
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         self._raise_failure()
         with self._lock:
@@ -265,14 +265,14 @@ class FileState(SlotState):
             self._old = {}
         return True
 
-    @uninterrupted
+    @defer_signals
     def drop_old(self) -> None:
         with self._lock:
             old, self._old = self._old, None
             for block in (old or {}).values():
                 self._store.free(block)
 
-    @uninterrupted
+    @defer_signals
     def go_back(self) -> None:
         self.settle()
         with self._lock:
@@ -290,7 +290,7 @@ class FileState(SlotState):
                         self._arrivals[piece] = self._read(piece, pages, Priority.NORMAL)
 
     # ---------------------------------------------------------------- a save in the background
-    @uninterrupted
+    @defer_signals
     def snapshot(self) -> Snapshot:
         self.leave()
         self.settle()
@@ -301,7 +301,7 @@ class FileState(SlotState):
             return FileSnapshot(self._store, blocks)
 
     # ---------------------------------------------------------------- both
-    @uninterrupted
+    @defer_signals
     def discard(self) -> None:
         try:
             self.settle()

@@ -16,11 +16,11 @@ from typing import Protocol
 
 import torch
 
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.streams import StreamEvent
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.codec import Codec
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import OldBytes, StateClass
@@ -248,7 +248,7 @@ class State(abc.ABC):
         return None
 
     def used_device_piece(  # noqa: B027 - nothing to do without one
-        self, piece: int, until: CopyMark
+        self, piece: int, until: StreamEvent
     ) -> None:
         """Record that all work on `device_piece(piece)` was queued, and comes before the mark.
 
@@ -357,7 +357,7 @@ class MemoryState(State):
             with self._spare.lock:
                 old.free()
 
-    @uninterrupted
+    @defer_signals
     def go_back(self) -> None:
         if self._old is not None:
             for span in map(self.span, self._replaced):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import LowMemoryError, OffloadError
 from offload.tiers.units import format_bytes
 
@@ -125,7 +125,7 @@ class MemoryGuard:
         """Start the thread that looks at the memory left."""
         self._thread.start()
 
-    @uninterrupted
+    @defer_signals
     def check(self) -> None:
         """Raise LowMemoryError if the next allocations may get this process killed. Costs nothing
         otherwise."""

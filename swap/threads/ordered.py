@@ -16,7 +16,7 @@ import torch
 
 from offload.swap.device.streams import WorkStream
 from offload.swap.threads.lanes import Lane, WaitFor
-from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.swap.threads.transfer import Failure, Transfer
 from offload.swap.threads.worker import Worker
 from offload.tiers.errors import StateError
@@ -45,7 +45,7 @@ class OrderedWork:
         self._closed = False
         self._worker = Worker(name, self._work, self._fail)
 
-    @uninterrupted
+    @defer_signals
     def submit(self, what: object, run: Callable[[], T]) -> Transfer[T]:
         """Call `run` after all jobs submitted before; a transfer of its result."""
         ended: Transfer[T] = Transfer(what, self.lane)
@@ -76,7 +76,7 @@ class OrderedWork:
         oldest.wait()
         return True
 
-    @uninterrupted
+    @defer_signals
     def drain(self, timeout_s: float) -> None:
         """Wait until all that was submitted has ended, well or not, for `timeout_s` at most."""
         if self._worker.is_this_thread():
@@ -115,7 +115,7 @@ class OrderedWork:
     def _fail(self, error: BaseException) -> None:
         self._end_with(Failure(error))
 
-    @uninterrupted
+    @defer_signals
     def close(self) -> None:
         """Stop after the job under way, and wait for what the stream was given; jobs that wait
         fail."""

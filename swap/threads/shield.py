@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt at any call of the main thread. In our bookkeeping it could lose a
 slot, finish a request twice, or leave a lock locked. So a signal that comes while the main thread
-runs something `uninterrupted`, or `interrupted_in_waits`, is noted, and raised where the outermost
+runs something `defer_signals`, or `interrupted_in_waits`, is noted, and raised where the outermost
 of them ends:
 
     user's code ──┤ a verb of ours ├── user's code
@@ -177,7 +177,7 @@ class _Whole:
         return whole
 
 
-uninterrupted = _Whole(firm=True)
+defer_signals = _Whole(firm=True)
 interrupted_in_waits = _Whole(firm=False)
 begin_wait, end_wait = _deferral.begin_wait, _deferral.end_wait
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import offload
 from benchmarks.gpu_first import take_steps
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.streams import StreamEvent
 from offload.tiers import accelerator
 from offload.tiers.tier import Tier
 from tests.null_gpu import calls
@@ -58,7 +58,7 @@ def settings(placement: str, folder: str, device: str = "cuda", **keys: Any) -> 
 def races(tier: str, waits: bool) -> list[str]:
     """Of the steps that gpu-check takes; without `waits`, the model waits for no copy."""
     if not waits:
-        CopyMark.before_compute = lambda self: None  # type: ignore[method-assign]
+        StreamEvent.before_compute = lambda self: None  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder, sanitized() as found:
         take_steps(torch.device("cuda"), Tier(tier), Path(folder))
     return found

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.threads.ordered import OrderedWork
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL
 from offload.zero.ranks.collectives import Workspace, all_gather_flat
@@ -39,21 +39,21 @@ def backend_alone(device_type: str, folder: str) -> dict[str, list[Tensor]]:
     given = [torch.arange(NUMEL, device=device, dtype=torch.float32) + n for n in range(ROUNDS)]
     ready = mark_here(device)
 
-    def gather(index: int) -> tuple[Tensor, CopyMark]:
+    def gather(index: int) -> tuple[Tensor, StreamEvent]:
         ready.before_compute()
         whole, group = torch.empty_like(given[index]), collectives.gather_group
         with ranks.watch.during("gather", f"gathering {index}", group):
             all_gather_flat(whole, given[index], group)
         return whole, mark_here(device)
 
-    def exchange(index: int) -> tuple[Tensor, CopyMark]:
+    def exchange(index: int) -> tuple[Tensor, StreamEvent]:
         ready.before_compute()
         received, group = torch.empty_like(given[index]), collectives.reduce_group
         with ranks.watch.during("reduce", f"reducing {index}", group):
             dist.all_to_all_single(received, given[index], group=group)
         return received, mark_here(device)
 
-    def reduce(index: int) -> tuple[Tensor, CopyMark]:
+    def reduce(index: int) -> tuple[Tensor, StreamEvent]:
         ready.before_compute()
         byte = {"dtype": torch.uint8, "device": device}
         work = Workspace(torch.empty(4 * NUMEL, **byte), torch.empty(4 * NUMEL, **byte))

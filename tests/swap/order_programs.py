@@ -20,7 +20,7 @@ from offload.swap.activations.activations import ActivationTier
 from offload.swap.device.device_home import DeviceRecordState
 from offload.swap.device.device_state import Links
 from offload.swap.device.fences import Fences, OpenReads
-from offload.swap.device.outbox import Outbox, runs_of
+from offload.swap.device.staging_ring import StagingRing, runs_of
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
@@ -107,7 +107,7 @@ class CheckedBench(Bench):
     def gradients(self, numel: int, count: int, store: BlockStore) -> GradientAccumulator:
         """Of `count` parameters of `numel` elements, at home in a file."""
         pool = SlotPool(self.host, store._lock)
-        outbox = Outbox([self.at_home(1)._lease.tensor for _ in range(2)], self.links)
+        ring = StagingRing([self.at_home(1)._lease.tensor for _ in range(2)], self.links)
         partials = DevicePartials(torch.zeros(64, dtype=torch.float64))
         specs = [ParamSpec((str(i),), (numel,), i * numel, True) for i in range(count)]
 
@@ -115,7 +115,7 @@ class CheckedBench(Bench):
             return self.in_file(count * numel * itemsize, store, pool)
 
         return GradientAccumulator(
-            "group", specs, Float.FP32, Float.FP32, make, serial, partials, outbox
+            "group", specs, Float.FP32, Float.FP32, make, serial, partials, ring
         )
 
 
@@ -338,28 +338,28 @@ def homes_are_closed_while_all_is_under_way(bench: CheckedBench, folder: Path) -
 
 
 @program
-def buffers_of_an_outbox_go_round(bench: CheckedBench, folder: Path) -> None:
-    outbox = Outbox([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
+def buffers_of_a_staging_ring_go_round(bench: CheckedBench, folder: Path) -> None:
+    ring = StagingRing([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
     for _ in range(3):
-        filled = outbox.take(PAGE_NBYTES)
+        filled = ring.take(PAGE_NBYTES)
         bench.write(filled)
-        outbox.send(bench.page(), filled)
+        ring.send(bench.page(), filled)
 
 
 @program
-def a_pack_is_filled_on_two_streams(bench: CheckedBench, folder: Path) -> None:
-    outbox = Outbox([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
+def a_bucket_is_filled_on_two_streams(bench: CheckedBench, folder: Path) -> None:
+    ring = StagingRing([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
     runs, whole = runs_of([range(100), range(100, 300)], PAGE_NBYTES), bench.page()
     streams = [bench.work(), bench.work()]
     for _ in range(3):
         for index, (run, stream) in enumerate(zip(runs, streams, strict=True)):
             assert run is not None
             with stream.entered():
-                pack = outbox.pack(run, index, whole)
-                bench.write(pack.room(index))
-                outbox.filled(pack, index)
-        assert pack.mark is not None
-        pack.mark.wait()  # the next pack has another buffer, and the same destination
+                bucket = ring.bucket(run, index, whole)
+                bench.write(bucket.room(index))
+                ring.filled(bucket, index)
+        assert bucket.mark is not None
+        bucket.mark.wait()  # the next bucket has another buffer, and the same destination
 
 
 # ------------------------------------------------------------------ homes in files

@@ -13,8 +13,8 @@ import torch
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device.device_state import Links, MirroredState
 from offload.swap.device.fences import Fences, OpenReads
-from offload.swap.device.outbox import Outbox, Pack, runs_of
-from offload.swap.device.streams import CopyMark, CopyStream, mark_here
+from offload.swap.device.staging_ring import Bucket, StagingRing, runs_of
+from offload.swap.device.streams import CopyStream, StreamEvent, mark_here
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import MemoryState
 from offload.swap.threads.ordered import OrderedWork
@@ -150,7 +150,7 @@ def test_records_are_looked_at_in_host_memory_one_at_a_time(bench: Bench):
 
 # ------------------------------------------------------------------ leaving
 class Packed:
-    """An outbox of two buffers of 8 elements, and a destination of 16 in runs of 3 ranges (and one
+    """An ring of two buffers of 8 elements, and a destination of 16 in runs of 3 ranges (and one
     that no buffer holds)."""
 
     def __init__(self, bench: Bench) -> None:
@@ -158,31 +158,31 @@ class Packed:
         buffers = [bench.host_lease(1).tensor[:16] for _ in range(2)]
         for buffer in buffers:
             buffer.fill_(255)
-        self.outbox = Outbox(buffers, bench.links)
+        self.ring = StagingRing(buffers, bench.links)
         ranges = [range(2), range(2, 3), range(4, 8), range(8, 10), range(10, 11), range(12, 16)]
         self.runs = runs_of(ranges, 8)
         self.whole = torch.zeros(16, dtype=torch.int16)
         self.copies = 0
         copy = bench.links.to_host.copy
 
-        def counted(*args: Any) -> CopyMark:
+        def counted(*args: Any) -> StreamEvent:
             self.copies += 1
             return copy(*args)
 
         bench.links.to_host.copy = counted  # type: ignore[method-assign]
 
-    def fill(self, index: int, value: int, stream: Any = None) -> Pack:
+    def fill(self, index: int, value: int, stream: Any = None) -> Bucket:
         run = self.runs[index]
         assert run is not None
         with self.bench.world.entered(stream or self.bench.world.model):
-            pack = self.outbox.pack(run, index, self.whole)
-            room = weak(pack.room(index).view(torch.uint8))
+            bucket = self.ring.bucket(run, index, self.whole)
+            room = weak(bucket.room(index).view(torch.uint8))
             (stream or self.bench.world.model).put(lambda: room.fill_(value))
-            self.outbox.filled(pack, index)
-        return pack
+            self.ring.filled(bucket, index)
+        return bucket
 
-    def arrived(self, pack: Pack) -> list[int]:
-        self.outbox.when_left(self.outbox.sent(pack), "a pack", lambda: None).wait()
+    def arrived(self, bucket: Bucket) -> list[int]:
+        self.ring.when_left(self.ring.sent(bucket), "a bucket", lambda: None).wait()
         return self.values()
 
     def values(self) -> list[int]:
@@ -203,63 +203,63 @@ def test_a_run_leaves_as_one_copy_when_it_is_complete(bench: Bench):
     for index in (2, 0):
         packed.fill(index, index + 1)
     assert packed.copies == 0
-    pack = packed.fill(1, 2)
+    bucket = packed.fill(1, 2)
     assert packed.copies == 1
-    assert packed.arrived(pack)[:8] == [1, 1, 2, -1, 3, 3, 3, 3]  # -1: nobody's
+    assert packed.arrived(bucket)[:8] == [1, 1, 2, -1, 3, 3, 3, 3]  # -1: nobody's
     assert packed.copies == 1
 
 
 def test_of_a_run_that_is_not_complete_only_what_came_is_copied(bench: Bench):
     packed = Packed(bench)
     packed.fill(0, 1)
-    pack = packed.fill(2, 3)
-    assert packed.arrived(pack)[:8] == [1, 1, 0, 0, 3, 3, 3, 3]
+    bucket = packed.fill(2, 3)
+    assert packed.arrived(bucket)[:8] == [1, 1, 0, 0, 3, 3, 3, 3]
     assert packed.copies == 2
 
 
-def test_an_open_pack_leaves_before_another_or_a_single_gradient(bench: Bench):
+def test_an_open_bucket_leaves_before_another_or_a_single_gradient(bench: Bench):
     packed = Packed(bench)
     first, second = packed.fill(0, 1), packed.fill(3, 4)
     assert first.mark is not None
     assert second.mark is None
     single = torch.zeros(4, dtype=torch.uint8)
-    filled = packed.outbox.take(4)
+    filled = packed.ring.take(4)
     assert second.mark is not None
     to = weak(filled)
     bench.world.model.put(lambda: to.fill_(9))
-    packed.outbox.send(single, filled).wait()
+    packed.ring.send(single, filled).wait()
     assert single.tolist() == [9] * 4
     assert packed.values() == [1, 1, 0, 0, 0, 0, 0, 0, 4, 4, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_range_that_comes_twice_is_in_two_packs(bench: Bench):
+def test_a_range_that_comes_twice_is_in_two_buckets(bench: Bench):
     packed = Packed(bench)
     first, second = packed.fill(0, 1), packed.fill(0, 2)
     assert first is not second
     assert packed.arrived(second)[:2] == [2, 2]
 
 
-def test_a_pack_waits_for_all_streams_that_fill_it_and_they_for_its_buffer(bench: Bench):
+def test_a_bucket_waits_for_all_streams_that_fill_it_and_they_for_its_buffer(bench: Bench):
     packed = Packed(bench)
     streams = [bench.world.new_stream(name) for name in ("one", "two")]
     for turn in range(5):
         for index in range(3):
-            pack = packed.fill(index, 10 * turn + index, streams[(index + turn) % 2])
-    assert packed.arrived(pack)[:8] == [40, 40, 41, -1, 42, 42, 42, 42]
+            bucket = packed.fill(index, 10 * turn + index, streams[(index + turn) % 2])
+    assert packed.arrived(bucket)[:8] == [40, 40, 41, -1, 42, 42, 42, 42]
     assert packed.copies == 5
 
 
-def test_a_pack_that_got_nothing_does_not_make_its_buffer_free(bench: Bench):
+def test_a_bucket_that_got_nothing_does_not_make_its_buffer_free(bench: Bench):
     packed = Packed(bench)
     for index in (0, 3):
         packed.fill(index, 1)
     run = packed.runs[0]
     assert run is not None
-    empty = packed.outbox.pack(run, 0, packed.whole)  # a kernel that could not be launched
-    pack = packed.fill(3, 2)
+    empty = packed.ring.bucket(run, 0, packed.whole)  # a kernel that could not be launched
+    bucket = packed.fill(3, 2)
     assert empty.mark is not None
     assert not empty.mark.done()
-    assert packed.arrived(pack)[8:10] == [2, 2]
+    assert packed.arrived(bucket)[8:10] == [2, 2]
 
 
 def test_what_fails_after_a_copy_is_the_error_of_its_transfer(bench: Bench):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.streams import StreamEvent
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads import lanes
 from offload.swap.threads.lanes import Lane, WaitFor, waits_s
@@ -111,6 +111,6 @@ class _Event:
 
 def test_a_copy_that_is_under_way_is_waited_for_on_its_link() -> None:
     lane = Lane(WaitFor.LINK)
-    mark: Callable[..., CopyMark] = lambda event: CopyMark(event, lane=lane)  # noqa: E731
+    mark: Callable[..., StreamEvent] = lambda event: StreamEvent(event, lane=lane)  # noqa: E731
     mark(_Event()).wait()
     assert lane.waited_s >= SLOW_S * 0.9

@@ -12,7 +12,7 @@ import pytest
 
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads import shield
-from offload.swap.threads.shield import check_whole, interrupted_in_waits, uninterrupted
+from offload.swap.threads.shield import check_whole, defer_signals, interrupted_in_waits
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 
@@ -28,7 +28,7 @@ def handlers_as_before() -> Iterator[None]:
     assert shield._deferral._depth == 0
 
 
-@pytest.mark.parametrize("kind", [uninterrupted, interrupted_in_waits])
+@pytest.mark.parametrize("kind", [defer_signals, interrupted_in_waits])
 def test_an_interrupt_is_raised_where_the_outermost_ends(kind: Any) -> None:
     seen = []
 
@@ -51,12 +51,12 @@ def test_the_handler_inside_and_after_is_the_users(monkeypatch: pytest.MonkeyPat
     calls: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
     try:
-        with uninterrupted:
+        with defer_signals:
             signal.raise_signal(signal.SIGTERM)
             assert calls == []
         assert calls == [signal.SIGTERM]
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with uninterrupted:
+        with defer_signals:
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -66,7 +66,7 @@ def test_two_signals_are_both_raised() -> None:
     def end(*_: object) -> None:
         raise SystemExit
 
-    @uninterrupted
+    @defer_signals
     def both() -> None:
         ctrl_c()
         signal.raise_signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_a_wait_ends_at_once_where_it_may() -> None:
 def test_a_wait_within_what_is_uninterrupted_is_waited_for() -> None:
     coming: Transfer[int] = Transfer("what comes")
     threading.Timer(0.1, lambda: coming.complete(1)).start()
-    with pytest.raises(KeyboardInterrupt), uninterrupted:
+    with pytest.raises(KeyboardInterrupt), defer_signals:
         interrupted_in_waits(interrupted_before)(coming)
     assert coming.done()
 
@@ -116,7 +116,7 @@ def test_who_insists_is_heard_and_nothing_is_trusted_afterwards(
     never: Transfer[None] = Transfer("what never comes")
     interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
-        uninterrupted(interrupted_before)(never)
+        defer_signals(interrupted_before)(never)
     with pytest.raises(StateError, match="checkpoint in a new process"):
         check_whole()
 
@@ -124,7 +124,7 @@ def test_who_insists_is_heard_and_nothing_is_trusted_afterwards(
 def test_another_thread_is_not_concerned() -> None:
     inside, leave = threading.Event(), threading.Event()
 
-    @uninterrupted
+    @defer_signals
     def work() -> None:
         inside.set()
         leave.wait()
@@ -151,7 +151,7 @@ def test_a_child_forked_by_another_thread_can_be_interrupted() -> None:
             os._exit(1)
         ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    with uninterrupted:
+    with defer_signals:
         thread = threading.Thread(target=fork)
         thread.start()
         thread.join()

@@ -10,7 +10,7 @@ import torch
 
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device.device_state import MirroredState
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.streams import StreamEvent
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import State
@@ -70,7 +70,7 @@ class OnADevice(StateConformance):
         assert piece is not None
         self.synchronize()
         piece.fill_(7)
-        state.used_device_piece(1, CopyMark())
+        state.used_device_piece(1, StreamEvent())
         if not state.at_home_on_device:  # the caller takes the bytes home, too
             self.update(state, 1, piece)
         del piece

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import digest
@@ -71,7 +71,7 @@ class PackedValues:
             values = self.whole(packed)
             self._reveal(packed, values, [digest(row) for row in values])
 
-    @uninterrupted
+    @defer_signals
     def _reveal(self, packed: PackedParam, values: torch.Tensor, digests: list[int]) -> None:
         self._shown[packed] = digests
         with torch._C.DisableTorchFunctionSubclass():
@@ -79,7 +79,7 @@ class PackedValues:
             packed.param.__class__ = packed.own_class
         packed.is_shown = True
 
-    @uninterrupted
+    @defer_signals
     def _end(self, kept: Sequence[PackedParam], fresh: Sequence[PackedParam]) -> None:
         try:
             if self._store.unusable is None:  # else there is nothing to write to any more
@@ -87,7 +87,7 @@ class PackedValues:
         finally:
             self._hide(fresh)
 
-    @uninterrupted
+    @defer_signals
     def _hide(self, params: Sequence[PackedParam]) -> None:
         for packed in params:
             if self._shown.pop(packed, None) is not None:

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.store import WeightStore
 from offload.zero.hooks.compilers import uncompiled
@@ -36,7 +36,7 @@ class GradientHooks:
                 if spec.trainable:
                     yield param
 
-    @uninterrupted
+    @defer_signals
     def came(self, param: torch.Tensor) -> None:
         """Note that autograd has given a gradient of `param`."""
         with self._store.one_thread:

@@ -20,8 +20,8 @@ import torch
 from offload.kernels.cpu import gradients as host_kernels
 from offload.kernels.floats import NORM_BLOCK, Array, Runner, norm_blocks
 from offload.kernels.gpu import triton_gradients as device_kernels
-from offload.swap.device.outbox import Outbox, Pack, Run, runs_of
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.staging_ring import Bucket, Run, StagingRing, runs_of
+from offload.swap.device.streams import StreamEvent
 from offload.swap.threads.transfer import Transfer
 from offload.zero.groups.bits import FLOAT_OF, flat_array
 from offload.zero.groups.layout import ParamSpec
@@ -150,18 +150,18 @@ class DevicePath(_OnDevice):
 
 
 class LeavingPath(_OnDevice):
-    """First gradients go through an `Outbox`; later ones are added by a `HostPath`."""
+    """First gradients go through an `StagingRing`; later ones are added by a `HostPath`."""
 
     def __init__(
-        self, specs: Sequence[ParamSpec], partials: DevicePartials, outbox: Outbox, run: Runner
+        self, specs: Sequence[ParamSpec], partials: DevicePartials, ring: StagingRing, run: Runner
     ) -> None:
         super().__init__(specs, partials)
         self._ranges = [range(spec.offset, spec.stop) for spec in specs]
-        self._outbox = outbox
+        self._ring = ring
         self._host = HostPath(specs, run)
         self._by_host = [False] * len(specs)  # the path that summed the squares last
         self._runs: dict[int, list[Run | None]] = {}  # by bytes per element
-        self._last: CopyMark | Pack = CopyMark()  # of what went last
+        self._last: StreamEvent | Bucket = StreamEvent()  # of what went last
 
     def copy(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
         self._by_host[index] = False
@@ -169,34 +169,34 @@ class LeavingPath(_OnDevice):
         if run is None:
             self._copy_in_pieces(index, total[self._spans[index]], gradient)
             return
-        pack = self._outbox.pack(run, index, total)
-        self._last = pack
-        device_kernels.copy_gradient(pack.room(index), gradient, self._for_kernel(index))
-        self._outbox.filled(pack, index)
+        bucket = self._ring.bucket(run, index, total)
+        self._last = bucket
+        device_kernels.copy_gradient(bucket.room(index), gradient, self._for_kernel(index))
+        self._ring.filled(bucket, index)
 
     def _runs_in(self, itemsize: int) -> list[Run | None]:
         if itemsize not in self._runs:
-            self._runs[itemsize] = runs_of(self._ranges, self._outbox.nbytes // itemsize)
+            self._runs[itemsize] = runs_of(self._ranges, self._ring.nbytes // itemsize)
         return self._runs[itemsize]
 
     def _copy_in_pieces(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
         """Copy a gradient that is larger than a buffer. Blocks of the norm are not cut."""
         itemsize, numel = target.itemsize, target.numel()
         partials = self._for_kernel(index)
-        step = self._outbox.nbytes // itemsize // NORM_BLOCK * NORM_BLOCK
+        step = self._ring.nbytes // itemsize // NORM_BLOCK * NORM_BLOCK
         for start in range(0, numel, step):
             stop = min(start + step, numel)
-            filled = self._outbox.take((stop - start) * itemsize)
+            filled = self._ring.take((stop - start) * itemsize)
             blocks = slice(start // NORM_BLOCK, start // NORM_BLOCK + norm_blocks(stop - start))
             device_kernels.copy_gradient(
                 filled.view(target.dtype), gradient[start:stop], partials[blocks]
             )
-            self._last = self._outbox.send(target[start:stop].view(torch.uint8), filled)
+            self._last = self._ring.send(target[start:stop].view(torch.uint8), filled)
 
-    def _sent(self) -> CopyMark:
+    def _sent(self) -> StreamEvent:
         """Return a mark that is reached when all that was copied is in the accumulator."""
-        if isinstance(self._last, Pack):
-            self._last = self._outbox.sent(self._last)
+        if isinstance(self._last, Bucket):
+            self._last = self._ring.sent(self._last)
         return self._last
 
     def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -213,4 +213,4 @@ class LeavingPath(_OnDevice):
         return self._host.squares(index) if self._by_host[index] else super().squares(index)
 
     def when_there(self, then: Callable[[], object], what: object) -> Transfer[None]:
-        return self._outbox.when_left(self._sent(), what, then)
+        return self._ring.when_left(self._sent(), what, then)

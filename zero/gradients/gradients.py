@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from offload.kernels.floats import Float, Runner
-from offload.swap.device.outbox import Outbox
+from offload.swap.device.staging_ring import StagingRing
 from offload.swap.states.state import State
 from offload.swap.threads.ranges import profiled
 from offload.swap.threads.transfer import Transfer
@@ -47,10 +47,10 @@ class GradientAccumulator:
     def __init__(
         self, name: str, specs: Sequence[ParamSpec], own: Float, accumulate: Float,
         make: Accumulators, run: Runner, partials: DevicePartials | None = None,
-        outbox: Outbox | None = None, share: float = 1.0,
+        ring: StagingRing | None = None, share: float = 1.0,
     ) -> None:  # fmt: skip
         """`specs` are the parameters, or parts of them, at their offsets in the accumulator.
-        `partials` and `outbox` are given if gradients come on a device with kernels of this
+        `partials` and `ring` are given if gradients come on a device with kernels of this
         library. `share` multiplies gradients."""
         self.name = name
         self._share = share
@@ -60,7 +60,7 @@ class GradientAccumulator:
         self._spent = False
         self.format = accumulate
         self.state: State = make(accumulate.nbytes)
-        self._path = self._choose_path(run, partials, outbox)
+        self._path = self._choose_path(run, partials, ring)
         self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
         self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
         self._having: defaultdict[int, int] = defaultdict(int)  # parameters by number of passes
@@ -69,12 +69,12 @@ class GradientAccumulator:
         self.landed: Transfer[None] = Transfer.completed(None)
 
     def _choose_path(
-        self, run: Runner, partials: DevicePartials | None, outbox: Outbox | None
+        self, run: Runner, partials: DevicePartials | None, ring: StagingRing | None
     ) -> GradientPath:
         if partials is not None and self.state.at_home_on_device:
             return DevicePath(self._specs, partials)
-        if partials is not None and outbox is not None:
-            return LeavingPath(self._specs, partials, outbox, run)
+        if partials is not None and ring is not None:
+            return LeavingPath(self._specs, partials, ring, run)
         return HostPath(self._specs, run)
 
     @property

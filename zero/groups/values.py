@@ -19,7 +19,7 @@ from offload.kernels.cpu.convert import decode, encode, join_master, split_maste
 from offload.kernels.floats import Array, Float
 from offload.kernels.variants import Master
 from offload.swap.states.state import State
-from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.groups.bits import array_of, flat_array
 from offload.zero.groups.group import ParamGroup
@@ -89,7 +89,7 @@ class ParameterValues(WeightValues):
         part = self._state_of(group).parts.get(index)
         return slice(0, 0) if part is None else slice(part.start, part.start + part.spec.numel)
 
-    @uninterrupted
+    @defer_signals
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
         """Overwrite one of the arrays that `read` names; `master` sets the weight as well."""
         packed = self._store.packed_of(param)
@@ -239,7 +239,7 @@ class ParameterValues(WeightValues):
         fields = self.fields(param)
         return ("step", *fields) if self.read_steps(param) or "master" in fields else ()
 
-    @uninterrupted
+    @defer_signals
     def write_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
         """The reverse of `read_state`: an empty state is that before the first update, with the
         weight as it is."""

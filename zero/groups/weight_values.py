@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.experts.packed_values import PackedValues
@@ -105,7 +105,7 @@ class WeightValues:
                     "gather fewer at a time, or raise the budget"
                 ) from error
 
-    @uninterrupted
+    @defer_signals
     def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
         """Take over any rank's writes on all ranks, from each element's owner."""
         changed: list[int] = []
@@ -220,7 +220,7 @@ class WeightValues:
         return found
 
 
-@uninterrupted
+@defer_signals
 def _leave(groups: Sequence[ParamGroup], user: object) -> None:
     for group in groups:
         group.leave(user)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _of_all
 
-from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import Unit
 from offload.zero.groups.group import NO_PICKLES, GroupState, ParamGroup
@@ -176,7 +176,7 @@ class UnitHooks:
         if call is not None and call.module is module and call.thread == get_ident():
             self._close(call)
 
-    @uninterrupted
+    @defer_signals
     def _close(self, call: _Call) -> None:
         call.leave_expert()
         if call.session is not None:
@@ -184,7 +184,7 @@ class UnitHooks:
             call.session = None
         self._end(len(self._calls) - 1)
 
-    @uninterrupted
+    @defer_signals
     def _end(self, outer: int) -> None:
         """End all calls but the first `outer` ones, at any stage. May be interrupted and called
         again."""
@@ -211,7 +211,7 @@ class UnitHooks:
             if group.residing is GroupState.GATHERED:
                 self._handles.note(group)
 
-    @uninterrupted
+    @defer_signals
     def _leave(self, user: _User) -> None:
         while user.groups:
             group = user.groups[-1]
@@ -247,7 +247,7 @@ class UnitHooks:
         user.expert.__enter__()
         self._enter([group], user)
 
-    @uninterrupted
+    @defer_signals
     def _end_expert(self, user: _User, calls: Sequence[_Call]) -> None:
         user.leave_expert()
         self._leave(user)

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 import torch.utils.checkpoint
 
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.zero.hooks.handles import HandleTable, active_hooks, take_off_hooks
 
 _CHECKPOINT = unwrap(torch.utils.checkpoint.checkpoint).__code__
@@ -23,7 +23,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@uninterrupted
+@defer_signals
 def leave_checkpoints(error: BaseException) -> None:
     """End the contexts of checkpoints that `error` has come through, the innermost first.
 

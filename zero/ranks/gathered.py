@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from offload.swap.device.fences import Fences
-from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import HostPiece, State, Undoable
@@ -67,7 +67,7 @@ class SharedState(State, RankCopies):
     def device_piece(self, piece: int) -> torch.Tensor | None:
         return self.home.device_piece(piece + self._first)
 
-    def used_device_piece(self, piece: int, until: CopyMark) -> None:
+    def used_device_piece(self, piece: int, until: StreamEvent) -> None:
         self.home.used_device_piece(piece + self._first, until)
 
     def undoable(self) -> Undoable | None:
@@ -172,7 +172,7 @@ class GatheredState(SharedState):
         self._gatherer = gatherer
         self._update = update
         self._lease: Lease | None = None
-        self._arrival: Transfer[CopyMark] | None = None
+        self._arrival: Transfer[StreamEvent] | None = None
         self._ends_unheld = False  # evict the copy when no module holds it any more
 
     @property
@@ -180,15 +180,15 @@ class GatheredState(SharedState):
         return self._lease is not None
 
     # ---------------------------------------------------------------- for the gatherer
-    def begin(self, lease: Lease, before: tuple[CopyMark, ...]) -> None:
+    def begin(self, lease: Lease, before: tuple[StreamEvent, ...]) -> None:
         self._lease = lease
         whole, update = lease.tensor[: self.nbytes], self._update()
         run = partial(self._gather, whole, update, before)
         self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
 
     def _gather(
-        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[CopyMark, ...]
-    ) -> CopyMark:
+        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[StreamEvent, ...]
+    ) -> StreamEvent:
         """Gather all shards, on the gathering thread."""
         if update is not None:
             update.wait()
@@ -210,7 +210,7 @@ class GatheredState(SharedState):
         self._ends_unheld = False
         return lease
 
-    def _copy(self) -> tuple[Lease, Transfer[CopyMark]]:
+    def _copy(self) -> tuple[Lease, Transfer[StreamEvent]]:
         assert self._lease is not None, "begun before"
         assert self._arrival is not None, "begun before"
         return self._lease, self._arrival
@@ -298,7 +298,7 @@ class ReplicatedState(SharedState):
         self._update = update
         self._outdated = False
         self._frozen_outdated = False
-        self._arrival: Transfer[CopyMark] | None = None
+        self._arrival: Transfer[StreamEvent] | None = None
 
     @property
     def in_place(self) -> bool:  # type: ignore[override]
@@ -327,7 +327,7 @@ class ReplicatedState(SharedState):
         self._outdated = self._frozen_outdated = False
         self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
 
-    def _refresh(self, update: Transfer[None] | None, trainable: bool, frozen: bool) -> CopyMark:
+    def _refresh(self, update: Transfer[None] | None, trainable: bool, frozen: bool) -> StreamEvent:
         """Gather what other ranks have changed, on the gathering thread."""
         if update is not None:
             update.wait()

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from offload.swap.device.streams import CopyMark, mark_here
+from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.threads.lanes import Lane, WaitFor
 from offload.tiers import accelerator
 from offload.tiers.errors import RankError
@@ -53,7 +53,7 @@ class _Watched:
     activity: Activity
     began: float  # by the monotonic clock
     groups: tuple[dist.ProcessGroup, ...]
-    mark: CopyMark | None = None  # queued up to here on a GPU
+    mark: StreamEvent | None = None  # queued up to here on a GPU
 
 
 class RankWatch:

@@ -16,7 +16,7 @@ import torch
 
 from offload.kernels.cpu.noise import Noise, noise_of
 from offload.kernels.rules import Scalars
-from offload.swap.device.streams import CopyMark
+from offload.swap.device.streams import StreamEvent
 from offload.swap.states.state import HostPiece, State
 from offload.swap.threads.transfer import Transfer
 from offload.zero.groups.group import ParamGroup
@@ -62,7 +62,7 @@ class GroupUpdate:
     begun: bool = False
     begun_s: float = 0.0  # by `time.perf_counter`
     chunks_left: int = 0  # once begun: those that are not on their way home
-    after: CopyMark = field(default_factory=CopyMark)  # of the model's stream, when submitted
+    after: StreamEvent = field(default_factory=StreamEvent)  # of the model's stream, when submitted
 
     @property
     def group(self) -> ParamGroup:

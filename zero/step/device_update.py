@@ -20,8 +20,8 @@ import torch
 from offload.kernels.floats import Float
 from offload.kernels.gpu import triton_optimizer
 from offload.swap.device.device_state import Links
-from offload.swap.device.outbox import Outbox
-from offload.swap.device.streams import CopyMark, CopyStream, WorkStream, mark_here
+from offload.swap.device.staging_ring import StagingRing
+from offload.swap.device.streams import CopyStream, StreamEvent, WorkStream, mark_here
 from offload.swap.threads.ranges import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.units import round_up
@@ -47,7 +47,7 @@ class DeviceWork:
     links: Links  # for the update's own copies
     buffers: Sequence[torch.Tensor] = ()  # 1D uint8 on the device: staging of chunks stepped there
     partials: torch.Tensor | None = None  # 1D fp64 on the device: room for all sums of squares
-    outbox: Outbox | None = None  # on the way to accumulators in host memory
+    ring: StagingRing | None = None  # on the way to accumulators in host memory
 
     @classmethod
     def nothing(cls) -> DeviceWork:
@@ -63,7 +63,7 @@ class DeviceUpdate:
         self._work = work
         self._own = own
         self._seed = seed
-        self._left = [CopyMark()] * len(work.buffers)
+        self._left = [StreamEvent()] * len(work.buffers)
         self._next = 0
 
     def step(self, chunk: Chunk) -> Transfer[None]:
@@ -93,9 +93,9 @@ class DeviceUpdate:
             self._next = (self._next + 1) % len(self._left)
         return ended
 
-    def _fetch(self, missing: Sequence[ChunkBytes]) -> CopyMark:
+    def _fetch(self, missing: Sequence[ChunkBytes]) -> StreamEvent:
         """Copy the parts that are not on the device from host memory into the next buffer."""
-        mark, offset = CopyMark(), 0
+        mark, offset = StreamEvent(), 0
         for part in missing:
             end = offset + part.nbytes
             part.copied = self._work.buffers[self._next][offset:end]
@@ -105,7 +105,7 @@ class DeviceUpdate:
             offset = round_up(end, ALIGN_NBYTES)
         return mark
 
-    def _copy_back(self, weight: ChunkBytes, stepped: CopyMark) -> CopyMark:
+    def _copy_back(self, weight: ChunkBytes, stepped: StreamEvent) -> StreamEvent:
         target = weight.wait()[: weight.nbytes]
         return self._work.links.to_host.copy(target, weight.device_bytes(), after=(stepped,))
 

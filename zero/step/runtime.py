@@ -25,7 +25,7 @@ from offload.swap.states.state import State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.recorder import Recorder
-from offload.swap.threads.shield import interrupted_in_waits, uninterrupted
+from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed_gradients import PackedGradients
@@ -142,7 +142,7 @@ class Runtime:
         self._homes = homes
         work = homes.device_work()
         self._partials = DevicePartials(work.partials) if work.partials is not None else None
-        self._outbox = work.outbox
+        self._ring = work.ring
         self._scaled_backward = False
         self._scaling_all = False  # within `scaled_backward`
         self._called = False  # ... for a forward
@@ -234,7 +234,7 @@ class Runtime:
             lambda itemsize: self._homes.gradients(
                 index, name, len(part.trainable), itemsize, next_read
             ),
-            self._run_blocks, self._partials, self._outbox,
+            self._run_blocks, self._partials, self._ring,
             # of an expert the sum over `ep_size` ranks' tokens comes here, and no average
             1.0 / ep_size,
         )  # fmt: skip
@@ -427,7 +427,7 @@ class Runtime:
         self._scaled_backward = False
 
     # ---------------------------------------------------------------- step
-    @uninterrupted
+    @defer_signals
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
         with self.store.one_thread:
@@ -451,7 +451,7 @@ class Runtime:
             recorder.end_step(self.stepper.taken + self.stepper.skipped)
         return outcome
 
-    @uninterrupted
+    @defer_signals
     def drop_cleared_gradients(self) -> None:
         """Forget gradients that are not in `param.grad` any more, each as soon as a pending update
         has read it."""

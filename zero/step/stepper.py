@@ -29,7 +29,7 @@ import torch
 
 from offload.kernels.rules import Scalars
 from offload.swap.states.trace import Trace
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import OldBytes
@@ -492,7 +492,7 @@ class Stepper:
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
 
     # ---------------------------------------------------------------- missed steps
-    @uninterrupted
+    @defer_signals
     def catch_up(self, groups: Sequence[ParamGroup]) -> None:
         """Begin an update of each of the groups that missed steps. No gradient is read."""
         updates = []

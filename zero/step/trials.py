@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from offload.swap.states.state import Undoable
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.ledger import OldBytes
 from offload.zero.groups.group import GroupState
 from offload.zero.step.optimizer_state import Hyper, OptimizerState
@@ -172,7 +172,7 @@ class Trials:
     def take_back_all(self) -> None:
         self.take_back(range(len(self._states)))
 
-    @uninterrupted  # half of it would leave an update that is made twice
+    @defer_signals  # half of it would leave an update that is made twice
     def _end(self, index: int, *, keep: bool) -> None:
         state = self._states[index]
         with ExitStack() as ended:  # all of it, also where something fails

@@ -33,7 +33,7 @@ from offload.swap.io.block_store import GROWTH_NBYTES
 from offload.swap.states.state import Snapshot, State
 from offload.swap.threads.lanes import be_worker
 from offload.swap.threads.latch import Latch
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import OffloadError, StorageError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
@@ -99,7 +99,7 @@ class BackgroundSave:
             work = self._begin(engine, path, state, unless_begun.enter_context(ExitStack()))
             run = copy_context().run  # with the time that its calls are waited for
             thread = threading.Thread(target=run, args=(self._run, work), name="offload-checkpoint")
-            with uninterrupted:
+            with defer_signals:
                 try:
                     thread.start()
                 except RuntimeError as error:
@@ -124,7 +124,7 @@ class BackgroundSave:
         saver.begin(folder.path, behind)
         saver.write_fixed(folder.path, list(_fixed(saver, snapshots)))
         trials = engine.runtime.stepper.trials
-        with uninterrupted:
+        with defer_signals:
             lent = trials.lend()
             held.callback(trials.give_back, lent)
         gate = engine.runtime.updates.gate
@@ -237,7 +237,7 @@ def _snapshots(engine: Engine, held: ExitStack) -> Snapshots:
     found: dict[State, Snapshot] = {}
     held.callback(_let_go_all, found)
     for state in _states(engine):
-        with uninterrupted:
+        with defer_signals:
             found[state] = state.snapshot()
     return found
 

@@ -32,7 +32,7 @@ from offload.checkpoint.format import bounded_json
 from offload.checkpoint.format.manifest import RunRecord
 from offload.checkpoint.format.plain_values import packed
 from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.recompute.random_state import Generator, is_generator, named_generators, state_of
 
@@ -134,7 +134,7 @@ def _values_of(
     engine: Engine, state: Mapping[str, Any] | None, to: _Packer, modules: ModuleState
 ) -> dict[str, Any]:
     generators = named_generators(engine.module, engine.device)
-    with uninterrupted:  # pydantic takes a Ctrl-C for an error of its own
+    with defer_signals:  # pydantic takes a Ctrl-C for an error of its own
         config = engine.config.to_dict()
     values = {
         "config": config,

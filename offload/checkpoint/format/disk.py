@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from offload.swap.io.hands import Call, Hand, patiently
 from offload.swap.io.maker_marks import marked
-from offload.swap.threads.shield import uninterrupted
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError, StuckError
 from offload.tiers.units import format_bytes, in_one_unit
 
@@ -96,7 +96,7 @@ class OpenFile:
 
     def close(self) -> None:
         """Close the file; waits, unless a call is stuck. Raises no error: data was synced."""
-        with uninterrupted:
+        with defer_signals:
             hand = self._let_go()
         if hand is not None and hand.is_here:
             hand.end()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from offload.planning.plan.plan import Hardware
 
 # Where a buffer is filled, one leaves, and two more let a burst of small gradients through.
-_OUTBOX_BUFFERS = 4
+_RING_BUFFERS = 4
 _MOST_OUTBOX_NBYTES = 16 << 20  # a third of a millisecond of a fast link
 _OUTBOX_SHARE = 1 / 32  # of the device budget, for all buffers, as long as a buffer has its least
 _STAGING_BUFFERS = 3  # arriving | being stepped | leaving
@@ -35,8 +35,8 @@ _STAGING_BUFFERS = 3  # arriving | being stepped | leaving
 class DevicePlan:
     """Device memory beside that of states, in bytes of whole pages."""
 
-    outbox_buffers: int
-    outbox_nbytes: int  # of one buffer
+    ring_buffers: int
+    ring_nbytes: int  # of one buffer
     staging_buffers: int
     staging_nbytes: int  # of one buffer
     partials_numel: int  # fp64 sums of squares
@@ -47,8 +47,8 @@ class DevicePlan:
 
     @property
     def total_nbytes(self) -> int:
-        outbox = self.outbox_buffers * self.outbox_nbytes
-        return outbox + self.staging_buffers * self.staging_nbytes + self.partials_nbytes
+        ring = self.ring_buffers * self.ring_nbytes
+        return ring + self.staging_buffers * self.staging_nbytes + self.partials_nbytes
 
 
 def plan_device(
@@ -71,8 +71,8 @@ def plan_device(
     staging = _staging_nbytes(placements, kinds, sizes) if stepped else 0
     largest = max((numel for group in kinds for numel in group.trained_numels), default=0)
     return DevicePlan(
-        outbox_buffers=_OUTBOX_BUFFERS if leave else 0,
-        outbox_nbytes=_outbox_nbytes(largest, together, budget_nbytes) if leave else 0,
+        ring_buffers=_RING_BUFFERS if leave else 0,
+        ring_nbytes=_ring_nbytes(largest, together, budget_nbytes) if leave else 0,
         staging_buffers=_STAGING_BUFFERS if staging else 0,
         staging_nbytes=staging,
         partials_numel=sum(
@@ -101,10 +101,10 @@ def _check_codes(groups: Iterable[GroupBytes], hardware: Hardware) -> None:
         )
 
 
-def _outbox_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
+def _ring_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
     """The bytes of one buffer: any gradient, or as many whole blocks of the norm as are useful. It
     holds all gradients of a group (`together` elements), as one copy, if their share allows."""
-    shared = int(budget_nbytes * _OUTBOX_SHARE) // _OUTBOX_BUFFERS
+    shared = int(budget_nbytes * _OUTBOX_SHARE) // _RING_BUFFERS
     block = NORM_BLOCK * 4
     whole = min(_MOST_OUTBOX_NBYTES, max(block, shared // block * block))
     least = min(whole, pages(largest * 4))
