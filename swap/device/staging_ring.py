@@ -69,7 +69,7 @@ class Bucket:
         self.mark: StreamEvent | None = None  # once it has left
 
     def room(self, index: int) -> torch.Tensor:
-        """The buffer's part for a range, for the stream that was current at `StagingRing.bucket`."""
+        """The buffer's part for a range, for the stream current at `StagingRing.bucket`."""
         return self.buffer[self.run.places[index - self.run.first]]
 
     def spans(self) -> list[slice]:
