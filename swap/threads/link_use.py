@@ -9,11 +9,9 @@ The three add up to the time since the link was opened: for a step, take their d
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from offload.tiers import accelerator
@@ -86,13 +84,13 @@ class _Copy:
 
 class CopyTimes:
     """The use of a link by copies that a device makes, on any of its streams: their beginnings and
-    ends are events that the device times. A copy counts when it has ended. Thread-safe."""
+    ends are events that the device times. A copy counts when it has ended; where copies of several
+    streams share the link, each counts in full. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._copies: list[_Copy] = []  # not counted yet, or not all of it
-        self._until: accelerator.Event | None = None  # all is counted that was before
+        self._copies: list[_Copy] = []  # not counted yet
         self._busy_s = 0.0
         self._opened_s = time.perf_counter()
 
@@ -114,29 +112,15 @@ class CopyTimes:
         with self._lock:
             self._look()
             whole = time.perf_counter() - self._opened_s
-            return LinkUse(self._busy_s, None, max(0.0, whole - self._busy_s))
+            busy = min(self._busy_s, whole)
+            return LinkUse(busy, None, whole - busy)
 
     def _look(self) -> None:
-        """Count the time of the copies that have ended; where they overlap, once."""
-        done = [copy.ended.query() for copy in self._copies]
-        ended = [copy for copy, is_done in zip(self._copies, done, strict=True) if is_done]
-        if not ended:
-            return
-        # asked after that: what has not begun now begins after all of these have ended
-        others = [copy for copy, is_done in zip(self._copies, done, strict=True) if not is_done]
-        base = ended[0].began if self._until is None else self._until
-        counted = -math.inf if self._until is None else 0.0  # from here on all times are in ms
-        first = min(
-            ((base.elapsed_time(copy.began), copy.began) for copy in others if copy.began.query()),
-            key=itemgetter(0), default=(math.inf, base),
-        )  # fmt: skip
-        times = [(base.elapsed_time(c.began), base.elapsed_time(c.ended), c) for c in ended]
-        for start, stop, copy in sorted(times, key=itemgetter(0, 1)):
-            # what runs still may have begun before this one, and is counted first
-            upto, event = (stop, copy.ended) if stop <= first[0] else first
-            if upto > max(start, counted):
-                self._busy_s += (upto - max(start, counted)) * 1e-3
-                counted, self._until = upto, event
-            if stop > first[0]:
-                others.append(copy)
-        self._copies = others
+        """Count the time of the copies that have ended."""
+        under_way = []
+        for copy in self._copies:
+            if copy.ended.query():
+                self._busy_s += copy.began.elapsed_time(copy.ended) * 1e-3
+            else:
+                under_way.append(copy)
+        self._copies = under_way
