@@ -23,23 +23,18 @@ class Bandwidth(NamedTuple):
 
 
 def measure_bandwidth(
-    path: str | os.PathLike[str], nbytes: int = 64 << 20, *, backend: IOBackend | None = None,
-    timeout_s: float = TIMEOUT_S,
-) -> Bandwidth:  # fmt: skip
+    path: str | os.PathLike[str], nbytes: int = 64 << 20, *, timeout_s: float = TIMEOUT_S
+) -> Bandwidth:
     """The better of two rounds over a swap file of `nbytes` in `path`, 8 MiB at a time.
 
     Blocks for about four times `nbytes` of traffic. Short on purpose: on a device with a cache it
     flatters, but evenly, which is what shares need. Raises what `SwapFile` raises.
     """
-    own = ThreadsBackend(timeout_s=timeout_s) if backend is None else None
-    mover = backend or own
-    assert mover is not None, "either given or made here"
-    try:
-        with SwapFile(path, timeout_s=timeout_s) as file:
-            return _measure(file, mover, max(nbytes // _BLOCK_NBYTES, 1) * _BLOCK_NBYTES)
-    finally:
-        if own is not None:
-            own.close()
+    with (
+        ThreadsBackend(timeout_s=timeout_s) as backend,
+        SwapFile(path, timeout_s=timeout_s) as file,
+    ):
+        return _measure(file, backend, max(nbytes // _BLOCK_NBYTES, 1) * _BLOCK_NBYTES)
 
 
 def _measure(file: SwapFile, backend: IOBackend, nbytes: int) -> Bandwidth:

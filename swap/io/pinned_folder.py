@@ -32,47 +32,23 @@ class PinnedFolder:
             with suppress(OSError):
                 os.statvfs(named)  # mounts what is mounted when it is used; O_PATH would not
             self.path = Path(os.path.realpath(named))
+            if not named.is_symlink():  # what a link leads to is not made
+                with suppress(FileExistsError):
+                    os.mkdir(self.path, 0o700)
+                    self.created = True
+            self.fd = os.open(self.path, _FOLDER)
         except ValueError as error:  # NUL
             raise PathError(f"nvme.paths: {str(named)!r} cannot be a folder: {error}") from None
-        self._open(named)
-
-    def _open(self, named: Path) -> None:
-        try:
-            self.fd = os.open(self.path, _FOLDER)
         except FileNotFoundError:
-            if named.is_symlink():
-                raise PathError(
-                    f"nvme.paths: {named} is a link to {self.path}, which does not exist; make "
-                    "that folder, or name another"
-                ) from None
-            self._create()
+            why = (
+                f"{named} is a link to {self.path}, which does not exist; make that folder, or "
+                "name another" if named.is_symlink() else
+                f"{self.path} does not exist and neither does {self.path.parent}; is the drive "
+                "mounted? Only the last part of a path is created"
+            )  # fmt: skip
+            raise PathError(f"nvme.paths: {why}") from None
         except OSError as error:
             raise _refusal(self.path, error) from None
-
-    def _create(self) -> None:
-        parent = self.path.parent
-        try:
-            outer = os.open(parent, _FOLDER)
-        except FileNotFoundError:
-            raise PathError(
-                f"nvme.paths: {self.path} does not exist and neither does {parent}; is the drive "
-                "mounted? Only the last part of a path is created"
-            ) from None
-        except OSError as error:
-            raise _refusal(parent, error) from None
-        try:
-            with suppress(FileExistsError):  # another rank was quicker
-                os.mkdir(self.path.name, 0o700, dir_fd=outer)
-                self.created = True
-            self.fd = os.open(self.path.name, _FOLDER, dir_fd=outer)
-        except OSError as error:
-            if error.errno == errno.ENOTDIR:
-                raise _refusal(self.path, error) from None
-            raise PathError(
-                f"nvme.paths: {self.path} cannot be created: {error.strerror}; name another"
-            ) from error
-        finally:
-            close(outer)
 
     def check_owner(self) -> None:
         """Raise PathError if another user could replace what is made here, or exchange the folder
@@ -107,9 +83,7 @@ class PinnedFolder:
         try:
             status = os.statvfs(self.fd)
         except OSError as error:
-            raise PathError(
-                f"nvme.paths: {self.path} cannot be looked at: {error.strerror}; name another"
-            ) from None
+            raise _refusal(self.path, error) from None
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
@@ -135,9 +109,9 @@ def close(fd: int) -> None:
 
 
 def _refusal(path: Path, error: OSError) -> PathError:
-    if error.errno != errno.ENOTDIR:
-        return PathError(f"nvme.paths: {path} cannot be opened: {error.strerror}; name another")
-    return PathError(f"nvme.paths: {path} is not a directory; name one")
+    if error.errno == errno.ENOTDIR:
+        return PathError(f"nvme.paths: {path} is not a directory; name one")
+    return PathError(f"nvme.paths: {path} cannot be opened: {error.strerror}; name another")
 
 
 def _user(uid: int) -> str:

@@ -18,7 +18,6 @@ from offload.swap.io import swap_file, timeout_thread
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.measure import measure_bandwidth
 from offload.swap.io.swap_file import SwapFile, check_directory, file_system_of
-from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StuckError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
@@ -225,9 +224,6 @@ def test_a_bandwidth_is_measured(directory: Path, no_leak: None) -> None:
     bandwidth = measure_bandwidth(directory, 16 << 20)
     assert bandwidth.read_bytes_per_s > 1e6
     assert bandwidth.write_bytes_per_s > 1e6
-    with ThreadsBackend() as backend:
-        measure_bandwidth(directory, 8 << 20, backend=backend)
-        assert backend.statistics().write_nbytes > 0
 
 
 class Held:
