@@ -1,12 +1,11 @@
-"""Lightning's Trainer and Fabric through an engine.
+"""Lightning's Trainer through an engine.
 
     trainer = lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))
-    fabric = lightning.Fabric(strategy=OffloadFabricStrategy("offload.yaml"))
 
-The engine is made when Trainer sets up the model, or in `fabric.setup(model, optimizer)`, from the
-optimizer that the program makes. It belongs to the model and stays open afterwards, for what
-follows (`trainer.test`, `trainer.save_checkpoint`, another Trainer), until
-`strategy.engine.close()`, which gives the model its parameters back.
+The engine is made when Trainer sets up the model, from the optimizer that the program makes. It
+belongs to the model and stays open afterwards, for what follows (`trainer.test`,
+`trainer.save_checkpoint`, another Trainer), until `strategy.engine.close()`, which gives the model
+its parameters back. A loop of Fabric needs no strategy: `fabric.setup(model, engine.optimizer)`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
@@ -31,6 +28,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -57,81 +55,6 @@ _log = logging.getLogger("offload")
 Source = StrPath | Mapping[str, Any] | OffloadConfig | None
 _OWN = {"bf16-true": "bf16", "16-true": "fp16"}
 _AUTOCAST = ("bf16-mixed", "16-mixed")
-
-
-class _Processes:
-    """Runs one process per device, as Lightning's DDP strategies do, started by Lightning or by
-    `torchrun`. The engine averages gradients itself. It precedes a ParallelStrategy in a class's
-    bases."""
-
-    _num_nodes = 1
-    cluster_environment: Any
-    parallel_devices: Any
-
-    @property
-    def root_device(self) -> torch.device:
-        device: torch.device = self.parallel_devices[self.local_rank]  # type: ignore[attr-defined]
-        return device
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        self._num_nodes = number
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether samplers have to give each process different rows."""
-        return self.num_nodes * self.num_processes > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        if not self.is_distributed:
-            return None  # a process alone samples as without a strategy
-        rank = self.global_rank  # type: ignore[attr-defined]
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": rank}
-
-    def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        if self.is_distributed:
-            self._launcher = _SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            local = self.node_rank * self.num_processes + self.local_rank  # type: ignore[attr-defined]
-            self.cluster_environment.set_global_rank(local)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()  # type: ignore[misc]
-        if self.is_distributed:
-            self.set_world_ranks()
-            backend = _get_default_process_group_backend_for_device(self.root_device)
-            _init_dist_connection(self.cluster_environment, backend)
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment, and Lightning was told "
-                "of one device; pass devices= and num_nodes= as torchrun was started"
-            )
-
-    def barrier(self, *_: Any, **__: Any) -> None:
-        if _distributed_is_initialized():
-            torch.distributed.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        listed = [obj]
-        torch.distributed.broadcast_object_list(listed, src)
-        return listed[0]
 
 
 class _EngineMaker:
@@ -203,7 +126,7 @@ def _computes_alike(engine: Engine, config: OffloadConfig) -> bool:
     return engine.config.precision == config.precision and engine.device.type == kind
 
 
-class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
+class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     """A strategy for `lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))`.
 
     `config` is that of `offload.initialize`; `weights`, too, for a model that `configure_model`
@@ -220,6 +143,9 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
 
     strategy_name = "offload"
     optimizers: Any
+    cluster_environment: Any
+    parallel_devices: Any
+    _num_nodes = 1
 
     def __init__(
         self, config: Source = None, *, weights: StrPath | None = None, **kwargs: Any
@@ -237,6 +163,74 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
         if self._maker.engine is None:
             raise StateError("Trainer makes the engine in fit, validate, test or predict; call one")
         return self._maker.engine
+
+    # ---------------------------------------------------------------- processes
+    # One per device, as in Lightning's DDP strategies, started by Lightning or by `torchrun`; the
+    # engine averages gradients itself.
+    @property
+    def root_device(self) -> torch.device:
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        self._num_nodes = number
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers have to give each process different rows."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        if not self.is_distributed:
+            return None  # a process alone samples as without a strategy
+        rank = self.global_rank
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": rank}
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        if self.is_distributed:
+            self._launcher = _SubprocessScriptLauncher(
+                environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            local = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(local)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.is_distributed:
+            self.set_world_ranks()
+            backend = _get_default_process_group_backend_for_device(self.root_device)
+            _init_dist_connection(self.cluster_environment, backend)
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment, and Lightning was told "
+                "of one device; pass devices= and num_nodes= as torchrun was started"
+            )
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        if _distributed_is_initialized():
+            torch.distributed.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        listed = [obj]
+        torch.distributed.broadcast_object_list(listed, src)
+        return listed[0]
 
     # ---------------------------------------------------------------- set-up
     def setup(self, trainer: Any) -> None:
@@ -272,7 +266,7 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
         config = self._maker.settled(self.root_device, _name_of(plugin), others)
         engine = self._maker.make(module, client, config)
         _update_properties(module, device=self.root_device)
-        own = _plugin_of(engine, _TrainerHalf)
+        own = _plugin_of(engine)
         if own is not None:
             self._precision_plugin = own
         return engine
@@ -393,155 +387,25 @@ class OffloadStrategy(_Processes, ParallelStrategy):  # type: ignore[misc]
             streamed_folder.remove(filepath)
 
 
-class OffloadFabricStrategy(_Processes, FabricParallelStrategy):  # type: ignore[misc]
-    """A strategy for `lightning.Fabric(strategy=OffloadFabricStrategy("offload.yaml"))`.
-
-    `fabric.setup(model, optimizer)` makes the engine; `config` and `weights` as in
-    `OffloadStrategy`. `fabric.save` streams the model and its optimizer into a folder.
-    """
-
-    def __init__(
-        self, config: Source = None, *, weights: StrPath | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self._maker = _EngineMaker(config, weights)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of `fabric.setup`, open until `engine.close()`. Raises StateError before."""
-        if self._maker.engine is None:
-            raise StateError("the engine is made in fabric.setup(model, optimizer)")
-        return self._maker.engine
-
-    # ---------------------------------------------------------------- set-up
-    @property
-    def precision(self) -> Any:
-        plugin = super().precision
-        if _name_of(plugin) in _OWN and not isinstance(plugin, _FabricHalf):
-            plugin = self._precision = _FabricHalf(_name_of(plugin))
-        return plugin
-
-    @precision.setter
-    def precision(self, plugin: Any) -> None:
-        self._precision = plugin
-
-    def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
-    ) -> tuple[nn.Module, list[Any], Any]:
-        if len(optimizers) != 1:
-            raise UnsupportedError(
-                f"fabric.setup with {len(optimizers)} optimizers, an engine has one; use one with "
-                "several param groups"
-            )
-        client = ClientOptimizer.of(optimizers[0])
-        config = self._maker.settled(self.root_device, _name_of(self.precision), {})
-        engine = self._maker.make(module, client, config)
-        own = _plugin_of(engine, _FabricHalf)
-        if own is not None:
-            self._precision = own
-        client.lend(engine, [] if scheduler is None else [scheduler])
-        return module, [engine.optimizer], scheduler
-
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        raise UnsupportedError(self._err_msg_joint_setup_required())
-
-    def setup_optimizer(self, optimizer: Any) -> Any:
-        raise UnsupportedError(self._err_msg_joint_setup_required())
-
-    def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing: the engine moves the model to the device, piece by piece."""
-
-    @contextmanager
-    def module_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """Create modules as `OffloadStrategy.tensor_init_context` does."""
-        with torch.device("meta" if empty_init else "cpu"):
-            yield
-
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
-    # ---------------------------------------------------------------- checkpoints
-    def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Lightning's
-    ) -> None:  # fmt: skip
-        engine = self.engine
-        ours = [key for key, value in state.items() if self._is_ours(value)]
-        if storage_options is not None or set(ours) & set(filter or ()):
-            raise UnsupportedError(
-                "storage_options= and filter= of the model or its optimizer: their states are "
-                "streamed as they are, to a local folder"
-            )
-        if not any(state[key] is engine.module for key in ours):
-            raise UnsupportedError(
-                "fabric.save without the engine's model: a checkpoint has the model and its "
-                "optimizer; use torch.save for the rest alone"
-            )
-        rest = {key: value for key, value in state.items() if key not in ours}
-        rest = self._convert_stateful_objects_in_state(rest, filter=filter or {})
-        streamed_folder.save(engine, path, rest, self.broadcast, writes=self.is_global_zero)
-
-    def _is_ours(self, value: Any) -> bool:
-        return value is self.engine.module or value is self.engine.optimizer
-
-    def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        if not streamed_folder.is_streamed(path):
-            found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return found
-        rest, states = streamed_folder.read(
-            path, lambda file: self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
-        )
-        if not state:
-            return rest
-        if not isinstance(state, dict):
-            state = {"": state}
-        ours = [key for key, value in state.items() if self._is_ours(value)]
-        others = [key for key in state if key not in ours]
-        absent = [key for key in others if key not in rest]
-        if strict and absent:
-            raise KeyError(f"{', '.join(absent)}: not in the checkpoint {path}")
-        if any(state[key] is self.engine.optimizer for key in ours):
-            self.engine.load_checkpoint(states)
-        elif ours:
-            streamed_folder.load_weights(self.engine, states)
-        for key in set(others) & rest.keys():
-            value = rest.pop(key)
-            if hasattr(state[key], "load_state_dict"):
-                state[key].load_state_dict(value)
-            else:
-                state[key] = value
-        return rest
-
-
 # --------------------------------------------------------------------------- precision
-class _Half:
-    """Half precision for an engine: inputs in its 16-bit format, and a scaled loss. It precedes one
-    of Lightning's HalfPrecision classes in the bases; the engine converts the module, and keeps a
-    master."""
+class _OffloadHalfPrecision(HalfPrecision):  # type: ignore[misc]
+    """Half precision for an engine: inputs in its 16-bit format, and a scaled loss. The engine
+    converts the module, and keeps a master."""
 
-    engine: Engine | None = None
+    engine: Engine
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        assert self.engine is not None, "set when the engine was made"
         with self.engine.runtime.scaled_backward() as scale:
             scaled = tensor if scale == 1.0 else tensor * scale
-            super().backward(scaled, model, *args, **kwargs)  # type: ignore[misc]
-
-
-def _half(base: Any) -> Any:
-    return type("OffloadHalfPrecision", (_Half, base), {})
+            super().backward(scaled, model, *args, **kwargs)
 
 
 def _name_of(plugin: Any) -> str:
     if type(plugin).__name__ not in (
-        "Precision", "MixedPrecision", "HalfPrecision", "OffloadHalfPrecision",
+        "Precision", "MixedPrecision", "HalfPrecision", _OffloadHalfPrecision.__name__,
     ):  # fmt: skip
         raise UnsupportedError(
             f"{type(plugin).__name__} changes the model's modules or its updates, which are the "
@@ -551,20 +415,14 @@ def _name_of(plugin: Any) -> str:
     return str(plugin.precision)
 
 
-def _plugin_of(engine: Engine, kind: Any) -> Any:
+def _plugin_of(engine: Engine) -> Any:
     """Return the plugin for an engine in 16 bits; None for fp32."""
     for name, ours in _OWN.items():
         if engine.config.precision == ours:
-            plugin = kind(name)
+            plugin = _OffloadHalfPrecision(name)
             plugin.engine = engine
             return plugin
     return None
-
-
-from lightning.fabric.plugins.precision import HalfPrecision as _FabricBase  # noqa: E402
-from lightning.pytorch.plugins.precision import HalfPrecision as _TrainerBase  # noqa: E402
-
-_TrainerHalf, _FabricHalf = _half(_TrainerBase), _half(_FabricBase)
 
 
 # --------------------------------------------------------------------------- files
@@ -590,6 +448,13 @@ def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
 
 
 StrategyRegistry.register("offload", OffloadStrategy, "offload, with its defaults", override=True)
-STRATEGY_REGISTRY.register(
-    "offload", OffloadFabricStrategy, "offload, with its defaults", override=True
-)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OffloadFabricStrategy":
+        raise UnsupportedError(
+            "OffloadFabricStrategy is not supported: a loop of Fabric needs no strategy; call "
+            "engine = offload.initialize(model, CONFIG), fabric.setup(model, engine.optimizer), "
+            "and engine.save_checkpoint instead of fabric.save"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

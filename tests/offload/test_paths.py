@@ -437,17 +437,15 @@ _LIGHTNING = "integrations.lightning"
 
 
 @gives(
-    *(f"{_LIGHTNING}.{kind}.__init__({argument})" for argument in ("config", "weights")
-      for kind in ("OffloadStrategy", "OffloadFabricStrategy")),
+    *(f"{_LIGHTNING}.OffloadStrategy.__init__({argument})" for argument in ("config", "weights")),
     f"{_LIGHTNING}.consolidate(folder)", f"{_LIGHTNING}.consolidate(file)",
 )  # fmt: skip
 def lightning(given: Given, folder: Path) -> Any:
     from offload.integrations import lightning as module
 
-    for kind in ("OffloadStrategy", "OffloadFabricStrategy"):
-        name, path = f"{_LIGHTNING}.{kind}.__init__", a_config(folder)
-        config, weights = (given(f"{name}({each})", path) for each in ("config", "weights"))
-        getattr(module, kind)(config, weights=weights)
+    name, path = f"{_LIGHTNING}.OffloadStrategy.__init__", a_config(folder)
+    config, weights = (given(f"{name}({each})", path) for each in ("config", "weights"))
+    module.OffloadStrategy(config, weights=weights)
     saved = given(f"{_LIGHTNING}.consolidate(folder)", folder / "saved")
     module.consolidate(saved, given(f"{_LIGHTNING}.consolidate(file)", folder / "out.ckpt"))
 

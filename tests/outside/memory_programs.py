@@ -73,22 +73,6 @@ def trainer(part: str, folder: Path) -> None:
     strategy.engine.close()
 
 
-def fabric(part: str, folder: Path) -> None:
-    import lightning
-
-    from offload.integrations.lightning import OffloadFabricStrategy
-
-    keys = settings(str(folder))
-    strategy = OffloadFabricStrategy(keys)
-    made = lightning.Fabric(accelerator="cpu", strategy=strategy)
-    made.launch()
-    model = meta_model()
-    model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    state = {"model": model, "optimizer": optimizer}
-    measured(lambda: steps(model, optimizer), lambda: getattr(made, part)(folder / "saved", state))
-    strategy.engine.close()
-
-
 def accelerator(part: str, folder: Path) -> None:
     from offload.integrations.accelerate import OffloadAccelerator
 

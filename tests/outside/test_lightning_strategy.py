@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric with offload's strategies train as with their own.
+"""Lightning's Trainer with offload's strategy trains as with its own.
 
 Lightning is not among what `make test` installs; this file is run by hand (CONTRIBUTING.md). Last
 run with lightning 2.6.6 and torch 2.11.0.
@@ -24,12 +24,11 @@ from offload.errors import (
     PathError,
     UnsupportedError,
 )
-from tests.offload.engine_cases import HOST, assert_same_bits, assert_scheduler_is_saved, seeded
+from tests.offload.engine_cases import assert_same_bits, assert_scheduler_is_saved, seeded
 from tests.outside.memory import assert_streams
 from tests.outside.trainer_cases import (
     ACCUMULATE,
     CLIP,
-    NUMBERS,
     PLACEMENTS,
     Rows,
     assert_close,
@@ -597,100 +596,14 @@ def test_checkpoints_beyond_save_top_k_are_removed(tmp_path: Path) -> None:
     strategy.engine.close()
 
 
-# --------------------------------------------------------------------------- Fabric
-def fabric_run(
-    folder: Path, strategy: Any = "auto", *, resume: bool = False, **keys: Any
-) -> tuple[Any, ...]:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, **keys)
-    fabric.launch()
-    model: Any = tiny_llama()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), **NUMBERS)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
-    inner = model
-    model, optimizer = fabric.setup(model, optimizer)[:2]
-    state: dict[str, Any] = {
-        "model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0,
-    }  # fmt: skip
-    if resume:
-        assert fabric.load(folder / "saved", state) == {}
-        assert state["step"] == 2
-    losses, norms = [], []
-    for number, batch in enumerate(fabric.setup_dataloaders(rows(), move_to_device=False)):
-        if resume and number < ACCUMULATE:
-            continue
-        loss = model(**batch).loss
-        fabric.backward(loss / ACCUMULATE)
-        losses.append(loss.item())
-        if number % ACCUMULATE == ACCUMULATE - 1:
-            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=CLIP)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        if number == ACCUMULATE - 1 and not resume:
-            fabric.save(folder / "saved", {**state, "step": 2})
-    return losses, norms, values_of(inner)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_fabric_trains_as_without_a_strategy_and_resumes(placement: str, tmp_path: Path) -> None:
-    strategy = strategies.OffloadFabricStrategy
-    made = strategy(keys_for(tmp_path, placement))
-    found = fabric_run(tmp_path / "ours", made)
-    assert_close(found, fabric_run(tmp_path / "plain"))
-    assert_scheduler_is_saved(made.engine)
-    made.engine.close()
-    made = strategy(keys_for(tmp_path, placement))
-    again = fabric_run(tmp_path / "ours", made, resume=True)
-    assert again[0] == found[0][ACCUMULATE:]
-    assert_same_bits(again[2], found[2])
-    made.engine.close()
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_fabrics_precisions_are_the_engines(precision: str, tmp_path: Path) -> None:
-    ours = {"bf16-true": "bf16", "16-true": "fp16"}[precision]
-    made = strategies.OffloadFabricStrategy(keys_for(tmp_path))
-    losses, _, weights = fabric_run(tmp_path, made, precision=precision)
-    made.engine.close()
-    model, expected = tiny_llama(), []
-    with offload.initialize(model, settings(tmp_path, HOST, precision=ours)) as engine:
-        scheduler = torch.optim.lr_scheduler.LinearLR(engine.optimizer, total_iters=4)
-        for number, batch in enumerate(rows()):
-            loss = model(**batch).loss
-            engine.backward(loss / ACCUMULATE)
-            expected.append(loss.item())
-            if number % ACCUMULATE == ACCUMULATE - 1:
-                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                engine.optimizer.step()
-                scheduler.step()
-                engine.optimizer.zero_grad()
-        assert losses == expected
-        assert_same_bits(weights, values_of(model))
-
-
-def test_fabric_refuses_what_an_engine_cannot_do(tmp_path: Path) -> None:
-    fabric = lightning.Fabric(
-        accelerator="cpu", devices=1,
-        strategy=strategies.OffloadFabricStrategy(keys_for(tmp_path)),
-    )  # fmt: skip
-    fabric.launch()
-    with pytest.raises(UnsupportedError, match="jointly"):
-        fabric.setup_module(nn.Linear(2, 2))
-    model = nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    with pytest.raises(UnsupportedError, match="2 optimizers"):
-        fabric.setup(model, *optimizers)
-
-
-def test_strategies_have_a_name() -> None:
+def test_the_strategy_has_a_name() -> None:
     trainer = lightning.Trainer(strategy="offload", accelerator="cpu", logger=False)
     assert isinstance(trainer.strategy, strategies.OffloadStrategy)
-    fabric = lightning.Fabric(strategy="offload", accelerator="cpu")
-    assert isinstance(fabric.strategy, strategies.OffloadFabricStrategy)
     with pytest.raises(ConfigError):
         strategies.OffloadStrategy({"optimiser": {}})
+    with pytest.raises(UnsupportedError, match="Fabric needs no strategy"):
+        _ = strategies.OffloadFabricStrategy
 
 
-@pytest.mark.parametrize("name", ["trainer", "fabric"])
-def test_saving_and_loading_stream(name: str, tmp_path: Path) -> None:
-    assert_streams(name, tmp_path)
+def test_saving_and_loading_stream(tmp_path: Path) -> None:
+    assert_streams("trainer", tmp_path)
