@@ -106,7 +106,7 @@ def _systems(arrays: Arrays, runner: ParallelRunner) -> list[Timed]:
         held = [filled(arrays, stream) for stream in variant.streams]
         bus = BusLoop(variant.streams, held, runner)
         name = _limit(variant.streams)
-        limits.setdefault(name, passing(name, Kind.LIMIT, bus.traffic, arrays, bus, bus.language))
+        limits.setdefault(name, passing(name, Kind.LIMIT, bus.traffic, arrays, bus, "C"))
         step = stepper(variant, arrays, runner)
         ours.append(passing(variant.name, Kind.OURS, variant.traffic, arrays, step))
     return [*limits.values(), *ours]

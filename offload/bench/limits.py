@@ -92,7 +92,6 @@ class BusLimit:
         opened.callback(runner.close)
         self._loop = BusLoop(streams, [filled(arrays, stream) for stream in streams], runner)
         self.traffic = self._loop.traffic
-        self.language = self._loop.language
 
     def measure(self) -> float:
         """Bytes per second of one pass."""

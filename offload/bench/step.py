@@ -216,7 +216,7 @@ def _notes(base: OffloadConfig, numel: int, disk: DiskLimit, bus: BusLimit) -> l
         f"{numel / 1e6:.4g} M parameters, {base.precision}, batch {base.train.batch} x "
         f"{base.train.sequence} tokens, accumulation {base.gradient_accumulation_steps}",
         f"bounds: compute is plain PyTorch's forward and backward; disk is our nvme bytes in a raw "
-        f"loop ({disk.note}); bus is {bus.traffic:g} B per parameter in a loop in {bus.language}; "
+        f"loop ({disk.note}); bus is {bus.traffic:g} B per parameter in a loop in C; "
         f"{_ROOFLINE} is the largest of each round",
         "loss diff: the largest from plain PyTorch at equal steps; ours are equal to the last bit",
     ]

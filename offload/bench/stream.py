@@ -2,7 +2,7 @@
 
 Like STREAM (McCalpin, 1995), but over any number of arrays of any widths at once, some read and
 some read and written back, as an optimizer's pass over its states does. Written in C and compiled
-here where there is a compiler, else in Numba; `BusLoop.language` says which.
+here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from offload.planning.machine.speed_arrays import Array, Stream
 from offload.swap.threads.worker import ParallelRunner
+from offload.tiers.errors import UnsupportedError
 
 GROUP = 64  # parameters per turn of the loop: whole cache lines of every array, 1-byte ones too
 _LINE_NBYTES = 64
@@ -60,9 +61,7 @@ class BusLoop:
         self._kept = [array for _, array in wide]  # alive as long as their addresses are used
         widths = tuple(stream.itemsize for stream, _ in wide)
         updated = tuple(stream.updated for stream, _ in wide)
-        compiled = _compiled(widths, updated)
-        self.language = "Numba" if compiled is None else "C"
-        self._body = self._numba(updated) if compiled is None else self._c(compiled, self._kept)
+        self._body = _passing(_compiled(widths, updated), self._kept)
 
     @property
     def nbytes(self) -> float:
@@ -72,25 +71,16 @@ class BusLoop:
     def __call__(self) -> None:
         self._runner(self._body, self._groups)
 
-    @staticmethod
-    def _c(function: Callable[..., None], arrays: Sequence[Array]) -> Callable[[int, int], None]:
-        addresses = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
-        zero = _line()
 
-        def body(lo: int, hi: int) -> None:
-            sink = _line()
-            function(addresses, lo, hi, zero.ctypes.data, sink.ctypes.data)
+def _passing(function: Callable[..., None], arrays: Sequence[Array]) -> Callable[[int, int], None]:
+    addresses = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+    zero = _line()
 
-        return body
+    def body(lo: int, hi: int) -> None:
+        sink = _line()
+        function(addresses, lo, hi, zero.ctypes.data, sink.ctypes.data)
 
-    def _numba(self, updated: Sequence[bool]) -> Callable[[int, int], None]:
-        words = [array.view(np.uint64) for array in self._kept]
-        read = tuple(w for w, both in zip(words, updated, strict=True) if not both)
-        written = tuple(w for w, both in zip(words, updated, strict=True) if both)
-        # a tuple must not be empty for Numba; reading one word of the first costs nothing
-        read = read or (words[0][:1],)
-        loop, groups, zero = _numba_loop(), self._groups, np.uint64(0)
-        return lambda lo, hi: loop(read, written, lo, hi, groups, zero)
+    return body
 
 
 def _line() -> Array:
@@ -101,11 +91,14 @@ def _line() -> Array:
 
 
 @cache
-def _compiled(widths: tuple[int, ...], updated: tuple[bool, ...]) -> Callable[..., None] | None:
-    """The C loop for arrays of these bytes per parameter; None without a working compiler."""
+def _compiled(widths: tuple[int, ...], updated: tuple[bool, ...]) -> Callable[..., None]:
+    """The C loop for arrays of these bytes per parameter. UnsupportedError without a compiler."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None or shutil.which(compiler) is None:
-        return None
+        raise UnsupportedError(
+            "the memory bus is measured by a loop in C, and no C compiler was found: install gcc, "
+            "or name a compiler in the variable CC"
+        )
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as folder:
         source, library = Path(folder) / "bus.c", Path(folder) / "bus.so"
         source.write_text(_source(widths, updated))
@@ -115,7 +108,8 @@ def _compiled(widths: tuple[int, ...], updated: tuple[bool, ...]) -> Callable[..
             timeout=_COMPILE_TIMEOUT_S,
         )  # fmt: skip
         if done.returncode != 0:
-            return None
+            said = done.stderr.decode(errors="replace").strip()[-400:]
+            raise UnsupportedError(f"{compiler} does not compile the loop for the bus: {said}")
         function = ctypes.CDLL(str(library)).bus  # stays loaded when the file is gone
     function.argtypes = (
         ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p,
@@ -134,29 +128,3 @@ def _source(widths: Sequence[int], updated: Sequence[bool]) -> str:
             at = f"p{index}[i * {width * GROUP // _LINE_NBYTES} + {line}]"
             body.append(f"    {at} ^= z;" if both else f"    t ^= {at};")
     return _SOURCE.format(pointers="\n".join(pointers), body="\n".join(body))
-
-
-@cache
-def _numba_loop() -> Callable[..., None]:
-    from numba import njit
-
-    @njit(nogil=True)
-    def loop(read, written, lo, hi, groups, zero):  # type: ignore[no-untyped-def]
-        block = 256  # groups per array before the next one is turned to
-        for start in range(lo, hi, block):
-            stop = min(start + block, hi)
-            kept = zero
-            for array in read:
-                words = array.size // groups
-                part = array[start * words : stop * words]
-                for i in range(part.size):
-                    kept ^= part[i]
-            kept &= zero
-            for array in written:
-                words = array.size // groups
-                part = array[start * words : stop * words]
-                for i in range(part.size):
-                    part[i] ^= kept
-
-    typed: Callable[..., None] = loop
-    return typed
