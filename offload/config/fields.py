@@ -13,6 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -291,16 +292,11 @@ def _dump_states(value: StateFormats) -> str | dict[str, str]:
     return value.by_tier[0] if value.uniform else dict(zip(_TIERS, value.by_tier, strict=True))
 
 
-def _parse_auto_bool(value: Any) -> Any:
-    if value == "auto" or isinstance(value, bool):
+def _bool_or(words: Sequence[str], value: Any) -> Any:
+    if value in words or isinstance(value, bool):
         return value
-    raise ValueError(f"expected true, false or auto; found {value!r}")
-
-
-def _parse_recompute(value: Any) -> Any:
-    if value in ("selective", "auto") or isinstance(value, bool):
-        return value
-    raise ValueError(f"expected true, false, selective or auto; found {value!r}")
+    allowed = ", ".join(["true", "false", *words[:-1]])
+    raise ValueError(f"expected {allowed} or {words[-1]}; found {value!r}")
 
 
 def _parse_micro_batches(value: Any) -> int:
@@ -328,18 +324,6 @@ def _auto_int(value: Any, least: int, multiple: int = 1, most: int | None = None
         near = max(least, round(value / multiple) * multiple)
         raise ValueError(f"{value} is not a multiple of {multiple}; for example {near}")
     return value
-
-
-def _parse_threads(value: Any) -> Any:
-    return _auto_int(value, 1, most=MAX_THREADS)
-
-
-def _parse_depth(value: Any) -> Any:
-    return _auto_int(value, 0, most=_MAX_DEPTH)
-
-
-def _parse_chunk(value: Any) -> Any:
-    return _auto_int(value, 1024, 1024, most=_MAX_CHUNK)
 
 
 def _check_path(value: str) -> str:
@@ -429,13 +413,13 @@ States = Annotated[
 ]
 AutoBool = Annotated[
     bool | Literal["auto"],
-    PlainValidator(_parse_auto_bool),
+    PlainValidator(partial(_bool_or, ["auto"])),
     _auto_schema({"type": "boolean"}),
     Kind("true, false or auto"),
 ]
 Recompute = Annotated[
     bool | Literal["selective", "auto"],
-    PlainValidator(_parse_recompute),
+    PlainValidator(partial(_bool_or, ["selective", "auto"])),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["selective", "auto"]}]}),
     Kind("true, false, selective or auto"),
 ]
@@ -448,19 +432,19 @@ MicroBatches = Annotated[
 ]
 AutoThreads = Annotated[
     int | Literal["auto"],
-    PlainValidator(_parse_threads),
+    PlainValidator(partial(_auto_int, least=1, most=MAX_THREADS)),
     _auto_schema({"type": "integer", "minimum": 1, "maximum": MAX_THREADS}),
     Kind(f"whole number from 1 to {MAX_THREADS}, or auto", unit="threads"),
 ]
 AutoDepth = Annotated[
     int | Literal["auto"],
-    PlainValidator(_parse_depth),
+    PlainValidator(partial(_auto_int, least=0, most=_MAX_DEPTH)),
     _auto_schema({"type": "integer", "minimum": 0}),
     Kind(f"whole number from 0 to {_MAX_DEPTH}, or auto", unit="groups"),
 ]
 AutoChunk = Annotated[
     int | Literal["auto"],
-    PlainValidator(_parse_chunk),
+    PlainValidator(partial(_auto_int, least=1024, multiple=1024, most=_MAX_CHUNK)),
     _auto_schema({"type": "integer", "minimum": 1024, "multipleOf": 1024}),
     Kind("multiple of 1024, or auto", unit="elements"),
 ]

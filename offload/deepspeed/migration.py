@@ -348,7 +348,8 @@ def _precision(made: Migration) -> None:
     if AUTO in (made.said.get("fp16.enabled"), made.said.get("bf16.enabled")) and not (
         fp16 or bf16
     ):
-        _precision_of_arguments(made)
+        if made.said.get("bf16.enabled") == AUTO and made.get("bf16.check_grad_overflow", True):
+            made.set("skip_nonfinite", True, "DeepSpeed's default of bf16.check_grad_overflow")
         return
     for name in ("fp16.enabled", "bf16.enabled"):
         made.autos.pop(name, None)  # the other one is true
@@ -363,21 +364,6 @@ def _precision(made: Migration) -> None:
             made.set("optimizer.master", "none")
         if made.get("bf16.bf16_optimizer_states"):
             made.set("optimizer.states", "bf16")
-
-
-def _precision_of_arguments(made: Migration) -> None:
-    """Apply the defaults that hold if TrainingArguments set the precision."""
-    if made.said.get("bf16.enabled") == AUTO and made.get("bf16.check_grad_overflow", True):
-        made.set("skip_nonfinite", True, "DeepSpeed's default of bf16.check_grad_overflow")
-    if made.said.get("fp16.enabled") == AUTO:
-        scaling = Migration(said=made.said)
-        _loss_scale(scaling)
-        text = dump_yaml(scaling.values["loss_scale"], inline=True)
-        made.filled = [
-            f"{line}; with fp16=True also write `precision: fp16` and `loss_scale: {text}` here"
-            if line.startswith("fp16.enabled") else line
-            for line in made.filled
-        ]  # fmt: skip
 
 
 def _loss_scale(made: Migration) -> None:

@@ -40,7 +40,7 @@ def advice(made: Migration, source: str, out: str | None, ranks: int | None) -> 
             "    trainer = OffloadTrainer(model, args, train_dataset=..., "
             f"offload={json.dumps(out or YAML)})",
             "",
-            *map(_wrapped, [*notes, _own_loop(made)]),
+            *map(_wrapped, notes),
         ]
     )
 
@@ -81,18 +81,3 @@ def _batches(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[s
         return found, []
     of = f"{'' if ranks is None else f'{ranks} '}ranks has to be {train}"
     return found, [f"{TRAIN}: {train}: per_device_train_batch_size x {STEPS} x {of}."]
-
-
-def _own_loop(made: Migration) -> str:
-    """Return a sentence on the keys that a loop without TrainingArguments has to set itself."""
-    sizes = (TRAIN, MICRO, STEPS)
-    keys = dict.fromkeys(k.becomes for name, k in made.autos.items() if name not in sizes)
-    if not made.has_optimizer:
-        keys["optimizer"] = None
-    open_ = made.batches is None and made.get(STEPS) is None
-    if open_:
-        keys[STEPS] = None
-    text = f"In a loop of your own, or with Accelerate, write {', '.join(keys)} into the YAML file."
-    if open_:
-        text += f" {TRAIN} is {MICRO} x {STEPS} x ranks."
-    return text if keys else ""
