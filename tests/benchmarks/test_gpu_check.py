@@ -25,7 +25,6 @@ from benchmarks.gpu_parts import Outcome, Status
 from benchmarks.gpu_sizes import GIB, STEPS
 from benchmarks.gpu_step import row_of
 from offload.bench.record import Kind, Record
-from offload.bench.table import Grid, markdown
 from offload.config import OffloadConfig
 from tests.benchmarks.gpu_check_cases import H200, chosen, solved_once
 
@@ -298,21 +297,6 @@ def test_a_part_for_which_no_time_is_left_is_left_out(run: Any, tmp_path: Path) 
     assert f"5 s were left of {gpu_check.TOTAL_S:.0f}" in (tmp_path / "late.md").read_text()
 
 
-def test_limits_leave_room_for_everything() -> None:
-    """Parts but the tests and the large pass take half of their limits, where nothing hangs."""
-    assert gpu_check.TOTAL_S < 560
-    others = {n: s for n, s in gpu_check.LIMITS_S.items() if n not in ("tests", "pass", "step")}
-    used = gpu_check.LIMITS_S["tests"] + gpu_check.LIMITS_S["pass"] + sum(others.values()) / 2
-    assert used < gpu_check.TOTAL_S - 100
-
-
-def test_wrong_text_fails_the_check_and_is_named(run: Any) -> None:
-    check, _, page = run(inference=Outcome("inference", Status.DONE, 3.0, 60.0, "", WRONG))
-    assert not succeeded(check.outcomes.values())
-    assert "## Text generated from the tiers" in page
-    assert check.outcomes["step"].ok
-
-
 def test_a_pass_that_is_named_has_all_the_time(run: Any) -> None:
     check, record, page = run(Wanted(parts=("pass",), large_pass="175 B int4"))
     given = record["details"]["parts"][-1]["result"]["given"]
@@ -327,22 +311,6 @@ def test_without_transformers_its_parts_are_left_out(run: Any, monkeypatch: Any)
     for name in ("inference", "pass"):
         assert check.outcomes[name].status is Status.LEFT_OUT
     assert "pip install 'offload[hf]'" in page
-
-
-@pytest.mark.parametrize("out", ["folder", "record.md", "a.name", None])
-def test_where_the_record_goes(out: str | None, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    now = gpu_check.datetime.datetime(2026, 1, 2)
-    stem = gpu_check._stem(None if out is None else tmp_path / out, "NVIDIA H200", now)
-    assert (
-        stem
-        == {
-            "folder": tmp_path / "folder" / "gpu-nvidia-h200-2026-01-02",
-            "record.md": tmp_path / "record",
-            "a.name": tmp_path / "a.name",
-            None: REPOSITORY / "benchmarks" / "records" / "gpu-nvidia-h200-2026-01-02",
-        }[out]
-    )
 
 
 # ---------------------------------------------------------------- the page
@@ -383,8 +351,3 @@ def test_a_record_as_markdown() -> None:
     for previous, line in pairwise(lines):
         if line.startswith("|") and previous.startswith("|"):
             assert line.replace("\\|", "").count("|") == previous.replace("\\|", "").count("|")
-
-
-def test_a_table_keeps_its_columns() -> None:
-    drawn = markdown(Grid(("a", "b"), [("x|y", "1\n2")]))
-    assert drawn == "| a | b |\n| --- | ---: |\n| x\\|y | 1 2 |"

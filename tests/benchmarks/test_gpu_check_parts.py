@@ -14,8 +14,7 @@ import torch
 
 from benchmarks import gpu_tests
 from benchmarks.gpu_parts import Outcome, Status, run_part, run_program
-from benchmarks.gpu_sizes import GIB
-from benchmarks.gpu_tests import gpu_test_files, run_shares, shares_of
+from benchmarks.gpu_tests import gpu_test_files, run_shares
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -173,22 +172,9 @@ def test_a_file_that_cannot_be_imported_is_an_error(tmp_path: Path) -> None:
     assert "a_library_that_nobody_has" in json.dumps(tests.to_dict())
 
 
-def test_no_test_that_ran_is_no_success(tmp_path: Path) -> None:
-    file = tmp_path / "test_some.py"
-    file.write_text(GPU_TESTS.replace("mark.gpu", "mark.skip(reason='no GPU')"))
-    assert not run_shares(tmp_path, [file], 1, 60, tmp_path).ok
-
-
 def test_the_files_with_gpu_tests_are_found() -> None:
     names = {path.name for path in gpu_test_files(REPOSITORY)}
     assert {"test_triton_optimizer.py", "test_triton_gradients.py", "test_gpu.py"} <= names
     assert {"test_parity.py", "test_loops.py", "test_paged.py"} <= names
     assert "test_planner.py" not in names
     assert "test_config.py" not in names
-
-
-def test_processes_are_as_many_as_cores_and_memory_allow() -> None:
-    assert [shares_of(*pair) for pair in ((16, 139 * GIB), (4, 139 * GIB), (16, 8 * GIB))] == [
-        8, 2, 2,
-    ]  # fmt: skip
-    assert shares_of(1, GIB) == 1

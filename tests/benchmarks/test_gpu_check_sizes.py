@@ -53,39 +53,6 @@ def test_what_ram_cannot_hold_spills_and_what_the_disk_cannot_is_made_smaller() 
 
 
 @pytest.mark.slow
-def test_half_of_the_records_spill_where_that_is_asked_for_and_ends_in_time() -> None:
-    found = {}
-    for time_s in (300.0, 100.0, 25.0):
-        case, _ = choose(H200, time_s, spilled=50)
-        assert case is not None
-        assert case.estimated_s <= time_s
-        assert case.record_nbytes_on_nvme == pytest.approx(5 * case.numel, rel=0.05)
-        assert not any("RAM" in text for text in case.why)
-        found[time_s] = case
-    assert found[300.0].numel > found[100.0].numel > found[25.0].numel
-    # of the records on the disk nothing stays in host memory, so each step waits for the disk
-    assert found[100.0].predicted_s > found[100.0].record_nbytes_on_nvme / 2e9
-    slow = dataclasses.replace(H200.speeds, nvme_read_bytes_per_s=0.2e9)
-    slower, _ = choose(dataclasses.replace(H200, speeds=slow), 100.0, spilled=50)
-    assert slower is not None
-    assert slower.numel < found[100.0].numel
-
-
-@pytest.mark.slow
-def test_thirty_billion_need_memory_and_disk() -> None:
-    case, refused = choose(H200, 1e6, shapes=[LARGE])
-    assert case is None
-    assert len(refused) == 1
-    server = dataclasses.replace(H200, host_nbytes=200 * GIB, disk_nbytes=1000 * GIB)
-    case, refused = choose(server, 1e6, shapes=[LARGE])
-    assert case is not None, refused
-    assert 0 < case.record_nbytes_on_nvme < 10 * case.numel
-    none, (why,) = choose(server, 100.0, shapes=[LARGE])
-    assert none is None
-    assert why.startswith("30 B: would take about")
-
-
-@pytest.mark.slow
 def test_a_machine_that_gives_memory_slowly_gets_what_it_can_finish() -> None:
     slow = chosen(dataclasses.replace(H200, touch_bytes_per_s=0.3e9))
     assert slow.numel < chosen(H200).numel
@@ -99,11 +66,6 @@ def test_what_a_peer_can_hold_bounds_what_both_train() -> None:
     assert "8 B: DeepSpeed ZeRO-3 needs" in both.why[0]
     roomy = dataclasses.replace(H200, host_nbytes=1000 * GIB)
     assert chosen(roomy, (DEEPSPEED,)).shape == chosen(roomy).shape
-
-
-def test_batches_shrink_with_the_device() -> None:
-    small = dataclasses.replace(H200, device_nbytes=60 * GIB)
-    assert chosen(small).batch < chosen(H200).batch
 
 
 def test_a_machine_with_nothing_gets_nothing_and_every_reason() -> None:
@@ -161,11 +123,6 @@ def test_weights_that_the_device_cannot_keep_come_twice() -> None:
     case = dataclasses.replace(chosen(H200), device_budget_nbytes=4 * GIB)
     weights = 2 * case.numel
     assert case.least_to_device_nbytes == 2 * weights - 4 * GIB
-
-
-def test_bytes_that_a_system_does_not_count_are_not_judged() -> None:
-    facts = row_of("theirs", Kind.PEER, chosen(H200), STEP, H200).facts
-    assert not any("moved" in name for name in facts)
 
 
 def test_operations_are_those_of_the_matrices_plus_attention() -> None:
