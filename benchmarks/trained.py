@@ -31,7 +31,7 @@ from offload.bench.systems import Plain, moved_by_the_kernel
 from offload.gpt import LanguageModel
 from offload.process.child import Parent
 from offload.tiers.units import round_up
-from offload.train.batches import Batch
+from offload.train.text import Batch
 from offload.train.plain import LossOnly, StepTimes, adamw_arguments, build_model
 
 if TYPE_CHECKING:

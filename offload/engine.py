@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from offload.memory.tier_manager import TieredHomes
 from offload.models.activations import Activations
 from offload.models.given_back import GivenBack, Keep, close_weights
 from offload.models.structure import ModelStructure
+from offload.models.trained import SavedCheckpoint
 from offload.moe.gate import Gate
 from offload.optimizers.optimizer import (
     OffloadOptimizer,
@@ -127,14 +128,6 @@ def initialize(
             engine.close()
             raise
     return engine
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """The last checkpoint that an engine has saved, and the number of steps before it."""
-
-    path: Path
-    step: int
 
 
 # DeepSpeed's methods, and what to use instead.
@@ -437,6 +430,12 @@ class Engine(TieredModel):
             waits=self.waits(),
         )
 
+    @property
+    def steps_done(self) -> int:
+        """The number of steps so far, skipped ones included."""
+        stepper = self._open().stepper
+        return stepper.taken + stepper.skipped
+
     def record(self, steps: int = 3) -> Recording:
         """Record what happens when, on every thread and link, until `stop()` or the end of a
         `with`: the last `steps` steps are kept, for `write("trace.json")`.
@@ -606,8 +605,7 @@ class Engine(TieredModel):
             self.tell_of_scheduler()
         earlier = self._saves.failure()
         self.values.adopt_changes()
-        stepper = self._open().stepper
-        saved = SavedCheckpoint(path, stepper.taken + stepper.skipped)
+        saved = SavedCheckpoint(path, self.steps_done)
         note = partial(_note, weakref.ref(self), saved)
         if wait or not save_behind(self, path, state, self._saves, note):
             save(self, path, state)
@@ -741,9 +739,8 @@ class Engine(TieredModel):
         if kind is KeyboardInterrupt and self.watching is not None:
             self.watching.interrupted()
         if kind is not None and self.own_run is not None and not self.is_closed:
-            stepper, saved = self.runtime.stepper, self.last_checkpoint
-            done = stepper.taken + stepper.skipped
-            all_saved = saved is not None and saved.step == done
+            saved = self.last_checkpoint
+            all_saved = saved is not None and saved.step == self.steps_done
             self.own_run.ended_by(kind, all_saved=all_saved)
         super().__exit__(kind, error, trace)
 

@@ -16,8 +16,8 @@ from offload.gpt import build_meta_model
 from offload.process.child import Parent, named
 from offload.process.machine import peak_rss_nbytes
 from offload.train import plain
-from offload.train.batches import Batch
 from offload.train.plain import StepTimes
+from offload.train.text import Batch
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

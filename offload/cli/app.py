@@ -9,12 +9,10 @@ from typing import Annotated
 import typer
 
 from offload import __version__
-from offload.cli import inference_options
 from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
-from offload.cli.compress import compress
 from offload.cli.errors import GuardedGroup, failing_io
-from offload.cli.perplexity import perplexity
+from offload.cli.model_folders import compress, perplexity
 from offload.display.plain_text import echo
 
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
@@ -99,14 +97,14 @@ def plan(
         int, typer.Option(metavar="N", help="Ranks that share the experts of a layer.")
     ] = 1,
     inference: Annotated[
-        bool, typer.Option("--inference", help=inference_options.INFERENCE)
+        bool, typer.Option("--inference", help="Generating text, not training.")
     ] = False,
     batch: Annotated[
-        int | None, typer.Option(metavar="N", help=f"{inference_options.BATCH} Inference only.")
+        int | None, typer.Option(metavar="N", help="Sequences per pass. Inference only.")
     ] = None,
-    prompt: Annotated[int | None, typer.Option(metavar="N", help=inference_options.PROMPT)] = None,
+    prompt: Annotated[int | None, typer.Option(metavar="N", help="Tokens of each prompt.")] = None,
     new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help=inference_options.NEW_TOKENS)
+        int | None, typer.Option(metavar="N", help="Tokens to generate for each.")
     ] = None,
 ) -> None:
     """Print the placement of all states, and the bytes it takes, without training."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.compress import GroupSize, Skip, Storage
 from offload.cli.errors import EXIT_FAILED, GuardedGroup, print_error
+from offload.cli.model_folders import GroupSize, Skip, Storage
 from offload.display.plain_text import echo
 
 if TYPE_CHECKING:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import psutil
 
 from offload.memory.leftovers import Leftover, leftovers
 from offload.process import machine
@@ -73,7 +70,7 @@ def _computing(gpus: Sequence[Check]) -> str:
 
 def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
     """Check the machine and each of `paths` (the default folder if there is none)."""
-    checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), *_system()]
+    checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), _aio_limit()]
     for path in paths or [machine.swap_folder()]:
         checks.extend(check_path(path))
     return checks
@@ -103,60 +100,31 @@ def _software() -> list[Check]:
             checks.append(Check(name, "fail", "not installed", f"pip install {name}"))
         else:
             checks.append(Check(name, "ok", version))
-    libaio = machine.version_of("libaio")
-    advice = "" if libaio else "optional: pip install 'offload[aio]'"
-    checks.append(Check("libaio", "ok" if libaio else "off", libaio or "not installed", advice))
     return checks
 
 
 def _memory() -> list[Check]:
-    total, limits = machine.total_memory_nbytes(), machine.memory_limits()
+    total, nbytes = machine.total_memory_nbytes(), machine.available_memory_nbytes()
     checks = [Check("memory", "ok", f"{format_bytes(total)} in the machine")]
-    for limit in limits:
+    for limit in machine.memory_limits():
         found = f"{format_bytes(limit.limit_nbytes)}, {format_bytes(limit.used_nbytes)} used"
         name = "cgroup memory limit" if limit.kills else "cgroup memory.high"
         checks.append(Check(name, "ok", f"{found}, in {limit.folder}"))
-    if not limits:
-        checks.append(Check("cgroup memory limit", "ok", "none"))
-    checks.append(_available())
-    swap = psutil.swap_memory()
-    found = f"{format_bytes(swap.total)}, {format_bytes(swap.used)} used" if swap.total else "none"
-    checks.append(Check("swap", "ok", found))
-    checks.append(_memlock())
+    advice = "close other programs, or keep budget.host well below this"
+    low = nbytes < _LOW_MEMORY_NBYTES
+    checks.append(_warned_if(low, "memory available", format_bytes(nbytes), advice))
     return checks
 
 
-def _available() -> Check:
-    nbytes = machine.available_memory_nbytes()
-    if nbytes < _LOW_MEMORY_NBYTES:
-        return Check(
-            "memory available", "warn", format_bytes(nbytes),
-            "close other programs, or keep budget.host well below this",
-        )  # fmt: skip
-    return Check("memory available", "ok", format_bytes(nbytes))
-
-
-def _memlock() -> Check:
-    limit = machine.memlock_limit_nbytes()
-    if limit is None:
-        return Check("memlock limit", "ok", "unlimited")
-    if limit < 64 << 20:
-        return Check(
-            "memlock limit", "off", format_bytes(limit),
-            "matters for pinned memory only; raise it with `ulimit -l` or in limits.conf",
-        )  # fmt: skip
-    return Check("memlock limit", "ok", format_bytes(limit))
+def _warned_if(bad: bool, name: str, found: str, advice: str) -> Check:
+    return Check(name, "warn", found, advice) if bad else Check(name, "ok", found)
 
 
 def _processor() -> list[Check]:
     cores, quota = machine.cpu_count(), machine.cpu_quota()
     note = f", cgroup quota {quota:.1f}" if quota is not None else ""
     found = f"{cores} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
-    checks = [Check("cores", "ok", found), _features()]
-    nodes = machine.numa_node_count()
-    advice = "bind a run to one node: numactl --cpunodebind=0 --membind=0" if nodes > 1 else ""
-    checks.append(Check("numa nodes", "ok", str(nodes), advice))
-    return checks
+    return [Check("cores", "ok", found), _features()]
 
 
 def _features() -> Check:
@@ -164,9 +132,9 @@ def _features() -> Check:
         return Check("cpu features", "ok", platform.machine())
     flags = machine.cpu_features()
     found = " ".join(name for name in _WANTED_FEATURES if name in flags) or "none of the wanted"
-    if {"avx2", "fma", "f16c"} <= flags:
-        return Check("cpu features", "ok", found)
-    return Check("cpu features", "warn", found, "without avx2, fma and f16c the update is slow")
+    slow = not {"avx2", "fma", "f16c"} <= flags
+    advice = "without avx2, fma and f16c the update is slow"
+    return _warned_if(slow, "cpu features", found, advice)
 
 
 def _precision() -> list[Check]:
@@ -212,45 +180,30 @@ def _device(kind: accelerator.Accelerator, index: int) -> Check:
     return Check(f"gpu {index}", "ok", ", ".join(filter(None, found)), kind.lacks_triton or "")
 
 
-def _system() -> list[Check]:
-    soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    checks = [Check("open files limit", "ok", str(soft_files)), _aio_limit()]
-    pages = machine.read_setting("/sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = pages[pages.find("[") + 1 : pages.find("]")] if pages and "[" in pages else pages
-    checks.append(Check("huge pages", "ok" if chosen else "off", chosen or "unknown"))
-    return checks
-
-
 def _aio_limit() -> Check:
     most = machine.read_setting("/proc/sys/fs/aio-max-nr")
     used = machine.read_setting("/proc/sys/fs/aio-nr") or "?"
     if most is None:
         return Check("fs.aio-max-nr", "off", "unknown")
     room = machine.aio_room()
-    if room is not None and room < 1024:
-        return Check(
-            "fs.aio-max-nr", "warn", f"{most}, {used} used",
-            "sysctl fs.aio-max-nr=1048576, or nvme.backend: threads",
-        )  # fmt: skip
-    return Check("fs.aio-max-nr", "ok", f"{most}, {used} used")
+    advice = "sysctl fs.aio-max-nr=1048576, or nvme.backend: threads"
+    low = room is not None and room < 1024
+    return _warned_if(low, "fs.aio-max-nr", f"{most}, {used} used", advice)
 
 
 def _file_system(path: Path) -> Check:
-    mount = machine.mount_of(path)
-    name = f"{path} file system"
+    mount, name = machine.mount_of(path), f"{path} file system"
     if mount is None:
         return Check(name, "off", "unknown")
     found = f"{mount.kind} on {mount.point}"
-    return Check(name, "warn" if mount.remark else "ok", found, mount.remark)
+    return _warned_if(bool(mount.remark), name, found, mount.remark)
 
 
 def _free_space(path: Path) -> Check:
     usage = shutil.disk_usage(path)
     found = f"{format_bytes(usage.free)} of {format_bytes(usage.total)}"
-    name = f"{path} free"
-    if usage.free < _LOW_DISK_NBYTES:
-        return Check(name, "warn", found, "free some, or name another folder in nvme.paths")
-    return Check(name, "ok", found)
+    low, advice = usage.free < _LOW_DISK_NBYTES, "free some, or name another folder in nvme.paths"
+    return _warned_if(low, f"{path} free", found, advice)
 
 
 def _leftovers(path: Path) -> list[Check]:
@@ -260,20 +213,15 @@ def _leftovers(path: Path) -> list[Check]:
     except OSError as error:
         return [Check(f"{path} leftovers", "off", f"cannot be looked for: {error.strerror}")]
     dead = [each for each in found if each.is_dead]
-    checks = []
+    others = [each for each in found if not each.is_dead]
+    name, checks = f"{path} leftovers", []
     if dead:
         advice = f"offload doctor --clean {path} removes {'it' if len(dead) == 1 else 'them'}"
-        checks.append(
-            Check(f"{path} leftovers", "warn", f"of dead runs: {_listed(dead, path)}", advice)
-        )
-    if others := [each for each in found if not each.is_dead]:
-        where = "other machines, in other containers, or before a restart"
+        checks.append(Check(name, "warn", f"of dead runs: {_listed(dead, path)}", advice))
+    if others:
+        said = "of runs on other machines, in other containers, or before a restart"
         advice = "look there whether they live; else remove what is named"
-        checks.append(
-            Check(
-                f"{path} leftovers", "warn", f"of runs on {where}: {_listed(others, path)}", advice
-            )
-        )
+        checks.append(Check(name, "warn", f"{said}: {_listed(others, path)}", advice))
     return checks
 
 

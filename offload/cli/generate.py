@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.located import located
+from offload.cli.errors import located
 from offload.config import OffloadConfig
 from offload.display.plain_text import without_controls
 from offload.tiers.errors import ConfigError, OffloadError, PathError

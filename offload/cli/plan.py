@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.cli.located import located
+from offload.cli.errors import located
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
 from offload.planning.plan.workload import Generation
@@ -18,6 +18,10 @@ from offload.tiers.errors import ConfigError
 if TYPE_CHECKING:
     from offload.cli.planned_model import GeneratingModel, PlannedModel
     from offload.planning.choice.plan_text import Planned
+    from offload.planning.plan.workload import Workload
+    from offload.runs.forecast import Forecast
+    from offload.zero.groups.model_shape import ModelShape
+    from offload.zero.ranks.sharding import Sharding
 
 
 _MOST = 1 << 16  # ranks on a machine, or machines
@@ -96,56 +100,25 @@ def _plan_generation(
     model: GeneratingModel, generation: Generation, notes: tuple[str, ...]
 ) -> Planned:
     """Plan as `offload generate` does. Raise what it would raise before anything is allocated."""
-    from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
-    from offload.planning.choice.plan_text import Planned
-    from offload.planning.choice.planner import check_plan
-    from offload.planning.choice.solver import solve
-    from offload.planning.machine.preflight import preflight
-    from offload.planning.plan.experts import estimate_experts
-    from offload.planning.plan.sizes import ITEMSIZE
     from offload.runs.forecast import forecast_generation
 
-    config = model.config
-    device = compute_device(config)
-    hardware = this_machine(config.nvme, device)
     found = None
     if model.facts is not None:
-        found = forecast_generation(config, model.shape, model.facts, generation)
-    solution = solve(config, model.shape, hardware) if found is None else found.solution
-    best = solution.best
-    check_plan(best.plan, hardware)
-    looked = preflight(
-        best.plan, config.nvme, nvme_paths(config.nvme), passing_nbytes=best.passing_nbytes,
-        disk_nbytes=hardware.nvme_free_nbytes,
-    )  # fmt: skip
-    looked.refuse()
-    usual, itemsize = generation.usual, ITEMSIZE[config.precision]
-    experts = estimate_experts(best.plan, model.shape, usual, itemsize)
-    timed = found is not None and found.timed
-    return Planned(
-        model.name, config, usual, solution, device.type, looked, timed, 1, experts,
-        None if found is None else found.inference, notes,
-    )  # fmt: skip
+        found = forecast_generation(model.config, model.shape, model.facts, generation)
+    planned = _planned(model, model.shape, generation.usual, found)
+    inference = None if found is None else found.inference
+    return replace(planned, inference=inference, assumed=notes)
 
 
 def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:
     """Plan as the training loop does. Raise what it would raise before anything is allocated."""
-    from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
-    from offload.planning.choice.plan_text import Planned
-    from offload.planning.choice.planner import check_plan
-    from offload.planning.choice.solver import solve
-    from offload.planning.machine.preflight import preflight
-    from offload.planning.plan.experts import check_ranks, check_spread, estimate_experts
-    from offload.planning.plan.sizes import ITEMSIZE
+    from offload.planning.plan.experts import check_ranks, check_spread
     from offload.runs.forecast import forecast_of
     from offload.zero.ranks.sharding import Sharding
 
-    config = model.config
-    device = compute_device(config)
+    config, shape = model.config, model.shape
     zero = config.zero
     sharding = Sharding.of(zero.stage, zero.shard_group, ranks * nodes, 0)
-    hardware = this_machine(config.nvme, device, sharding, ranks)
-    shape, facts = model.shape, model.facts
     check_spread(shape, config, ep_size)
     check_ranks(sharding.world_size, ep_size)
     if ep_size > 1:
@@ -154,18 +127,39 @@ def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:
         shape = shape.joined
     shape = shape.stored(config.stored)
     found = None
-    if facts is not None:
-        found = forecast_of(config, shape, facts, model.workload, sharding, ranks)
+    if model.facts is not None:
+        found = forecast_of(config, shape, model.facts, model.workload, sharding, ranks)
+    return _planned(model, shape, model.workload, found, sharding, ranks)
+
+
+def _planned(
+    model: PlannedModel | GeneratingModel, shape: ModelShape, workload: Workload,
+    found: Forecast | None, sharding: Sharding | None = None, ranks: int = 1,
+) -> Planned:  # fmt: skip
+    """Return the plan of a forecast, or one by bytes alone where the passes are not known. Raise
+    what the machine lacks for it."""
+    from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
+    from offload.planning.choice.plan_text import Planned
+    from offload.planning.choice.planner import check_plan
+    from offload.planning.choice.solver import solve
+    from offload.planning.machine.preflight import preflight
+    from offload.planning.plan.experts import estimate_experts
+    from offload.planning.plan.sizes import ITEMSIZE
+    from offload.zero.ranks.sharding import ALONE
+
+    config = model.config
+    device = compute_device(config)
+    hardware = this_machine(config.nvme, device, sharding or ALONE, ranks)
     solution = solve(config, shape, hardware) if found is None else found.solution
-    check_plan(solution.best.plan, hardware)
+    best = solution.best
+    check_plan(best.plan, hardware)
     looked = preflight(
-        solution.best.plan, config.nvme, nvme_paths(config.nvme),
-        passing_nbytes=solution.best.passing_nbytes, disk_nbytes=hardware.nvme_free_nbytes,
+        best.plan, config.nvme, nvme_paths(config.nvme), passing_nbytes=best.passing_nbytes,
+        disk_nbytes=hardware.nvme_free_nbytes,
     )  # fmt: skip
     looked.refuse()
+    experts = estimate_experts(best.plan, shape, workload, ITEMSIZE[config.precision])
     timed = found is not None and found.timed
-    itemsize = ITEMSIZE[config.precision]
-    experts = estimate_experts(solution.best.plan, shape, model.workload, itemsize)
     return Planned(
-        model.name, config, model.workload, solution, device.type, looked, timed, ranks, experts
-    )  # fmt: skip
+        model.name, config, workload, solution, device.type, looked, timed, ranks, experts
+    )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload.cli.located import located
+from offload.cli.errors import located
 from offload.config import OffloadConfig
 from offload.runs.folder import RunFolder, default_path
 from offload.tiers.errors import ConfigError
@@ -24,9 +24,7 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
     if resume and run_dir is None:
         raise ConfigError("--resume: which run? add --run-dir DIR")
     if int(os.environ.get("RANK", "0")):  # of `torchrun`: the first rank has the folder
-        from offload.runs.world import FollowersFolder
-
-        folder: RunFolder = FollowersFolder(run_dir or Path())
+        folder = RunFolder(run_dir or Path(), writes=False)
     elif resume and run_dir is not None:
         folder = RunFolder.reopen(run_dir)
     else:

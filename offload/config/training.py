@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -201,6 +202,17 @@ class ScheduleConfig(Section):
     """Linear warm-up from zero."""
     final: float = key(0.1, example=0.0, ge=0, le=1, needs=_COSINE, see=["optimizer.lr"])
     """Last learning rate as a share of optimizer.lr."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return the factor on the learning rate at `step` (0-based) of `steps`: warm-up, then the
+        shape. It depends on the step alone: nothing to save, exact on resume."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.type == "constant":
+            return 1.0
+        done = (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return self.final + (1 - self.final) * cosine
 
 
 class SampleConfig(Section):

@@ -14,7 +14,7 @@ from offload.config.optimizer_kinds import KINDS
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 CLASSES: dict[type, str] = {
     torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.Adagrad: "adagrad",
@@ -72,7 +72,7 @@ class ClientOptimizer:
                 )
         return {**named, **self.section}
 
-    def lend(self, engine: Engine, schedulers: Sequence[Any] = ()) -> None:
+    def lend(self, engine: Trained, schedulers: Sequence[Any] = ()) -> None:
         """Let the engine's optimizer replace the given one. A program that kept that one changes
         the engine's param groups, and so do its `schedulers`, until the engine is closed or begins
         anew. `detach` lets schedulers have the given optimizer again."""
@@ -99,7 +99,7 @@ class ClientOptimizer:
         for scheduler in schedulers:
             _attach(scheduler, self.given)
 
-    def is_lent_to(self, engine: Engine | None) -> bool:
+    def is_lent_to(self, engine: Trained | None) -> bool:
         """Return whether the given optimizer's states are those of this engine's optimizer."""
         lent = _lent.get(self.given)
         return engine is not None and lent is not None and lent() is engine.optimizer

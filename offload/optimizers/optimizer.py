@@ -35,7 +35,6 @@ from offload.zero.step.stepper import StepOutcome
 
 if TYPE_CHECKING:
     from offload.config.optimizer import OptimizerConfig
-    from offload.engine import Engine
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -63,7 +62,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.engine: Any = None  # kept alive with this optimizer
         super().__init__(params, config.numbers)
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, engine: Any) -> None:
         """Be the one that steps: updates in backward go by its param groups."""
         self.engine = engine
         this = weakref.ref(self)  # the runtime must not keep the engine alive

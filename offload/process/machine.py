@@ -183,11 +183,6 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def numa_node_count(root: Path = _ROOT) -> int:
-    """NUMA nodes with memory or cores, at least 1."""
-    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
-
-
 def slow_matmul_precisions() -> list[str]:
     """16-bit formats whose matrix products PyTorch has no fast CPU kernel for on this CPU."""
     import torch

@@ -58,10 +58,12 @@ class SavedRun:
 
 
 class RunFolder:
-    """Reads and writes the files of one run; every write is complete or absent."""
+    """Reads and writes the files of one run; every write is complete or absent. Of several ranks
+    the first one writes; with `writes=False` nothing is changed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path = path
+        self._writes = writes
         self.checkpoints = path / "checkpoints"
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.plain_metrics = MetricsFile(path / "plain.jsonl")
@@ -95,6 +97,8 @@ class RunFolder:
     def make(self) -> None:
         """Create missing folders and lock out other runs. Raise ConfigError if another run is under
         way."""
+        if not self._writes:
+            return
         try:
             make_folder(self.checkpoints, parents=True)
             self._lock = lock_folder(self.path)
@@ -130,25 +134,32 @@ class RunFolder:
         values = config.resolved().to_dict()
         if own_loop:
             del values["train"]
-        write_whole(self.path / "config.resolved.yaml", dump_yaml(values))
+        self._write("config.resolved.yaml", dump_yaml(values))
 
     def write_prediction(self, prediction: Prediction) -> None:
         """Write prediction.json, and remove the measurement of the run before it was resumed."""
-        (self.path / MEASURED).unlink(missing_ok=True)
-        write_whole(self.path / PREDICTION, prediction.to_json())
+        if self._writes:
+            (self.path / MEASURED).unlink(missing_ok=True)
+        self._write(PREDICTION, prediction.to_json())
 
     def write_measured(self, measured: Measured) -> None:
         """Write measured.json."""
-        write_whole(self.path / MEASURED, measured.to_json())
+        self._write(MEASURED, measured.to_json())
 
     def write_trace(self, recorded: Recorded) -> None:
         """Write trace.json."""
-        write_whole(self.path / TRACE, trace_json(recorded))
+        self._write(TRACE, trace_json(recorded))
+
+    def _write(self, name: str, text: str) -> None:
+        if self._writes:
+            write_whole(self.path / name, text)
 
     def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
         """Return the loggers of the following steps, metrics.jsonl first; each keeps `steps_done`
         steps of an earlier run. `names` is train.loggers. Raise ConfigError if a library is
         missing."""
+        if not self._writes:
+            return []
         self.metrics.begin(steps_done)
         return [self.metrics, *(self._logger(name, steps_done) for name in dict.fromkeys(names))]
 
@@ -173,10 +184,13 @@ class RunFolder:
 
     def keep(self, keep_last: int, keep_every: int | None) -> None:
         """Remove old checkpoints, see `prune`."""
-        prune(self.checkpoints, keep_last, keep_every)
+        if self._writes:
+            prune(self.checkpoints, keep_last, keep_every)
 
     def set_aside(self, checkpoint: Path) -> None:
         """Rename a damaged checkpoint: it keeps its bytes, and no longer counts as one."""
+        if not self._writes:
+            return
         other = checkpoint.with_name(f"{checkpoint.name}.damaged-{secrets.token_hex(4)}")
         with storage_errors("renaming", checkpoint):
             rename(checkpoint, other)

@@ -16,7 +16,7 @@ from offload.loggers import JSONLinesLogger
 from offload.tiers.errors import PathError, StorageError, StuckError
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepSeconds:
     links: dict[str, float]
 
     @classmethod
-    def until_now(cls, engine: Engine) -> StepSeconds:
+    def until_now(cls, engine: Trained) -> StepSeconds:
         """The seconds since the engine was made."""
         uses = engine.links().items()
         return cls(

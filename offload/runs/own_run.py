@@ -1,4 +1,4 @@
-"""The run folder of a user's own loop: the files for `memest check`, written by the engine.
+"""The files of a run that its engine fills, for `offload train` and for a user's own loop.
 
 `offload.initialize(model, config, run_folder="runs/mine")` predicts the run before anything is
 allocated; from then on every optimizer step adds a line to metrics.jsonl, also while
@@ -28,14 +28,64 @@ from offload.planning.step.memory import PlannedMemory
 from offload.process.machine import peak_rss_nbytes, rank_here
 from offload.runs.folder import RunFolder
 from offload.runs.forecast import forecast_of
-from offload.runs.step_recorder import StepRecorder
 from offload.runs.watch import Watch
-from offload.runs.world import FollowersFolder
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.groups.discovery import discover
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
+    from offload.runs.recording import Recording
+
+_KEPT_STEPS = 3  # of the recording
+_SETTLING = 2  # recorded and dropped where more follow: their prefetches have just been learnt
+
+
+class RunRecord:
+    """A logger that measures a run: trace.json has a few of its steps, measured.json its peaks and
+    usual step.
+
+    Recorded are the third to fifth step after the first one, which learns the order of uses, or the
+    last ones if there are fewer. A recording that the engine's user has started takes precedence.
+    """
+
+    def __init__(self, engine: Trained, folder: RunFolder) -> None:
+        self.times = StepTimes()
+        self._engine = engine
+        self._folder = folder
+        self._recording: Recording | None = None
+        self._may_record = True
+
+    def log(self, values: Values, step: int) -> None:
+        """Note the seconds of a step; begin and end the recording."""
+        self.times.note(values["seconds"])
+        recording = self._recording
+        if recording is not None and recording.ended_steps >= _KEPT_STEPS + _SETTLING:
+            self.stop_recording()
+        if self._may_record:
+            self._may_record = False
+            if not self._engine.is_recorded:  # its user's recording is not to be disturbed
+                self._recording = self._engine.record(_KEPT_STEPS)
+
+    def stop_recording(self) -> None:
+        """Write the recording made so far, if it was not written already."""
+        self._may_record = False
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        recording.stop()
+        if recording.ended_steps:
+            self._folder.write_trace(recording.recorded())
+
+    def measured(self) -> Measured:
+        """Return the peaks and the usual step so far."""
+        peaks = {name: tier.peak_nbytes for name, tier in self._engine.report().tiers.items()}
+        return Measured(peaks, peak_rss_nbytes(), self.times.usual_s, self.times.count)
+
+    def write(self, measured: Measured) -> None:
+        """Write the recording, and measured.json unless there was no step."""
+        self.stop_recording()
+        if measured.steps:
+            self._folder.write_measured(measured)
 
 
 class OwnRun:
@@ -43,23 +93,23 @@ class OwnRun:
 
     def __init__(self, path: Path, model: nn.Module, config: OffloadConfig) -> None:
         """Raises ConfigError if the folder already holds a run."""
-        self._folder = FollowersFolder(path) if rank_here() else RunFolder(path)
+        self._folder = RunFolder(path, writes=rank_here() == 0)
         if self._folder.metrics.path.exists():
             raise ConfigError(
                 f"run_folder: {path} already holds a run; name another folder, or remove it"
             )
         self._prediction = predicted(model, config)
-        self._times = StepTimes()
         self._cut_short = self._stopped = False
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Trained) -> None:
         """Create the folder and its loggers before the first step."""
         self._engine = engine
         self._folder.make()
         self._folder.write_config(engine.config, own_loop=True)
         self._folder.write_prediction(self._prediction)
-        self._recorder = StepRecorder(engine, self._folder)
-        self.loggers: list[Logger] = [*self._folder.loggers(0), self, self._recorder]
+        self._record = RunRecord(engine, self._folder)
+        self.stop_recording = self._record.stop_recording
+        self.loggers: list[Logger] = [*self._folder.loggers(0), self._record]
         engine.before_close(self._end)
         self.watch()
 
@@ -74,24 +124,10 @@ class OwnRun:
         self._stopped = issubclass(kind, KeyboardInterrupt) and all_saved
         self._cut_short = not self._stopped
 
-    def stop_recording(self) -> None:
-        """Write the recording made so far, and stop recording."""
-        self._recorder.close()
-
-    def log(self, values: Values, step: int) -> None:
-        """Note the seconds of a step."""
-        self._times.note(values["seconds"])
-
     def _end(self) -> None:
         try:
-            self._recorder.close()
-            if self._times.count:
-                peaks = {n: tier.peak_nbytes for n, tier in self._engine.report().tiers.items()}
-                measured = Measured(
-                    peaks, peak_rss_nbytes(), self._times.usual_s, self._times.count,
-                    cut_short=self._cut_short, stopped=self._stopped,
-                )  # fmt: skip
-                self._folder.write_measured(measured)
+            measured = self._record.measured()
+            self._record.write(replace(measured, stopped=self._stopped, cut_short=self._cut_short))
         finally:
             self._folder.close()
 

@@ -54,7 +54,7 @@ def run_page(folder: Path) -> str:
     )
     name = folder.resolve().name
     page = Page(
-        f"{name}: a run of offload", name, tuple(_about(run)), verdict, state,
+        f"{name}: a run of offload", name, (), verdict, state,
         tuple(_figures(run)), sections,
     )  # fmt: skip
     return to_html(page, by="offload")
@@ -111,41 +111,6 @@ def _config(path: Path) -> tuple[Mapping[str, Any], str]:
 
 
 # ---------------------------------------------------------------- the top
-def _about(run: _Run) -> Iterator[str]:
-    model = run.at("train.model")
-    if isinstance(model, Mapping):
-        sizes = (f"{model.get(name)} {what}" for name, what in _SIZES.items() if model.get(name))
-        yield f"{model.get('shape')}: {', '.join(sizes)}; text: {run.at('train.text')}"
-    keys = {"device": "", "precision": "", "optimizer.type": ""}
-    if _has_ranks(run.rows):
-        keys["zero.stage"] = "ZeRO stage "
-    found = [f"{said}{run.at(key)}" for key, said in keys.items() if run.at(key) is not None]
-    placement = run.at("placement")
-    if isinstance(placement, Mapping):
-        found += [f"{name} {_place(where)}" for name, where in placement.items() if where]
-    if found:
-        yield "; ".join(found)
-
-
-_SIZES = {
-    "layers": "layers", "hidden": "wide", "heads": "heads", "experts": "experts", "vocab": "tokens",
-}  # fmt: skip
-
-
-def _place(where: Any) -> str:
-    """A tier, shares of tiers such as `host 25% + nvme 75%`, or the tier of each class."""
-    if not isinstance(where, Mapping):
-        return str(where)
-    if "tier" in where:
-        return _place(where["tier"])
-    if set(where) <= {str(tier) for tier in Tier}:
-        return " + ".join(f"{tier} {share}" for tier, share in where.items())
-    places = {name: _place(each) for name, each in where.items()}
-    if len(set(places.values())) == 1:
-        return next(iter(places.values()))
-    return ", ".join(f"{name} {place}" for name, place in places.items())
-
-
 def _state(run: _Run) -> tuple[str, str]:
     """The state of the run as text, and whether it is `good` or `bad`."""
     steps = int(run.rows.steps[-1]) if len(run.rows.steps) else 0
@@ -199,28 +164,10 @@ def _remarks(run: _Run) -> Iterator[str]:
         yield f"{_count(int(skipped), 'step')} skipped: gradients not finite"
     if _has_ranks(rows):
         yield "of several ranks: memory, traffic and waits are those of rank 0"
-    if agreement := _agreement(rows, run.plain):
-        yield agreement
 
 
 def _has_ranks(rows: PageRows) -> bool:
     return any(name not in _LINKS for name in rows.sums("moved"))
-
-
-def _agreement(ours: PageRows, plain: PageRows) -> str:
-    """A sentence on how closely the losses of both agree; empty if there is no loss of both."""
-    of_plain = dict(zip(plain.steps, plain.column("loss"), strict=True))
-    mine = zip(ours.steps, ours.column("loss"), strict=True)
-    apart = np.abs([loss - of_plain.get(step, np.nan) for step, loss in mine])
-    apart = apart[~np.isnan(apart)]
-    if not len(apart):
-        return ""
-    if not apart.any():
-        return f"the losses of all {len(apart):,} steps are those of plain PyTorch, bit for bit"
-    return (
-        f"the losses are those of plain PyTorch to the last bit in {int((apart == 0).sum()):,} of "
-        f"{len(apart):,} steps, at most {apart.max():.1g} apart in the others"
-    )
 
 
 # ---------------------------------------------------------------- sections

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,7 +29,7 @@ from offload.runs.metrics import StepMetrics, StepSeconds
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
-    from offload.engine import Engine, SavedCheckpoint
+    from offload.models.trained import SavedCheckpoint, Trained
 
 _log = logging.getLogger("offload")
 
@@ -39,7 +38,7 @@ class Watch:
     """Watches one engine, until `close` or the engine's end. A context manager."""
 
     def __init__(
-        self, engine: Engine, *, steps: int | None = None, tokens: int | None = None,
+        self, engine: Trained, *, steps: int | None = None, tokens: int | None = None,
         loggers: Iterable[AnyLogger] = (), show: bool = True, every: int | None = None,
         of_folder: Sequence[Logger] = (), waits_for_log: bool = True,
     ) -> None:  # fmt: skip
@@ -66,9 +65,8 @@ class Watch:
             return
         display = None
         if show:
-            stepper = engine.runtime.stepper
             budgets = {name: t.budget_nbytes for name, t in engine.report().tiers.items()}
-            run = Run(stepper.taken + stepper.skipped, steps, budgets)
+            run = Run(engine.steps_done, steps, budgets)
             display = make_display(run, _say, every)
         self._outlet = _Outlet([*of_folder, *own], own, display)
         self._before = StepSeconds.until_now(engine)
@@ -116,11 +114,9 @@ class Watch:
         if engine is None or not self._is_first or self._outlet.interrupted:
             return
         self._outlet.interrupted = True
-        self._complete_last(engine)
-        self._outlet.flush()
+        self._outlet.flush(is_last=True)
         self._outlet.stop_showing()
-        stepper = engine.runtime.stepper
-        _say(_what_is_kept(stepper.taken + stepper.skipped, engine.last_checkpoint))
+        _say(_what_is_kept(engine.steps_done, engine.last_checkpoint))
 
     def close(self) -> None:
         """Show and log the last step, and close loggers, except a run folder's. Idempotent."""
@@ -131,7 +127,6 @@ class Watch:
                 self._hook.remove()
                 if engine is not None and not engine.is_closed:
                     engine.runtime.on_forward = None
-                    self._complete_last(engine)
                 self._outlet.close()
         finally:
             if engine is not None:
@@ -171,14 +166,8 @@ class Watch:
         now, engine = time.perf_counter(), self._engine()
         assert engine is not None, "its optimizer makes a step"
         self._outlet.flush()  # where no forward of the whole model was seen
-        stepper = engine.runtime.stepper
-        step = stepper.taken + stepper.skipped
         seconds = StepSeconds.until_now(engine)
-        self._row_of = partial(
-            _row, step=step, now=now, began=self._last, seconds=seconds, before=self._before,
-            loop_s=self._loop_s,
-        )  # fmt: skip
-        row = self._row_of(engine) if self._outlet.wants(step) else None
+        row = self._row(engine, now, seconds.since(self._before))
         self._outlet.held = _Held(row, self._given, self._tokens, self._passes)
         self._given, self._passes = _Given(), None
         self._last = self._ended = now
@@ -186,29 +175,17 @@ class Watch:
         if not self._waits_for_log:
             self._outlet.flush()
 
-    def _complete_last(self, engine: Engine) -> None:
-        """Make the row of the last step, if none was made because it was not to be shown."""
-        outlet = self._outlet
-        last = outlet.held or outlet.left_out
-        if last is not None and last.row is None and outlet.display is not None:
-            last.row = self._row_of(engine)
-            outlet.held = last
-
-
-def _row(
-    engine: Engine, *, step: int, now: float, began: float, seconds: StepSeconds,
-    before: StepSeconds, loop_s: float,
-) -> StepMetrics:  # fmt: skip
-    report, spent = engine.report(), seconds.since(before)
-    return StepMetrics(
-        step=step, loss=math.nan, lr=float(engine.optimizer.param_groups[0]["lr"]),
-        seconds=now - began, tokens_per_second=math.nan,
-        gradient_norm=report.gradient_norm, skipped_steps=report.skipped_steps,
-        rss_nbytes=rss_nbytes(),
-        tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
-        moved=dict(report.bytes_moved), waited={**spent.waited, "loop": loop_s},
-        links=spent.links, elapsed_seconds=now - engine.made_at,
-    )  # fmt: skip
+    def _row(self, engine: Trained, now: float, spent: StepSeconds) -> StepMetrics:
+        report = engine.report()
+        return StepMetrics(
+            step=engine.steps_done, loss=math.nan, lr=float(engine.optimizer.param_groups[0]["lr"]),
+            seconds=now - self._last, tokens_per_second=math.nan,
+            gradient_norm=report.gradient_norm, skipped_steps=report.skipped_steps,
+            rss_nbytes=rss_nbytes(),
+            tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
+            moved=dict(report.bytes_moved), waited={**spent.waited, "loop": self._loop_s},
+            links=spent.links, elapsed_seconds=now - engine.made_at,
+        )  # fmt: skip
 
 
 _Given = dict[str, Any]
@@ -216,9 +193,9 @@ _Given = dict[str, Any]
 
 @dataclass(slots=True)
 class _Held:
-    """A step that has ended, until the next one begins. `row` is None if it is not wanted."""
+    """A step that has ended, until the next one begins."""
 
-    row: StepMetrics | None
+    row: StepMetrics
     given: _Given
     tokens: int | None
     passes: torch.Tensor | None
@@ -232,7 +209,7 @@ class _Outlet:
     own: list[Logger]  # those of them that are closed in the end
     display: Display | None
     held: _Held | None = None
-    left_out: _Held | None = None  # the last step, if no row was made of it
+    left_out: _Held | None = None  # the last step, if it was not wanted
     warning: LossWarning = field(default_factory=lambda: LossWarning(_log.warning))
     interrupted: bool = False
 
@@ -240,13 +217,14 @@ class _Outlet:
         """Whether the row of this step will be shown or logged."""
         return bool(self.loggers) or (self.display is not None and self.display.wants(step))
 
-    def flush(self) -> None:
-        """Show and log the step that has ended."""
-        held, self.held = self.held, None
+    def flush(self, *, is_last: bool = False) -> None:
+        """Show and log the step that has ended, if it is wanted or the last one."""
+        held, self.held = self.held or (self.left_out if is_last else None), None
         if held is None:
             return
-        self.left_out = held if held.row is None else None
-        if held.row is None:
+        self.left_out = None
+        if not is_last and not self.wants(held.row.step):
+            self.left_out = held  # and its loss is not waited for
             return
         row, values = _completed(held)
         for logger in (self.warning, *self.loggers):
@@ -261,7 +239,7 @@ class _Outlet:
     def close(self) -> None:
         with closing_all(self.own):
             try:
-                self.flush()
+                self.flush(is_last=True)
             finally:
                 self.stop_showing()
 
@@ -283,7 +261,6 @@ def _what_is_kept(done: int, saved: SavedCheckpoint | None) -> str:
 def _completed(held: _Held) -> tuple[StepMetrics, dict[str, Any]]:
     """The row with the logged values, and the values for loggers, with None instead of nan."""
     row, given = held.row, {name: float(value) for name, value in held.given.items()}
-    assert row is not None, "asked by the caller"
     sum_of_passes = None if held.passes is None else float(held.passes)
     loss, tokens = given.pop("loss", sum_of_passes), given.pop("tokens", held.tokens)
     speed = None if tokens is None else tokens / row.seconds

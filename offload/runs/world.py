@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from offload.runs.folder import RunFolder
-
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.loggers import Logger
-    from offload.planning.choice.run_check import Measured, Prediction
-    from offload.runs.recording import Recorded
     from offload.zero.ranks.sharding import Sharding
 
 
@@ -81,32 +75,3 @@ class World:
         dist.all_reduce(numbers)
         found: list[float] = numbers.tolist()
         return found
-
-
-class FollowersFolder(RunFolder):
-    """The run's folder on ranks other than the first, which write nothing."""
-
-    def make(self) -> None:
-        """Do nothing: the first rank makes the folder."""
-
-    def write_config(self, config: OffloadConfig, *, own_loop: bool = False) -> None:
-        """Do nothing: the first rank writes."""
-
-    def write_prediction(self, prediction: Prediction) -> None:
-        """Do nothing: the first rank writes."""
-
-    def write_measured(self, measured: Measured) -> None:
-        """Do nothing: the first rank writes."""
-
-    def write_trace(self, recorded: Recorded) -> None:
-        """Do nothing: the first rank writes."""
-
-    def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
-        """Return no loggers: the first rank has them."""
-        return []
-
-    def set_aside(self, checkpoint: Path) -> None:
-        """Do nothing: the first rank renames."""
-
-    def keep(self, keep_last: int, keep_every: int | None) -> None:
-        """Do nothing: the first rank removes."""

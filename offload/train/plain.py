@@ -19,8 +19,7 @@ from torch import nn
 from offload.gpt import LanguageModel, build_meta_model
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.runs.metrics import StepMetrics
-from offload.train.batches import Batch, Batches
-from offload.train.schedule import lr_factor
+from offload.train.text import Batch, Batches
 from offload.weights.materialise import MetaInitialiser
 
 if TYPE_CHECKING:
@@ -157,7 +156,7 @@ def _step(
     config: OffloadConfig, plain: Plain, batches: Batches, step: int, run_began: float
 ) -> StepMetrics:
     began = time.perf_counter()
-    lr = config.optimizer.lr * lr_factor(config.train.schedule, step, config.train.steps)
+    lr = config.optimizer.lr * config.train.schedule.factor(step, config.train.steps)
     for group in plain.optimizer.param_groups:
         group["lr"] = lr
     passes = config.gradient_accumulation_steps

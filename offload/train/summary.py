@@ -1,15 +1,20 @@
-"""The table at the end of a run: the peaks of each tier, and the memory of plain PyTorch."""
+"""What `offload train` shows: a display of steps, and the table and lines at the end of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from offload.config import OffloadConfig
+from offload.display.panel import Display, Run, make_display
+from offload.gpt import parameter_count
 from offload.planning.choice.durations import duration
+from offload.runs.metrics import StepMetrics
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
@@ -40,10 +45,10 @@ def in_ram_nbytes(config: OffloadConfig, report: TierTraffic) -> int:
 
 
 def summary_table(
-    config: OffloadConfig, report: TierTraffic, memory: MemoryUse, parameters: int | None
+    config: OffloadConfig, report: TierTraffic, memory: MemoryUse, model: nn.Module | None
 ) -> Table:
-    """Return the peaks per tier against budgets, the peak RSS, and the bytes that the states of so
-    many `parameters` would take under plain PyTorch (None: those were measured)."""
+    """Return the peaks per tier against budgets, the peak RSS, and the bytes that the states of
+    `model` would take under plain PyTorch (None: those were measured)."""
     table = Table(title="memory", title_justify="left", box=None, header_style="bold")
     table.add_column("tier")
     for name in ("peak", "budget", "used"):
@@ -64,8 +69,9 @@ def summary_table(
         f"{format_bytes(in_ram)} in the tiers above; {rest} are Python, PyTorch "
         f"({format_bytes(memory.baseline_nbytes)} before the model), kernels and activations",
     )  # fmt: skip
-    if parameters is None:
+    if model is None:
         return table
+    parameters = parameter_count(model)
     plain = plain_state_nbytes(config, parameters)
     table.add_row(
         "plain PyTorch", format_bytes(plain), "", "",
@@ -73,6 +79,22 @@ def summary_table(
         "libraries and activations come on top as above",
     )  # fmt: skip
     return table
+
+
+def loss_line(rows: Sequence[StepMetrics]) -> str:
+    """The losses of the first and last step: `loss: 5.571 -> 2.010 in 40 steps`."""
+    line = f"loss: {rows[0].loss:.3f} -> {rows[-1].loss:.3f} in {len(rows)} steps"
+    validation = rows[-1].validation_loss
+    return line if validation is None else f"{line}, validation {validation:.3f}"
+
+
+def display_on(console: Console, run: Run) -> Display:
+    """Return a panel if `console` is a terminal, otherwise lines."""
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    return make_display(run, say, on_terminal=console.is_terminal and not console.quiet)
 
 
 def moved_line(moved: Mapping[str, int]) -> str:

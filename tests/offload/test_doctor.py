@@ -19,7 +19,7 @@ def test_every_check_says_something_and_every_warning_advises(tmp_path: Path) ->
     assert all(check.found for check in checks)
     assert all(check.advice for check in checks if check.status in ("warn", "fail"))
     names = {check.name for check in checks}
-    assert {"python", "torch", "memory available", "cores", "swap", "memlock limit"} <= names
+    assert {"python", "torch", "memory available", "cores", "fs.aio-max-nr"} <= names
     assert any(name.startswith("gpu") for name in names)
 
 
@@ -57,7 +57,7 @@ def test_the_table_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     print_checks([tmp_path], as_json=False)
     lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()  # advice is not broken
-    assert len(lines) > 15
+    assert len(lines) > 10
     assert max(map(len, lines)) <= columns
 
 

@@ -110,8 +110,7 @@ def test_a_run_is_on_the_page(tmp_path: Path) -> None:
     )  # fmt: skip
     text, pictures = check(run_page(folder))
     for said in (
-        "mine gpt:", "ended after 40 of 40 steps",
-        "the losses of all 40 steps are those of plain PyTorch, bit for bit",
+        "mine ended after 40 of 40 steps",
         "host 2.0 MiB 3.0 MiB 4.0 MiB", "RAM of the process 500.0 MiB 600.0 MiB -",
         "waited for in all of the steps' time nvme 4.00 s 20 %", "update 2.00 s 10 %",
         "nvme read 38.1 MiB 976.6 KiB 0.002 GB/s 80 % -",
@@ -121,25 +120,6 @@ def test_a_run_is_on_the_page(tmp_path: Path) -> None:
     assert pictures[0].startswith("loss: offload: 5 at 1, 0.125 at 40; plain PyTorch: 5 at 1")
     assert pictures[1].startswith("tokens/s")
     assert "host: 50% at 1, 50% at 40; nvme: 38% at 1" in pictures[2]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "said"),
-    [
-        ("{host: 25%, nvme: 75%}", "parameters nvme; experts host 25% + nvme 75%; activations"),
-        ("nvme", "experts parameters host 25% + nvme 75%, gradients host 25% + nvme 75%, "
-                 "optimizer nvme; activations host"),
-    ],
-    ids=["one home", "by class"],
-)  # fmt: skip
-def test_homes_of_experts_are_said_in_words(optimizer: str, said: str, tmp_path: Path) -> None:
-    shares = "{host: 25%, nvme: 75%}"
-    settings = (
-        f"placement:\n  parameters: nvme\n  experts: {{parameters: {shares}, "
-        f"gradients: {shares}, optimizer: {optimizer}}}\n  activations: {{tier: host}}\n"
-    )
-    text, _ = check(run_page(write(tmp_path / "run", rows(3), config__resolved__yaml=settings)))
-    assert said in text
 
 
 CASES: dict[str, tuple[Any, dict[str, str]]] = {
@@ -194,7 +174,7 @@ def test_what_files_say_is_never_html(tmp_path: Path) -> None:
     page = run_page(folder)
     text, _ = check(page)
     assert page.count("<script") == page.count("<img") == 0
-    assert text.count("<script>alert(1)</script>") >= 6
+    assert text.count("<script>alert(1)</script>") >= 5
 
 
 def test_lines_that_are_no_steps_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -226,14 +206,6 @@ def test_the_page_says_how_the_run_ended(
     files = {} if measured is None else {"measured.json": json.dumps({"steps": 4, **measured})}
     page = run_page(write(tmp_path / "run", rows(4), **files))
     assert f'<p class="verdict {kind}">{said}' in page
-
-
-def test_zero_stages_are_said_of_several_ranks_alone(tmp_path: Path) -> None:
-    config = {"config.resolved.yaml": "zero: {stage: 3}\nprecision: bf16\n"}
-    alone = run_page(write(tmp_path / "one", rows(2), **config))
-    ranks = run_page(write(tmp_path / "two", rows(2, moved={"all-gather": 5}), **config))
-    assert "ZeRO stage 3" not in alone.partition("<pre>")[0]
-    assert "ZeRO stage 3" in ranks.partition("<pre>")[0]
 
 
 def test_a_name_with_control_characters_moves_no_cursor(tmp_path: Path) -> None:

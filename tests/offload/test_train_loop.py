@@ -30,7 +30,6 @@ from offload.process.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run, default_path
 from offload.swap.threads.link_use import LinkUse
 from offload.train.loop import RunResult, readable, run
-from offload.train.schedule import lr_factor
 from offload.train.summary import plain_state_nbytes
 from tests.offload.engine_cases import ON, on_a_gpu_too
 
@@ -575,12 +574,12 @@ def test_default_run_folders_do_not_collide(tmp_path: Path) -> None:
 
 def test_the_schedule_warms_up_and_ends_where_it_should() -> None:
     schedule = ScheduleConfig(type="cosine", warmup_steps=4, final=0.1)
-    factors = [lr_factor(schedule, step, 20) for step in range(20)]
+    factors = [schedule.factor(step, 20) for step in range(20)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == 1.0
     assert factors[-1] == pytest.approx(0.1)
     assert factors[4:] == sorted(factors[4:], reverse=True)
-    assert lr_factor(ScheduleConfig(type="constant"), 7, 20) == 1.0
+    assert ScheduleConfig(type="constant").factor(7, 20) == 1.0
 
 
 def test_what_is_not_printable_is_shown_as_a_dot() -> None:

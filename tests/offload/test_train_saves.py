@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ from offload.checkpoint.format import folder as checkpoint_folder
 from offload.config import OffloadConfig
 from offload.errors import LowMemoryError, NoSpaceError
 from offload.runs.folder import RunFolder
-from offload.train import checkpoint_room
+from offload.train import start
 from offload.train.loop import run
 from tests.offload.checkpoint_crash import bits_of
 from tests.offload.engine_cases import HOST, NVME, ON
@@ -288,7 +287,7 @@ def test_a_run_that_saves_nothing_says_so_and_how_to_change_it(make: Any, tmp_pa
 
 
 def free(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    patch.setattr(checkpoint_room, "free_nbytes", lambda path: nbytes)
+    patch.setattr(start, "free_nbytes", lambda path: nbytes)
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_anything_is_made(
@@ -301,42 +300,14 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_anything_is_ma
     run_quietly(make(checkpoint_every=0), tmp_path / "run", initialize=offload.initialize)
 
 
-def test_a_disk_that_cannot_hold_what_stays_is_warned_about_with_figures(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def warnings(config: OffloadConfig, path: Path, nbytes: int, **keys: Any) -> list[str]:
-        caplog.clear()
-        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="offload"):
-            free(patch, nbytes)
-            run_quietly(config, path, initialize=offload.initialize, **keys)
-        found = [record.getMessage() for record in caplog.records]
-        return [text for text in found if "train.checkpoint_every" in text]
-
-    one = checkpoint_nbytes(make(HOST), tmp_path / "first")
-    config = make(HOST, keep_last=1, steps=8)
-    (said,) = warnings(config, tmp_path / "short", int(1.5 * one))
-    assert "up to 2 more checkpoints of" in said
-    assert "lower train.keep_last" in said
-    assert not warnings(config, tmp_path / "enough", int(2.1 * one))
-    (said,) = warnings(make(HOST, keep_last=1, keep_every=4, steps=8), tmp_path / "kept", 3 * one)
-    assert "up to 4 more checkpoints" in said
-    swap = 468 << 10  # files of that model, as they are reserved
-    (said,) = warnings(make(NVME, keep_last=1), tmp_path / "swap", swap + int(1.5 * one))
-    assert "beside swap files of" in said
-    longer = make(HOST, keep_last=1, steps=10)
-    assert not warnings(longer, tmp_path / "enough", int(1.1 * one), resume=True), "one is there"
-
-
-def test_a_run_that_is_to_keep_fewer_resumes_where_there_is_room_once_the_others_are_gone(
+def test_swap_files_that_are_still_to_be_made_take_room_from_checkpoints(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = checkpoint_nbytes(make(HOST, keep_last=2), tmp_path / "run")
-    free(monkeypatch, one // 2)
-    longer = make(HOST, keep_last=2, steps=8)
-    with pytest.raises(NoSpaceError, match="there is no room for a checkpoint"):
-        run_quietly(longer, tmp_path / "run", resume=True, initialize=offload.initialize)
-    fewer = make(HOST, keep_last=1, steps=8)
-    run_quietly(fewer, tmp_path / "run", resume=True, initialize=offload.initialize)
+    one = checkpoint_nbytes(make(HOST), tmp_path / "first")
+    free(monkeypatch, int(1.1 * one))
+    run_quietly(make(HOST), tmp_path / "host", initialize=offload.initialize)
+    with pytest.raises(NoSpaceError, match="beside swap files of"):
+        run_quietly(make(NVME), tmp_path / "nvme", initialize=offload.initialize)
 
 
 def checkpoint_nbytes(config: OffloadConfig, path: Path) -> int:

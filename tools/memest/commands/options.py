@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from offload.cli import inference_options
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.files import check_target
 
@@ -22,11 +21,11 @@ def _given(panel: str, text: str, *names: str, **more: Any) -> Any:
 _MODEL, _WORK, _MACHINE, _ANSWER = "Model", "Work", "Hardware", "Answer"
 _SERVE = "Inference"
 _SIZE = {"metavar": "SIZE"}
-Batch = _given(_WORK, inference_options.BATCH)
+Batch = _given(_WORK, "Sequences per pass.")
 Sequence = _given(_WORK, "Tokens of each.")
-Inference = _given(_SERVE, inference_options.INFERENCE, "--inference")
-Prompt = _given(_SERVE, inference_options.PROMPT)
-NewTokens = _given(_SERVE, inference_options.NEW_TOKENS)
+Inference = _given(_SERVE, "Generating text, not training.", "--inference")
+Prompt = _given(_SERVE, "Tokens of each prompt.")
+NewTokens = _given(_SERVE, "Tokens to generate for each.")
 Storage = _given(_SERVE, "Format of weights at home: int8, int4 or nf4.", metavar="FORMAT")
 GroupSize = _given(_SERVE, "Weights that share a scale.")
 Gpus = _given(_MACHINE, "GPUs per node.")

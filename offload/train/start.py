@@ -1,0 +1,116 @@
+"""What `offload train` decides, checks and says before the first step."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from torch import nn
+
+from offload.checkpoint.format.disk import free_nbytes
+from offload.config import OffloadConfig
+from offload.gpt import build_meta_model, parameter_count
+from offload.memory.tier_manager import nvme_paths, ranks_here
+from offload.planning.machine.preflight import activations_beyond
+from offload.planning.plan.plan import needed_nbytes
+from offload.runs.folder import RunFolder, SavedRun, check_same_run, other_numbers, with_choices_of
+from offload.runs.forecast import Forecast, forecast, workload_of
+from offload.runs.world import World
+from offload.tiers.errors import CheckpointError, NoSpaceError
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes, in_one_unit
+from offload.train.summary import plain_state_nbytes
+from offload.train.text import Batches
+
+_log = logging.getLogger("offload")
+
+
+def last_checkpoint(folder: RunFolder, config: OffloadConfig, console: Console) -> SavedRun | None:
+    """Return the checkpoint to resume from, or None for a run that was killed before it saved one.
+    Raise ConfigError if `config` is of another run."""
+    try:
+        saved = folder.latest_checkpoint()
+    except CheckpointError:
+        if folder.has_checkpoints() or not config.train.checkpoint_every:
+            raise
+        console.print("nothing was saved there yet: the run begins anew", style="yellow")
+        return None
+    check_same_run(saved.config, config)
+    return saved
+
+
+def choose(
+    config: OffloadConfig, saved: SavedRun | None, folder: RunFolder, world: World
+) -> tuple[OffloadConfig, Forecast | None]:
+    """Resolve open settings as the first rank does: every rank has to take the same steps.
+
+    Raises NoSpaceError if the disk has no room for a checkpoint.
+    """
+    if saved is not None:
+        config = with_choices_of(config, saved.config)
+        for warning in other_numbers(saved.config, config):
+            _log.warning("%s", warning)
+    found = None
+    if world.is_first:
+        meta = build_meta_model(config)
+        found = forecast(config, meta, workload_of(config), world.sharding)
+    if found is not None:
+        best = found.solution.best
+        for warning in activations_beyond(best.plan, best.passing_nbytes):
+            _log.warning("%s", warning)
+    chosen = config.settled() if found is None else found.config
+    if world.size > 1:
+        chosen = OffloadConfig.load(yaml.safe_load(world.tell(chosen.to_yaml())))
+    if found is not None and config.train.checkpoint_every:
+        check_room(found, config, folder.checkpoints)
+    return chosen, found
+
+
+def check_room(found: Forecast, config: OffloadConfig, folder: Path) -> None:
+    """Raise NoSpaceError if the disk of `folder` has no room for a checkpoint beside the swap
+    files, which are still to be made."""
+    plan, nbytes = found.solution.best.plan, found.planned.memory.checkpoint_nbytes
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free, files = free_nbytes(there), 0
+    if plan.opens_files and _on_one_disk(there, nvme_paths(config.nvme)):
+        files = ranks_here() * needed_nbytes(plan, Tier.NVME)
+    if files + nbytes > free:
+        one, has, swap, lacks = in_one_unit(nbytes, free, files, files + nbytes - free)
+        beside = f" beside swap files of {swap}" if files else ""
+        raise NoSpaceError(
+            f"train.checkpoint_every: there is no room for a checkpoint of {one}: {has} are free "
+            f"in {there}{beside}; free {lacks} there, or name another --run-dir",
+            path=str(folder), nbytes=nbytes, errno=errno.ENOSPC,
+        )  # fmt: skip
+
+
+def _on_one_disk(folder: Path, paths: list[str]) -> bool:
+    return os.stat(folder).st_dev in {os.stat(path).st_dev for path in paths}
+
+
+def announce(
+    console: Console, config: OffloadConfig, model: nn.Module, batches: Batches, world: World
+) -> None:
+    """Print the model, the text and the ranks of a run."""
+    parameters = parameter_count(model)
+    states, shape = format_bytes(plain_state_nbytes(config, parameters)), config.train.model
+    active = f" ({shape.active_numel:,} of them for a token)" if shape.experts else ""
+    console.print(
+        f"model: {shape.shape}, {parameters:,} parameters{active}, {config.precision}; "
+        f"states under plain PyTorch: {states}",
+        soft_wrap=True,
+    )
+    nbytes = format_bytes(len(batches.training.data))
+    console.print(f"text: {config.train.text}, {nbytes} to train on", soft_wrap=True)
+    if world.size > 1:
+        copies, stage = world.sharding.replicas, config.zero.stage
+        groups = f" in {copies} shard groups" if 1 < copies < world.size else ""
+        console.print(
+            f"ranks: {world.size}{groups}, ZeRO stage {stage}; memory and traffic are of rank 0, "
+            f"a pass is {world.size} x {config.train.batch} sequences",
+            soft_wrap=True,
+        )
