@@ -31,8 +31,8 @@ from offload.bench.systems import Plain, moved_by_the_kernel
 from offload.gpt import LanguageModel
 from offload.process.child import Parent
 from offload.tiers.units import round_up
-from offload.train.text import Batch
 from offload.train.plain import LossOnly, StepTimes, adamw_arguments, build_model
+from offload.train.text import Batch
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -34,7 +34,7 @@ def compress(
 ) -> None:
     """Write FOLDER's model to OUT with quantised weights, in files that from_pretrained opens.
     One tensor is in RAM at a time."""
-    from offload.integrations.compress import compress as run
+    from offload.integrations.transformers.compress import compress as run
     from offload.tiers.units import format_bytes
 
     files = run(folder, out, storage=storage, group_size=group_size, skip=skip)
