@@ -98,6 +98,7 @@ class TieredModel(abc.ABC):
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._why_dropped = "close(keep='drop')"  # the parameters, where they were
         self._back: GivenBack | None = None  # while the model gets its parameters back
+        self._half_given: GivenBack | None = None  # an error ended it, and the next close goes on
         self._given = {id(param): param.dtype for param in model.parameters()}
         _take_over(model, takes_values=takes_values)
         _check_model(model)
@@ -313,8 +314,10 @@ class TieredModel(abc.ABC):
         that says why.
 
         Raises BudgetError, PathError or NoSpaceError if "host" or "file" have no room, and the
-        error of a pending update: it stays open then. On several ranks all pass the same
-        `keep`, and gradients are not given back. Calling it again does nothing.
+        error of a pending update: it stays open then. An error amid "host" or "file" loses nothing
+        on one rank: call it again, with the other one if need be, and it goes on; the model cannot
+        be used in between. On several ranks all pass the same `keep`, and gradients are not given
+        back. Calling it again after that does nothing.
         """
         check_keep(keep)
         if self._closed:
@@ -327,11 +330,15 @@ class TieredModel(abc.ABC):
         with ExitStack() as last_first:  # each one also where another fails
             if taking is not None:
                 last_first.callback(self._install)
-            last_first.callback(self._close)
+            last_first.callback(self._close_unless_half_given)
             if taking is not None:
                 last_first.callback(taking)
             for call in self._to_be_called():
                 last_first.callback(call)
+
+    def _close_unless_half_given(self) -> None:
+        if self._half_given is None:
+            self._close()
 
     def hand_over(self) -> None:
         """Close it, and keep the parameters: "host" where the default is that, else "file"."""
@@ -342,6 +349,7 @@ class TieredModel(abc.ABC):
 
     def _prepared(self, keep: Keep | None) -> Callable[[], None] | None:
         """Return a function that moves parameters out of the tiers; None to drop them."""
+        half_given, self._half_given = self._half_given, None
         if keep == "drop" or self._store is None:
             return None
         if keep is None and self._ranks is not None:
@@ -350,15 +358,17 @@ class TieredModel(abc.ABC):
                 "on several ranks all have to ask for the parameters: engine.close(keep='host')"
             )
             return None
-        back = self._given_back(self._store)
+        back = half_given or self._given_back(self._store)
         try:
             with self._store.one_thread:
-                self._store.check_usable()
-                _refuse_amid_use(self._store)
-                self._settle()
+                if half_given is None:
+                    self._store.check_usable()
+                    _refuse_amid_use(self._store)
+                    self._settle()
                 place = self._place(back, keep)
         except Exception as error:
             if keep is not None:
+                self._half_given = half_given
                 raise
             self._why_dropped = str(error)
             if not isinstance(error, BudgetError | StateError):
@@ -411,6 +421,13 @@ class TieredModel(abc.ABC):
             back.take(place)
         except BaseException as error:
             self._why_dropped = f"giving them back failed: {error}"
+            if is_wanted and self._ranks is None:
+                self._half_given = back
+                self.store.unusable = (
+                    "close(keep=...) has failed amid giving the parameters back; call it again, "
+                    "with keep='host' or keep='file', and it goes on"
+                )
+                raise
             if is_wanted or not isinstance(error, OffloadError):
                 raise
             _log.warning("the parameters went with the tiers: %s", self._why_dropped)

@@ -97,6 +97,8 @@ class GivenBack:
         self.gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None
         self.close_states: Callable[[ParamGroup], None] = close_weights
         self._given: dict[int, _Given] = {}
+        self._place: Place | None = None  # once `take` has begun
+        self._taken = 0  # groups whose values are there
         self.nbytes = 0  # of all of them
         for group in store.groups:
             for (param, kind), spec in zip(group.own_classes(), group.layout.params, strict=True):
@@ -158,8 +160,11 @@ class GivenBack:
         return self.nbytes <= self.promised_nbytes and not self.missing_in_ram()
 
     def place(self, keep: Keep, folder: str, timeout_s: float) -> Place:
-        """Return the destination of the values. Raises BudgetError if RAM has no room, and
-        NoSpaceError or PathError if the folder has none; nothing is changed."""
+        """Return the destination of the values, the same one again after a `take` that failed.
+        Raises BudgetError if RAM has no room, and NoSpaceError or PathError if the folder has none;
+        nothing is changed."""
+        if isinstance(self._place, _File if keep == "file" else _Ram):
+            return self._place
         if keep == "file":
             return _File(folder, self.nbytes, timeout_s)
         missing = self.missing_in_ram()
@@ -177,21 +182,35 @@ class GivenBack:
         """Move every value to `place`, group by group; the tiers hold none of them afterwards.
 
         RAM holds no more than the tiers were given: states that remain in them give up their
-        copies.
+        copies. After an error it can be called again, also with another place: what was moved is
+        kept, and the rest follows.
         """
         with torch.inference_mode(False), torch.no_grad():
+            self._move_on_to(place)
             self._take_gradients()
             self._homes.begin_emptying()
             copied = 0
             since = _GIVE_BACK_NBYTES  # the buffers of updates are free now
-            for group in self._store.groups:
+            for group in self._store.groups[self._taken :]:
                 nbytes = self._take_group(group, place, self._given)
+                self._taken += 1
                 self.close_states(group)
                 copied, since = copied + nbytes, since + nbytes
                 if since >= _GIVE_BACK_NBYTES:
                     since = 0
                     self._homes.hold_within(self._homes.pool.tier.arena.nbytes - copied)
             place.finish(list(self._given.values()))
+
+    def _move_on_to(self, place: Place) -> None:
+        """Go on with another place, which takes over what the one before has."""
+        before, given = self._place, [*self._given.values()]
+        if isinstance(before, _File) and before is not place:
+            before.finish(given)  # what follows is put into private pages of the mapping
+        elif before is not place:
+            for each in given:
+                if each.values is not None:
+                    place.put(each, 0, each.values.reshape(-1))
+        self._place = place
 
     def _take_gradients(self) -> None:
         for given in self._given.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 import offload
-from offload.errors import BudgetError, ConfigError, NoSpaceError, StateError
+from offload.errors import BudgetError, ConfigError, NoSpaceError, StateError, StorageError
 from offload.memory.tier_manager import TieredHomes
+from offload.models import given_back
 from offload.process import machine
 from offload.swap.io.swap_file import SwapFile
 from offload.taking_over import engine_for, tiers_of
@@ -154,6 +156,41 @@ def test_no_room_is_an_error_that_leaves_the_engine_open(
         engine.close("ram")  # type: ignore[arg-type]
     assert losses_of(engine, batches(1))
     engine.close()
+
+
+@PLACED
+@pytest.mark.parametrize("again", ["host", "file"])
+@pytest.mark.parametrize("keep", ["host", "file"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_error_amid_closing_loses_nothing_and_closing_again_goes_on(
+    placement: dict[str, Any], keep: str, again: str, after: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = seeded(TinyLM)
+    engine = offload.initialize(model, config(tmp_path, placement))
+    losses_of(engine, batches(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    place = {"host": given_back._Ram, "file": given_back._File}[keep]
+    put, left = place.put, [after]
+
+    def failing(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError if keep == "host" else StorageError("EIO", errno=errno.EIO)
+        put(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "put", failing)
+        for _ in range(2):
+            with pytest.raises((MemoryError, StorageError)):
+                engine.close(keep)  # type: ignore[arg-type]
+            assert not engine.is_closed
+    with pytest.raises(StateError, match="call it again"):
+        model.loss(batches(1)[0])
+    engine.close(again)  # type: ignore[arg-type]
+    assert engine.is_closed
+    assert_same_bits(model.state_dict(), before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tiers_give_up_ram_as_parameters_come_back(
