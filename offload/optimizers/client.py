@@ -42,12 +42,12 @@ class ClientOptimizer:
         numbers = {key: given.defaults[key] for key in KINDS[kind].defaults}
         groups = [
             {key: value for key, value in group.items() if key not in _HOW}
-            for group in given.param_groups
-            if group["params"]
+            for group in given.param_groups  # empty ones, too: a saved state has as many
         ]
         for key in ("amsgrad", "momentum"):  # states are kept for the group that needs them
             if key in numbers:
-                numbers[key] = max([numbers[key], *(group[key] for group in groups)])
+                needed = [group[key] for group in groups if group["params"]]
+                numbers[key] = max([numbers[key], *needed])
         if any(group.get("initial_accumulator_value") for group in groups):
             raise UnsupportedError(
                 "Adagrad(initial_accumulator_value=...): Adagrad begins with zeros here"
