@@ -4,14 +4,13 @@
     *_optim_states.pt    one per rank: fp32 masters and states, flat
 
 Stages 1 and 2 cut a param group's flat vector into one part per rank; stage 3 cuts each parameter,
-and lines up the parts. The files are pickles, which are read as data: nothing of a file is run.
+and lines up the parts. The files are pickles, read by `torch.load(weights_only=True)`: classes
+that they name are not imported.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from offload.checkpoint.foreign.model_files import own_file
-from offload.checkpoint.foreign.torch_archive import ArchivedTensor, Opaque, Window, read_archive
+from offload.checkpoint.foreign.torch_files import Opaque, load_file
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -228,32 +227,7 @@ def _number(value: Any, folder: Path) -> int:
 # ---------------------------------------------------------------- files
 def _load(path: Path) -> dict[str, Any]:
     """Read a file into a dict, whose tensors are views of the file."""
-    try:
-        fd = os.open(own_file(path.parent, path.name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
-                raise ValueError("it is no regular file")
-            nbytes = status.st_size
-            found = read_archive(Window(fd, 0, nbytes, path), opaque=True)
-        finally:
-            os.close(fd)
-        mapped = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    found = load_file(own_file(path.parent, path.name))
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is no checkpoint of DeepSpeed")
-    made: dict[str, Any] = _with_tensors(found, mapped)
-    return made
-
-
-def _with_tensors(value: Any, file: torch.Tensor) -> Any:
-    if isinstance(value, ArchivedTensor):
-        return value.within(file)
-    if isinstance(value, dict):
-        return {key: _with_tensors(each, file) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_with_tensors(each, file) for each in value)
-    return value
+    return found

@@ -21,7 +21,7 @@ from tests.deepspeed.test_importing import trained
 from tests.offload.forged_dcp import archive
 from tests.offload.json_changes import changed, changes
 from tests.offload.test_checkpoint_forged import in_time
-from tests.offload.test_dcp_forged import BROKEN, OPCODES
+from tests.offload.test_dcp_forged import BY_HAND
 
 pytestmark = pytest.mark.sample(4)
 
@@ -54,7 +54,7 @@ def survives(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", [STATES, MODEL])
-@pytest.mark.parametrize("raw", [*OPCODES.values(), *BROKEN.values()], ids=[*OPCODES, *BROKEN])
+@pytest.mark.parametrize("raw", BY_HAND.values(), ids=BY_HAND)
 def test_a_pickle_by_hand_is_refused(
     folder: Path, raw: bytes, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def replaced(folder: Path, name: str, archive: bytes) -> None:
 
 def archive(data_pkl: bytes, files: dict[str, bytes] | None = None, **how: Any) -> bytes:
     """As `torch.save` writes one, of any pickle."""
-    all_files = {"data.pkl": data_pkl, "byteorder": b"little", **(files or {})}
+    all_files = {"data.pkl": data_pkl, "byteorder": b"little", "version": b"3", **(files or {})}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", **how) as file:
         for name, content in all_files.items():

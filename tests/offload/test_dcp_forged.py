@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.checkpoint.foreign import inert_pickle
 from offload.errors import CheckpointError, OffloadError
 from offload.integrations.dcp_import import import_dcp
 from offload.integrations.dcp_reader import SafeReader
@@ -170,76 +169,33 @@ def test_torchs_own_reader_makes_it(folder: Path, place: Callable[[Path, Call, i
     assert flag.exists()
 
 
-OPCODES = {
+BY_HAND = {
     "global": b"cos\nmkdir\n(Vrun\ntR.",
     "inst": b"(Vrun\nios\nmkdir\n.",
     "obj": b"(cos\nmkdir\nVrun\no.",
-    "extension": b"\x80\x02\x82\x01.",
-    "persistent text": b"Prun\n.",
     "newobj": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x03run\x85\x81.",
-    "newobj with keys": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x03run\x85}\x92.",
     "build of a class": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93}\x8c\x01aK\x01sb.",
     "call of a call": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93)R)R.",
     "getattr": b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93\x8c\x02os\x8c\x06system\x86R.",
     "dotted": b"\x80\x04\x8c\x02os\x8c\x0bpath.exists\x93\x8c\x03run\x85R.",
-}
-BROKEN = {
+    "dotted in torch": b"\x80\x04\x8c\x05torch\x8c\x0cSize.__new__\x93.",
     "nothing": b"",
-    "only stop": b".",
     "no stop": b"\x80\x04K\x01",
-    "no mark": b"\x80\x04K\x01t.",
-    "mark popped": b"\x80\x04(R.",
     "append to a number": b"\x80\x04K\x01K\x02a.",
-    "item of a list": b"\x80\x04]K\x01K\x02s.",
-    "odd items": b"\x80\x04}(K\x01u.",
-    "never noted": b"\x80\x04h\x07.",
-    "key of a list": b"\x80\x04}]K\x01s.",
-    "key of a number that collides": b"\x80\x04}\x8a\x09"
-    + (1 << 66).to_bytes(9, "little")
-    + b"K\x01s.",
     "unknown opcode": b"\x80\x04\xff.",
-    "long text that is not there": b"\x80\x04\x8d" + (1 << 62).to_bytes(8, "little") + b"a.",
-    "long bytes that are not there": b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"a.",
-    "more bytes than there can be": b"\x80\x04\x8e" + (255).to_bytes(1, "little") * 8 + b"a.",
     "no utf-8": b"\x80\x04\x8c\x02\xff\xfe.",
-    "a frame of exabytes": b"\x80\x04\x95" + (1 << 60).to_bytes(8, "little") + b"K\x01.",
-    "a place of gigabytes in the memo": b"\x80\x04K\x01r\xff\xff\xff\xff.",
-    "digits": b"I" + b"9" * 10_000 + b"\n.",
     "a number": b"\x80\x04K\x01.",
-    "a list that holds itself": b"\x80\x04]\x94h\x00a.",
-    "an object that holds itself": b"\x80\x04\x8c\x01a\x8c\x01b\x93)R\x94h\x00b.",
-    "a set": b"\x80\x04\x8f(K\x01\x90.",
-    "buffers elsewhere": b"\x80\x05\x97.",
 }
 
 
-def doubled(inside: bytes = b"K\x01", times: int = 60) -> bytes:
-    """A tuple of the same tuple twice, and so on: 2 ** times values."""
-    return b"\x80\x04" + inside + b"\x94" + b"".join(
-        b"h" + bytes([n]) + b"\x86\x94" for n in range(times)
-    ) + b"."  # fmt: skip
-
-
-BROKEN |= {
-    "2 ** 60 values": doubled(),
-    "a key that is hashed for ever": b"\x80\x04}" + doubled()[2:-1] + b"K\x01s.",
-    "nested deeply": b"\x80\x04" + b"K\x01" + b"\x85" * 100_000 + b".",
-    "deep lists": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
-}
-
-NUMBERS = {BROKEN[name] for name in BROKEN if name.startswith(("a number", "a frame", "a place"))}
-
-
-@pytest.mark.parametrize("where", ["metadata", "object", "tensor"])
-@pytest.mark.parametrize("raw", [*OPCODES.values(), *BROKEN.values()], ids=[*OPCODES, *BROKEN])
+@pytest.mark.parametrize("where", ["metadata", "tensor"])
+@pytest.mark.parametrize("raw", BY_HAND.values(), ids=BY_HAND)
 def test_a_pickle_by_hand_is_refused(
     folder: Path, raw: bytes, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)  # where it would make a folder
     if where == "metadata":
         (folder / ".metadata").write_bytes(raw)
-    elif where == "object" and raw not in NUMBERS:
-        replaced(folder, LR, archive(raw))
     else:
         replaced(folder, NAME, archive(raw))
     refusal(folder)
@@ -342,11 +298,9 @@ ARCHIVES: dict[str, bytes] = {
     "no zip": b"PK" * 50,
     "an end alone": b"PK\x05\x06" + bytes(18),
     "a directory elsewhere": b"PK\x05\x06" + bytes(8) + b"\xff" * 8 + bytes(2),
-    "compressed": archive(tensor_pickle(), FLOATS, compression=8),
     "no storage": archive(tensor_pickle()),
     "a short storage": archive(tensor_pickle(), {"data/0": bytes(44)}),
     "a storage elsewhere": archive(tensor_pickle(key="../data.pkl"), FLOATS),
-    "a storage of a number": archive(tensor_pickle(key=0), FLOATS),
     "a storage of another class": archive(tensor_pickle(kind=dict), FLOATS),
     "another shape": archive(tensor_pickle(shape=(3, 4), strides=(4, 1)), FLOATS),
     "another dtype": archive(tensor_pickle(kind=torch.IntStorage), FLOATS),
@@ -402,13 +356,6 @@ def test_a_file_of_a_terabyte_is_not_read(folder: Path, name: str) -> None:
         import_dcp(folder, folder.parent / "out", kind="adamw")
     else:
         assert "more than the 67,108,864 that are read" in refusal(folder)
-
-
-def test_a_pickle_of_too_many_opcodes_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inert_pickle, "MOST_OPCODES", 100)
-    assert "it has more than 100 opcodes" in refusal(folder)
 
 
 # ---------------------------------------------------------------------------- at random

@@ -1,39 +1,48 @@
-"""A folder of torch.distributed.checkpoint, read as data: nothing of it is run.
+"""A folder of torch.distributed.checkpoint, of which nothing is run.
 
     .metadata       a pickle: tensors, their parts, and where each part lies
     __0_0.distcp    archives of `torch.save`, one after the other
 
 Torch's own reader unpickles `.metadata`, and what is no tensor: both can be made to run anything.
+Here the pickle may name the classes of torch's metadata and no others, and archives are read by
+`torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import pickle
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
+from torch.distributed.checkpoint import metadata as torchs
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from offload.checkpoint.foreign.inert_pickle import MOST_NBYTES, Made, load
 from offload.checkpoint.foreign.model_files import own_file
-from offload.checkpoint.foreign.torch_archive import (
-    ArchivedTensor,
-    Window,
-    dtype_of,
-    read_archive,
-    sizes_of,
-)
+from offload.checkpoint.foreign.torch_files import load_stream, refusals
 from offload.display.plain_text import plain
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 
 METADATA = ".metadata"
-_CLASSES = "torch.distributed.checkpoint.metadata"
-_STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_MOST_NBYTES = 64 << 20  # of the metadata
+_KNOWN = {
+    (torchs.__name__, name)
+    for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta",
+    )
+} | {
+    (_StorageInfo.__module__, _StorageInfo.__name__), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
+    *(("torch", name) for name, each in vars(torch).items() if isinstance(each, torch.dtype)),
+}  # fmt: skip
 _MOST_INDEX = 1 << 20  # of a list in a path
 _REMEDY = "load another checkpoint"
 
@@ -77,15 +86,13 @@ class DcpFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files: dict[str, int] = {}
-        raw = self._metadata()
         try:
-            found = _Metadata(load(raw))
-            self.tensors, self.objects = found.tensors, found.objects
-            self.paths = found.paths
-            self._check_places()
-        except ValueError as error:
-            said = plain(str(error), 300)
-            raise CheckpointError(f"{path / METADATA} is damaged: {said}; {_REMEDY}") from None
+            raw = self._metadata()
+            with refusals(str(path / METADATA), "is damaged", _REMEDY):
+                found = _Metadata(_Unpickler(io.BytesIO(raw)).load())
+                self.tensors, self.objects = found.tensors, found.objects
+                self.paths = found.paths
+                self._check_places()
         finally:
             self.close()
 
@@ -99,17 +106,14 @@ class DcpFolder:
                 f"{self.path} is no folder of torch.distributed.checkpoint ({why}); name one that "
                 "dcp.save wrote"
             )
-        try:
-            window = self._window(METADATA, 0, None)
-        except BaseException:
-            self.close()
-            raise
-        if window.nbytes > MOST_NBYTES:
+        fd = self._open(METADATA)
+        nbytes = os.fstat(fd).st_size
+        if nbytes > _MOST_NBYTES:
             raise CheckpointError(
-                f"{self.path / METADATA} has {window.nbytes:,} bytes, more than the "
-                f"{MOST_NBYTES:,} that are read; {_REMEDY}"
+                f"{self.path / METADATA} has {nbytes:,} bytes, more than the {_MOST_NBYTES:,} that "
+                f"are read; {_REMEDY}"
             )
-        return window.read(0, window.nbytes)
+        return os.pread(fd, nbytes, 0)
 
     def _check_places(self) -> None:
         """Raise ValueError unless each archive lies in its own range of a file: no more is read
@@ -121,21 +125,19 @@ class DcpFolder:
                 raise ValueError(f"two parts share bytes of {place.file!r:.80}")
             ends[place.file] = place.start + place.nbytes
         for file, end in ends.items():
-            if end > self._window(file, 0, None).nbytes:
+            if end > os.fstat(self._open(file)).st_size:
                 raise ValueError(f"{file!r:.80} has fewer than {end} bytes")
 
     # ---------------------------------------------------------------- values
     def read_part(self, name: str, part: Part) -> torch.Tensor:
         """A copy of a part. CheckpointError unless it is what the metadata says."""
-        tensor, found = self.tensors[name], self._archive(name, part.place)
-        if not isinstance(found, ArchivedTensor) or found.shape != part.sizes:
-            raise CheckpointError(f"{self._where(name, part.place)} is no such tensor; {_REMEDY}")
-        if found.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{self._where(name, part.place)} is {found.dtype}, and should be {tensor.dtype}; "
-                f"{_REMEDY}"
-            )
-        return found.read()
+        found, dtype = self._archive(name, part.place), self.tensors[name].dtype
+        if type(found) is not torch.Tensor or found.layout is not torch.strided:
+            raise self._unlike(name, part.place, "is no tensor with a value for each element")
+        if found.shape != part.sizes or found.dtype != dtype or found.is_meta:
+            here = f"{found.dtype} {tuple(found.shape)}, and should be {dtype} {part.sizes}"
+            raise self._unlike(name, part.place, f"is {here}")
+        return found.contiguous()
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor, put together from its parts."""
@@ -149,24 +151,21 @@ class DcpFolder:
         return whole
 
     def read_object(self, name: str) -> Any:
-        """A value that is no tensor: plain values and containers of them, with tensors in them
-        read. CheckpointError for anything else."""
-        return _with_values(self._archive(name, self.objects[name]))
+        """A value that is no tensor. CheckpointError for what `weights_only` refuses."""
+        return self._archive(name, self.objects[name])
 
     def _archive(self, name: str, place: Place) -> Any:
-        try:
-            return read_archive(self._window(place.file, place.start, place.nbytes))
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self._where(name, place)} cannot be read as data: "
-                f"{plain(str(error), 300)}; {_REMEDY}"
-            ) from None
+        window = _Window(self._open(place.file), place)
+        return load_stream(cast(BinaryIO, window), self._where(name, place))
+
+    def _unlike(self, name: str, place: Place, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._where(name, place)} {why}; {_REMEDY}")
 
     def _where(self, name: str, place: Place) -> str:
         return f"{self.path / place.file}: {plain(name, 200)} at byte {place.start}"
 
     # ---------------------------------------------------------------- files
-    def _window(self, file: str, start: int, nbytes: int | None) -> Window:
+    def _open(self, file: str) -> int:
         if file not in self._files:
             path = own_file(self.path, file)
             try:
@@ -176,9 +175,7 @@ class DcpFolder:
             self._files[file] = fd
             if not stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe would wait for its writer
                 raise CheckpointError(f"{path} is no regular file; {_REMEDY}")
-        fd = self._files[file]
-        size = os.fstat(fd).st_size - start
-        return Window(fd, start, size if nbytes is None else nbytes, self.path / file)
+        return self._files[file]
 
     def close(self) -> None:
         while self._files:
@@ -194,69 +191,86 @@ class DcpFolder:
         self.close()
 
 
-def _with_values(value: Any) -> Any:
-    """The value with its tensors read. `read_archive` has made sure that it is a tree."""
-    if isinstance(value, ArchivedTensor):
-        return value.read()
-    if isinstance(value, dict):
-        return {key: _with_values(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_with_values, value))
-    return value
+class _Window(io.RawIOBase):
+    """A range of an open file, read as if it were a file."""
+
+    def __init__(self, fd: int, place: Place) -> None:
+        self._fd, self._place = fd, place
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.nbytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")[: max(0, self._place.nbytes - self._at)]
+        count = os.preadv(self._fd, [into], self._place.start + self._at) if into.nbytes else 0
+        self._at += count
+        return count
+
+
+class _Unpickler(pickle._Unpickler):
+    """Unpickles torch's metadata, and refuses every other class and function. It is Python's
+    implementation: the one in C takes as much memory as a number in the pickle says."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no metadata of torch")
+        return super().find_class(module, name)
 
 
 class _Metadata:
-    """The contents of the metadata's pickle. ValueError for what torch does not write."""
+    """The contents of torch's metadata, checked. ValueError for what torch does not write: a pickle
+    can give an object any attributes, or none."""
 
-    def __init__(self, value: Any) -> None:
-        fields = _fields(value, "Metadata")
-        places = dict(self._places(_dict(fields.get("storage_data"))))
+    def __init__(self, found: Any) -> None:
+        found = _checked(found, torchs.Metadata)
+        places = dict(self._places(_checked(found.storage_data, dict)))
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, Place] = {}
-        for name, entry in _dict(fields.get("state_dict_metadata")).items():
-            if not isinstance(name, str):
-                raise ValueError("it has a name that is no text")
-            if isinstance(entry, Made) and entry.is_of((_CLASSES, "BytesStorageMetadata")):
-                self.objects[name] = _at(places, name, None)
+        for name, entry in _checked(found.state_dict_metadata, dict).items():
+            if isinstance(entry, torchs.BytesStorageMetadata):
+                self.objects[_checked(name, str)] = _at(places, name, None)
             else:
-                self.tensors[name] = self._tensor(name, entry, places)
-        self.paths = dict(self._paths(fields.get("planner_data")))
+                self.tensors[_checked(name, str)] = self._tensor(name, entry, places)
+        self.paths = dict(self._paths(found.planner_data))
 
     def _places(self, found: dict[Any, Any]) -> Iterator[tuple[tuple[str, Any], Place]]:
         for index, info in found.items():
-            where = _fields(index, "MetadataIndex")
-            offsets = where.get("offset")
-            if not isinstance(info, Made) or not info.is_of(_STORAGE_INFO):
-                raise ValueError("it has a place of an unknown kind")
-            kept = _dict(info.state)
-            if kept.get("transform_descriptors"):
+            where, kept = _checked(index, torchs.MetadataIndex), _checked(info, _StorageInfo)
+            if getattr(kept, "transform_descriptors", None):
                 raise ValueError("its files are compressed or encrypted by an extension")
-            name, file = where.get("fqn"), kept.get("relative_path")
-            start, nbytes = kept.get("offset"), kept.get("length")
-            if not isinstance(name, str) or not isinstance(file, str) or "\0" in file:
-                raise ValueError("it has a place without a name")
-            if file in ("", ".", "..") or "/" in file:
+            file, start, nbytes = _checked(kept.relative_path, str), kept.offset, kept.length
+            if file in ("", ".", "..") or "/" in file or "\0" in file:
                 raise ValueError(f"it names {file!r:.80}, which is no file beside it")
             if any(type(n) is not int or not 0 <= n < 1 << 60 for n in (start, nbytes)):
                 raise ValueError("it has a place that is no number")
-            at = None if offsets is None else sizes_of(offsets)
-            yield (name, at), Place(file, start, nbytes)  # type: ignore[arg-type]
+            at = None if where.offset is None else _sizes(where.offset)
+            yield (_checked(where.fqn, str), at), Place(file, start, nbytes)
 
     def _tensor(self, name: str, entry: Any, places: Mapping[Any, Place]) -> SavedTensor:
-        fields = _fields(entry, "TensorStorageMetadata")
-        shape, chunks = sizes_of(fields.get("size")), fields.get("chunks")
-        dtype = _dtype(fields.get("properties"))
-        if not isinstance(chunks, list):
-            raise ValueError(f"{name!r:.80} has no list of parts")
+        entry = _checked(entry, torchs.TensorStorageMetadata)
+        shape = _sizes(entry.size)
+        dtype = _checked(_checked(entry.properties, torchs.TensorProperties).dtype, torch.dtype)
         parts = []
-        for chunk in chunks:
-            box = _fields(chunk, "ChunkStorageMetadata")
-            offsets, sizes = sizes_of(box.get("offsets")), sizes_of(box.get("sizes"))
+        for chunk in _checked(entry.chunks, list):
+            box = _checked(chunk, torchs.ChunkStorageMetadata)
+            offsets, sizes = _sizes(box.offsets), _sizes(box.sizes)
             if not len(offsets) == len(sizes) == len(shape) or any(
                 o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
             ):
                 raise ValueError(f"{name!r:.80} has a part that does not lie in it")
-            parts.append(Part(offsets, sizes, _at(places, name, offsets)))
+            place = _at(places, name, offsets)
+            if math.prod(sizes) * dtype.itemsize > place.nbytes:
+                raise ValueError(f"{name!r:.80} has a part with more values than bytes")
+            parts.append(Part(offsets, sizes, place))
         if sum(math.prod(part.sizes) for part in parts) != math.prod(shape):
             raise ValueError(f"{name!r:.80} has parts that do not make a whole")
         return SavedTensor(dtype, shape, tuple(parts))
@@ -275,29 +289,22 @@ def _is_key(key: Any) -> bool:
     return isinstance(key, str) or (type(key) is int and 0 <= key < _MOST_INDEX)
 
 
-def _dict(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("it has something else where keys and values should be")
+def _checked(value: Any, kind: type) -> Any:
+    """The value. ValueError for one of another class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"it has a {type(value).__name__} where a {kind.__name__} should be")
     return value
 
 
-def _fields(value: Any, kind: str) -> dict[Any, Any]:
-    """The fields of an object. ValueError for one of another class."""
-    if not isinstance(value, Made) or not value.is_of((_CLASSES, kind)):
-        raise ValueError(f"it has something else where a {kind} should be")
-    return _dict(value.state)
+def _sizes(value: Any) -> tuple[int, ...]:
+    """The sizes of a `torch.Size`. ValueError for anything else."""
+    sizes = tuple(_checked(value, torch.Size))
+    if any(type(n) is not int or not 0 <= n < 1 << 60 for n in sizes):
+        raise ValueError("it has sizes that are no numbers")
+    return sizes
 
 
 def _at(places: Mapping[Any, Place], name: str, offsets: tuple[int, ...] | None) -> Place:
     if (name, offsets) not in places:
         raise ValueError(f"{name!r:.80} is nowhere")
     return places[name, offsets]
-
-
-def _dtype(properties: Any) -> torch.dtype:
-    state = properties.state if isinstance(properties, Made) else None
-    first = state[0] if isinstance(state, tuple) and state else None
-    found = dtype_of(first)
-    if found is None:
-        raise ValueError("it has a tensor without a dtype")
-    return found
