@@ -13,10 +13,9 @@ import torch
 
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.fit import match
-from offload.checkpoint.engine.on_all_ranks import on_all
 from offload.checkpoint.engine.pieces import PieceAccess, elements_of, overlaps
 from offload.checkpoint.engine.run_restoring import Restoring
-from offload.checkpoint.engine.shards import own_ranges, shifted, whole_state
+from offload.checkpoint.engine.shards import on_all, own_ranges, shifted, whole_state
 from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.manifest import ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
@@ -52,6 +51,7 @@ def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
             "load a checkpoint again, or make a new engine"
         )
         with on_all(runtime.ranks, failed), progress(f"loading {path.name}", loader.nbytes) as came:
+            beside.modules.apply()
             loader.apply(came)
         runtime.store.unusable = None
         with on_all(runtime.ranks, failed):

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from torch import nn
 
 from offload.checkpoint.engine.model import check_tensors, other_tensors
 from offload.tiers.errors import CheckpointError
-from offload.zero.recompute.block_state import BlockState, modules_of
+from offload.zero.recompute.block_state import modules_of
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -108,12 +107,13 @@ class ModuleLoading:
     """Loads into the modules of an engine's model the state that modules like them have saved."""
 
     def __init__(self, engine: Engine, path: Path, saved: ModuleState) -> None:
-        """`path` is named in errors."""
+        """`path` is named in errors. Raises CheckpointError if a buffer has another dtype."""
         self._engine = engine
         self._path = path
         self._tensors = saved.tensors
-        now = _state_dict(engine)
-        names = {id(tensor): name for name, tensor in other_tensors(engine).items()}
+        now, beside = _state_dict(engine), other_tensors(engine)
+        self._check_formats(beside)
+        names = {id(tensor): name for name, tensor in beside.items()}
         in_tiers, left = _in_tiers(engine), dict(saved.tensors)
         self._entries: dict[str, Any] = {}
         for key, value in now.items():
@@ -134,33 +134,25 @@ class ModuleLoading:
             versions = {path: saved.versions.get(path, _TORCHS_VERSION) for path in versions}
         self._versions = versions
 
-    def try_out(self) -> None:
-        """Raise CheckpointError if the modules refuse the state. They load it, and get back what
-        they had; changes that they make to objects of their own stay."""
+    def apply(self) -> None:
+        """Load the state. Raises CheckpointError if the modules refuse it: they may have loaded a
+        part of it then."""
         model, in_tiers = self._engine.module, _in_tiers(self._engine)
-        beside = [p for p in model.parameters() if not _is_in_tiers(self._engine, p)]
         try:
-            with BlockState(model).installed(), _restored(model, beside) as exchanged:
-                self._load()
-                self._check_formats()
-                replaced = next((name for name in exchanged() if name in in_tiers), None)
-        except CheckpointError:
-            raise
+            self._load()
         except Exception as error:
             raise CheckpointError(
                 f"{self._path} is of another model, {refusal_of(error)}; build the model as it was "
                 "saved"
             ) from error
-        if replaced is not None:
+        self._check_formats(other_tensors(self._engine))  # hooks may have exchanged buffers
+        replaced = sorted(in_tiers - _in_tiers(self._engine))
+        if replaced:
             raise CheckpointError(
                 f"{self._path} was not loaded: {type(model).__name__}.load_state_dict() puts "
-                f"another parameter in the place of {replaced}, whose values are in tiers; build "
-                "the model with parameters of the shapes that were saved"
+                f"another parameter in the place of {replaced[0]}, whose values are in tiers; "
+                "build the model with parameters of the shapes that were saved"
             )
-
-    def apply(self) -> None:
-        """Load the state that was tried, for good."""
-        self._load()
 
     def _load(self) -> None:
         entries = {
@@ -191,9 +183,8 @@ class ModuleLoading:
             key for key in keys.missing_keys if key.rpartition(".")[2] != _EXTRA
         ]  # fmt: skip
 
-    def _check_formats(self) -> None:
+    def _check_formats(self, now: Mapping[str, torch.Tensor]) -> None:
         """Raise CheckpointError if a dtype differs: values must not be rounded silently."""
-        now = other_tensors(self._engine)
         for name, saved in self._tensors.items():
             here = now.get(name, saved)
             if here.shape == saved.shape and here.dtype != saved.dtype:
@@ -201,34 +192,3 @@ class ModuleLoading:
                     f"{self._path} was not loaded: buffer {name} is {saved.dtype} there, and "
                     f"{here.dtype} in the model; build the model as it was saved"
                 )
-
-
-@contextmanager
-def _restored(model: nn.Module, beside: Sequence[nn.Parameter]) -> Iterator[Any]:
-    """A context after which the model has its modules and parameters of before, and those `beside`
-    the tiers their values. Yields a function that names the parameters replaced meanwhile."""
-    modules = modules_of(model)
-    values = [param.detach().clone() for param in beside]
-    before = [
-        (each, dict(each._parameters), dict(each._modules), set(each._non_persistent_buffers_set))
-        for _, each in modules
-    ]
-
-    def exchanged() -> list[str]:
-        return [
-            f"{path}.{name}" if path else name
-            for (path, module), (_, params, _, _) in zip(modules, before, strict=True)
-            for name, param in params.items() if module._parameters.get(name) is not param
-        ]  # fmt: skip
-
-    try:
-        yield exchanged
-    finally:
-        for module, params, children, transient in before:
-            for now, then in ((module._parameters, params), (module._modules, children)):
-                now.clear()
-                now.update(then)  # type: ignore[arg-type]
-            module._non_persistent_buffers_set = transient
-        with torch.no_grad():
-            for param, value in zip(beside, values, strict=True):
-                param.copy_(value)

@@ -60,12 +60,10 @@ class Restoring:
             )
         else:
             self._tell_no_random()
-        modules = ModuleLoading(engine, reader.path, saved)
-        modules.try_out()
-        self._sets.insert(0, ("model.load_state_dict()", modules.apply))
+        self.modules = ModuleLoading(engine, reader.path, saved)
 
     def apply(self) -> None:
-        """Set everything, after weights and states were loaded."""
+        """Set everything but `modules`, after weights and states were loaded."""
         for name, put in self._sets:
             try:
                 put()
@@ -78,7 +76,6 @@ class Restoring:
 
     def _prepare(self, sections: Mapping[str, Any], modules: ModuleState) -> ModuleState:
         """Prepare all sections; returns all that modules have saved, `modules` included."""
-        sections = {"entries": {}, "versions": None, **sections}  # of older checkpoints
         if not all(isinstance(sections[name], dict) for name in ("extra", "objects", "entries")):
             raise TypeError("states by name are no dict")
         extra = self._extra_of(sections["extra"])
