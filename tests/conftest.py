@@ -75,7 +75,10 @@ def no_thread_stays() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     until = time.monotonic() + 10  # an engine that was dropped is closed by a thread of its own
-    while left := [t.name for t in set(threading.enumerate()) - before if t.name[:7] == "offload"]:
+    while left := [
+        t.name for t in set(threading.enumerate()) - before
+        if t.name[:7] == "offload" and t.name != "offload-watchdog"  # one for the whole process
+    ]:  # fmt: skip
         assert time.monotonic() < until, f"left behind: {left}"
         gc.collect()
         time.sleep(0.01)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.format.steps import latest, prune, step_path
 from offload.config.paths import StrPath, path_of
-from offload.swap.io.hands import waiting
 
 if TYPE_CHECKING:
     from offload.checkpoint.engine.background import BackgroundSaves
@@ -46,8 +45,7 @@ def save(engine: Engine, path: StrPath, state: Mapping[str, Any] | None = None) 
     """
     from offload.checkpoint.engine.saving import save_engine
 
-    with waiting(engine.config.nvme.timeout_s):
-        save_engine(engine, path_of(path, "path"), state)
+    save_engine(engine, path_of(path, "path"), state)
 
 
 def save_behind(
@@ -63,8 +61,7 @@ def save_behind(
     if reason:
         saves.say_once(f"save_checkpoint(wait=False) waits: {reason}")
         return False
-    with waiting(engine.config.nvme.timeout_s):
-        BackgroundSave(engine, path_of(path, "path"), state, saves, done)
+    BackgroundSave(engine, path_of(path, "path"), state, saves, done)
     return True
 
 
@@ -97,5 +94,4 @@ def load(engine: Engine, path: StrPath) -> dict[str, Any]:
     """
     from offload.checkpoint.engine.loading import load_engine
 
-    with waiting(engine.config.nvme.timeout_s):
-        return load_engine(engine, path_of(path, "path"))
+    return load_engine(engine, path_of(path, "path"))

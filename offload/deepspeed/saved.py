@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.engine.on_all_ranks import on_all
+from offload.checkpoint.engine.shards import on_all
 from offload.checkpoint.foreign.exporting import export
-from offload.checkpoint.format.disk import entries, is_folder, is_there, storage_errors
+from offload.checkpoint.format.disk import entries, is_folder, is_there, make_call, storage_errors
 from offload.checkpoint.format.folder import adopt, discard
 from offload.checkpoint.format.manifest import RunRecord
 from offload.checkpoint.format.plain_values import check_plain
@@ -26,7 +26,6 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.user_state import run_of, state_in
 from offload.engine import Engine
 from offload.runs.metrics import write_whole
-from offload.swap.io.hands import patiently
 from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import CheckpointError, PathError
 
@@ -152,7 +151,7 @@ def last_tag(folder: Path) -> str | None:
             return file.read(_MOST_TAG)
 
     with storage_errors("reading", latest):
-        raw = patiently("read", latest, read)
+        raw = make_call("read", latest, read)
     if raw is None:
         return None
     tag = raw.decode(errors="replace").strip()

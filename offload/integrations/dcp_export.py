@@ -28,7 +28,7 @@ from offload.checkpoint.foreign.exporting import check_new, pending_output
 from offload.checkpoint.format.disk import check_room, storage_errors
 from offload.checkpoint.format.manifest import Manifest, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES, StoredTensor, TensorInfo
+from offload.checkpoint.format.safetensors_file import DTYPES, StoredTensor, TensorInfo
 from offload.integrations.entry_tensors import Entry, EntryTensor
 from offload.kernels.cpu.convert import join_master
 from offload.kernels.floats import Array
@@ -42,7 +42,6 @@ ABOUT = (
     "offload", "precision", "steps_taken", "steps_skipped", "loss_scale", "optimizer", "model",
     "buffers", "parameters", "run",
 )  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NUMPY = {"F32": np.float32, "BF16": np.uint16, "I16": np.int16, "U8": np.uint8}
 
 
@@ -119,9 +118,9 @@ class _Content:
             raw = torch.empty(stored.info.nbytes, dtype=torch.uint8)
             if stored.info.nbytes:
                 self._reader.read_into(stored, 0, raw.numpy().data)
-            return raw.view(_DTYPES[stored.info.dtype])
+            return raw.view(DTYPES[stored.info.dtype])
 
-        return self._entry(stored.info, _DTYPES[stored.info.dtype], read)
+        return self._entry(stored.info, DTYPES[stored.info.dtype], read)
 
     def _entry(
         self, like: ParameterRecord | TensorInfo, dtype: torch.dtype, read: Callable[[], Tensor]

@@ -32,6 +32,7 @@ from offload.checkpoint.format.disk import (
     entries,
     is_folder,
     is_there,
+    make_call,
     make_folder,
     new_file,
     remove_file,
@@ -41,20 +42,17 @@ from offload.checkpoint.format.disk import (
 )
 from offload.checkpoint.format.folder import discard
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import StoredTensor
+from offload.checkpoint.format.safetensors_file import DTYPES, StoredTensor
 from offload.config.paths import path_of
 from offload.memory.leftovers import STATE
-from offload.swap.io.hands import patiently
 from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import (
     CheckpointError,
     OffloadError,
     PathError,
     StorageError,
-    StuckError,
 )
 from offload.tiers.units import round_up
-from offload.weights.tensor_file import DTYPES
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -67,7 +65,7 @@ _STATES_NAME = re.compile("states-[0-9a-f]{8}")
 def is_streamed(path: Any) -> bool:
     """Whether it is a folder that `save` wrote."""
     state = path_of(path, "path") / STATE
-    return patiently("stat", state, os.path.isfile, state)
+    return make_call("stat", state, os.path.isfile, state)
 
 
 def save(
@@ -141,7 +139,7 @@ class _PendingState:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self._file.close()
-        if error is None or isinstance(error, StuckError):  # it would wait for the same disk
+        if error is None:
             return
         with suppress(OSError, OffloadError):  # the first error counts
             if is_there(self._path):  # else it has its name
@@ -150,7 +148,7 @@ class _PendingState:
 
 
 class _Stream:
-    """The stream that `torch.save` writes to: each system call may take forever (see `hands`)."""
+    """The stream that `torch.save` writes to."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file = file

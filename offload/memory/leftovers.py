@@ -100,7 +100,7 @@ def _begun(pending: Path, pid: int, *, is_dead: bool) -> Iterator[Leftover]:
 def _checkpoints(folder: Path) -> Iterator[Leftover]:
     for each in pending_checkpoints(folder):
         with suppress(FileNotFoundError):
-            if each.removable and _is_unlocked(each.path) and _is_ours(each.path.lstat()):
+            if _is_unlocked(each.path) and _is_ours(each.path.lstat()):
                 yield Leftover(each.path, _nbytes(each.path))
 
 

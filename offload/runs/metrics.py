@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.format.disk import replace_text
 from offload.loggers import JSONLinesLogger
-from offload.tiers.errors import PathError, StorageError, StuckError
+from offload.tiers.errors import PathError, StorageError
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
@@ -113,7 +113,5 @@ def write_whole(path: Path, text: str) -> None:
     """Replace the file by `text`, durably: readers find the old or the new. Raise PathError."""
     try:
         replace_text(path, text)
-    except StuckError:
-        raise
     except StorageError as error:
         raise PathError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO)}") from None

@@ -14,15 +14,8 @@ import torch
 from offload.checkpoint.format.disk import read_all
 from offload.checkpoint.format.manifest import MANIFEST, PARAMETERS, is_data_file
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import StoredTensor, parse_header
+from offload.checkpoint.format.safetensors_file import DTYPES, StoredTensor, parse_header
 from offload.tiers.errors import CheckpointError
-
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
 
 _PIECE_NUMEL = 1 << 22
 

@@ -1,5 +1,5 @@
 """Calls of the system of which one goes wrong, for whatever makes them through
-`swap.hands`; which one and how is said before."""
+`checkpoint.format.disk`; which one and how is said before."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from typing import Any
 
 import pytest
 
-from offload.swap.io import hands
-
-_RELEASE_S = 60.0
+from offload.checkpoint.format import disk
 
 # What can happen to every call, to calls that need room, and to those that move bytes.
-ANY = ("EIO", "slow", "stuck", "stuck and done late")
+ANY = ("EIO", "slow")
 ROOM = ("ENOSPC", "EDQUOT")
 NEED_ROOM = {
-    "mkdir", "create", "fallocate", "pwrite", "sync_file_range", "fsync", "rename", "exchange",
-    "fsync folder",
+    "mkdir", "create", "fallocate", "pwrite", "fsync", "rename", "exchange", "fsync folder",
 }  # fmt: skip
 MOVING = {
     "pwrite": ("short", "nothing", "flip", "torn"), "preadv": ("short", "end", "flip", "torn"),
@@ -44,9 +41,6 @@ class FaultyCalls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._released = threading.Event()
-        self._inside = 0
-        self._out = threading.Condition(self._lock)
         self._operation = self._kind = ""
         self._left = -1
         self._always = False
@@ -61,23 +55,16 @@ class FaultyCalls:
             self._operation, self._left, self._kind = operation, number, kind
             self._always, self.hits, self.hit = always, 0, ""
             self.seen.clear()
-            self._released.clear()
 
     def release(self) -> None:
-        """Nothing goes wrong any more, and what is stuck returns; waits for it."""
+        """Nothing goes wrong any more."""
         with self._lock:
             self._left = -1
-            self._released.set()
-            assert self._out.wait_for(lambda: not self._inside, _RELEASE_S)
-        until = time.monotonic() + _RELEASE_S
-        while hands._left:  # what has waited for it is done, too
-            assert time.monotonic() < until
-            time.sleep(0.001)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hands, "make_call", self._made)
+            patch.setattr(disk, "perform", self._made)
             try:
                 yield
             finally:
@@ -95,11 +82,6 @@ class FaultyCalls:
         if kind == "slow":
             time.sleep(0.002)
             return function(*args)
-        if kind.startswith("stuck"):
-            self._hold()
-            if kind == "stuck":
-                raise OSError(errno.EIO, "it came back at last")
-            return function(*args)
         return (_wrong_write if operation == "pwrite" else _wrong_read)(kind, function, *args)
 
     def _fault(self, operation: str, path: Path) -> str:
@@ -114,18 +96,6 @@ class FaultyCalls:
             self.hits += 1
             self.hit = f"{self._kind} of {operation} of {path}"
             return self._kind
-
-    def _hold(self) -> None:
-        """As if it did not return for ever, and nobody waits for so long."""
-        with self._lock:
-            self._inside += 1
-        try:
-            hands.hand_call().give_up()
-            assert self._released.wait(_RELEASE_S)
-        finally:
-            with self._lock:
-                self._inside -= 1
-                self._out.notify_all()
 
 
 def _wrong_write(kind: str, pwrite: Made, fd: int, data: memoryview, offset: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from offload.errors import NoSpaceError, PathError, StorageError, StuckError
+from offload.errors import NoSpaceError, PathError, StorageError
 from tests.faults.checkpoint_bench import BESIDE, Bench, Case, Tally
 
 pytestmark = pytest.mark.sample(3)
@@ -41,22 +41,13 @@ def test_drawn_faults_leave_the_bits_or_an_error(
     assert len({operation for operation, _ in tally.faults}) >= 12
 
 
-SAYS = {"ENOSPC": NoSpaceError, "EDQUOT": NoSpaceError, "stuck": StuckError}
+SAYS = {"ENOSPC": NoSpaceError, "EDQUOT": NoSpaceError}
 
 
-@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EDQUOT", "stuck"])
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EDQUOT"])
 @pytest.mark.parametrize(
     "operation",
-    [
-        "mkdir",
-        "create",
-        "fallocate",
-        "pwrite",
-        "sync_file_range",
-        "fsync",
-        "exchange",
-        "fsync folder",
-    ],
+    ["mkdir", "create", "fallocate", "pwrite", "fsync", "exchange", "fsync folder"],
 )
 def test_a_save_that_cannot_be_completed_is_an_error_of_its_kind(
     bench: Bench, operation: str, kind: str, long: bool
@@ -83,7 +74,7 @@ def test_a_save_whose_writes_are_short_or_slow_is_whole(bench: Bench, kind: str,
 
 
 @pytest.mark.parametrize("told_next", [False, True])
-@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "stuck"])
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC"])
 def test_what_goes_wrong_with_a_save_beside_training_is_told_once(
     bench: Bench, kind: str, told_next: bool
 ) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,10 @@ from torch import nn
 import offload
 import offload.deepspeed as deepspeed
 from offload import checkpoint
-from offload.checkpoint.foreign.exporting import export, pending_output
-from offload.checkpoint.format.manifest import MANIFEST
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config import OffloadConfig
-from offload.deepspeed.importing import import_checkpoint
 from offload.integrations import streamed_folder
-from offload.integrations.dcp_export import export_dcp
-from offload.integrations.dcp_import import import_dcp
 from offload.runs.folder import RunFolder
-from tests.deepspeed import zero_files
 from tests.faults.power_loss import Disk, write_tree
 
 Verdict = str | None  # what is there whole; None for nothing
@@ -158,104 +150,7 @@ def test_what_is_pruned(disk_of_its_own: PowerLoss, engine: offload.Engine) -> N
     assert not (disk_of_its_own.folder / "step-000001").exists()
 
 
-# ---------------------------------------------------------------- without an engine
-@pytest.fixture
-def source(tmp_path: Path, engine: offload.Engine) -> Path:
-    engine.save_checkpoint(tmp_path / "source", state={"number": 1})
-    return tmp_path / "source"
-
-
-def contents(where: str) -> Read:
-    """A file, or every file of a folder."""
-
-    def read(left: Path) -> Verdict:
-        path = left / where
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-        return repr([(str(p.relative_to(left)), p.read_bytes()) for p in files]) if files else None
-
-    return read
-
-
-@dataclass(frozen=True)
-class Made:
-    """Something that is made of a checkpoint."""
-
-    name: str
-    make: Callable[[Path, Path], Any]
-    read: Callable[[str], Read] = contents
-
-
-def of_dcp(source: Path, out: Path) -> None:
-    """Beside it, what `dcp.load` reads."""
-    import_dcp(source.with_name("dcp"), out)
-
-
-def with_tokenizer(source: Path, out: Path) -> None:
-    folder = source.with_name("tokenizer")
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "tokenizer.json").write_text("{}")
-    export(source, out, source=folder)
-
-
-def sent(where: str) -> Read:
-    """At a URL a checkpoint counts once its manifest is there."""
-
-    def read(left: Path) -> Verdict:
-        return saved(where)(left) if (left / where / MANIFEST).exists() else None
-
-    return read
-
-
-MADE = [
-    Made("x.safetensors", export),
-    Made("exported", export),
-    Made("exported", with_tokenizer),
-    Made("dcp", export_dcp),
-    Made("imported", of_dcp, saved),
-    Made("imported.safetensors", of_dcp),
-    Made("copies/here", lambda source, out: checkpoint.copy(f"file://{source}", out), saved),
-    Made("copies/there", lambda source, out: checkpoint.copy(source, f"file://{out}"), sent),
-]
-
-
-@pytest.mark.parametrize("made", MADE, ids=lambda made: made.name)
-def test_what_is_made_of_a_checkpoint(made: Made, disk_of_its_own: PowerLoss, source: Path) -> None:
-    if made.make is of_dcp:
-        export_dcp(source, source.with_name("dcp"))
-    out = disk_of_its_own.folder / made.name
-    found = disk_of_its_own.while_doing(lambda: made.make(source, out), made.read(made.name))
-    assert len(found) == 2, "nothing or all"
-    assert None in found
-
-
-def test_folders_in_what_is_made(disk_of_its_own: PowerLoss) -> None:
-    def make() -> None:
-        with pending_output(disk_of_its_own.folder / "out") as pending:
-            (pending / "a/b").mkdir(parents=True)
-            (pending / "a/b/x").write_text("x")
-            (pending / "a/empty").touch()
-
-    assert len(disk_of_its_own.while_doing(make, contents("out"))) == 2
-
-
 # ---------------------------------------------------------------- of other frameworks
-def test_a_checkpoint_that_is_taken_over_from_deepspeed(
-    disk_of_its_own: PowerLoss, tmp_path: Path
-) -> None:
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(net.parameters())
-    net(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    zero_files.write(tmp_path / "theirs/x", net, optimizer, 2, 1, epoch=1)
-    out = disk_of_its_own.folder / "new/ours"
-    found = disk_of_its_own.while_doing(
-        lambda: import_checkpoint(tmp_path / "theirs", out), saved("new/ours/x")
-    )
-    assert len(found) == 2
-    assert (out / "latest").read_text() == "x"
-
-
 @pytest.fixture(scope="module")
 def loop() -> Iterator[Any]:
     model = nn.Linear(3, 2)
@@ -287,27 +182,6 @@ def test_a_tag_that_is_saved_again(disk_of_its_own: PowerLoss, loop: Any) -> Non
     assert disk_of_its_own.while_doing(lambda: save(2), read) == {"1", "2"}
 
 
-def test_weights_that_deepspeed_saves(disk_of_its_own: PowerLoss, loop: Any) -> None:
-    def read(left: Path) -> Verdict:
-        path = left / "new/model.safetensors"
-        if not path.exists():
-            return None
-        from safetensors.torch import load_file
-
-        return str(load_file(path)["bias"].tolist())
-
-    def save() -> None:
-        loop.save_16bit_model(disk_of_its_own.folder / "new", "model.safetensors")
-
-    assert len(disk_of_its_own.while_doing(save, read)) == 2
-    with deepspeed.zero.GatheredParameters(loop.module.bias, modifier_rank=0):
-        loop.module.bias.data.add_(1.0)
-    assert len(disk_of_its_own.while_doing(save, read)) == 2
-    assert [path.name for path in (disk_of_its_own.folder / "new").iterdir()] == [
-        "model.safetensors"
-    ]
-
-
 def test_a_folder_of_lightning(disk_of_its_own: PowerLoss, engine: offload.Engine) -> None:
     def read(left: Path) -> Verdict:
         if not streamed_folder.is_streamed(left / "runs/last.ckpt"):
@@ -325,28 +199,3 @@ def test_a_folder_of_lightning(disk_of_its_own: PowerLoss, engine: offload.Engin
 
     assert disk_of_its_own.while_doing(lambda: save(1), read) == {None, "1"}
     assert disk_of_its_own.while_doing(lambda: save(2), read) == {"1", "2"}
-
-
-def test_shards_and_their_index(disk_of_its_own: PowerLoss, engine: offload.Engine) -> None:
-    weight_files = pytest.importorskip("offload.integrations.weight_files")
-    out = disk_of_its_own.folder
-
-    def read(left: Path) -> Verdict:
-        if not (left / "model.safetensors.index.json").exists():
-            return None
-        names = set(
-            json.loads((left / "model.safetensors.index.json").read_text())["weight_map"].values()
-        )
-        return str(sorted(name for name in names if read_file(left / name)))
-
-    def read_file(path: Path) -> Any:
-        from safetensors.torch import load_file
-
-        return load_file(path)
-
-    def save() -> None:
-        weight_files.write_shards(weight_files.OwnNames(engine), out, 40)
-
-    found = disk_of_its_own.while_doing(save, read)
-    assert len(found) == 2
-    assert disk_of_its_own.while_doing(save, read) == found - {None}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import offload
 from offload import checkpoint
 from offload.checkpoint.engine.background import BackgroundSave
-from offload.checkpoint.format.write_behind import BehindFile
+from offload.checkpoint.format.disk import OpenFile
 from offload.errors import NoSpaceError, PathError, StateError, StorageError
 from offload.planning.plan.plan import needed_nbytes
 from offload.swap.io.block_store import BlockStore
@@ -46,7 +46,6 @@ from tests.offload.engine_cases import (
     states_of,
 )
 from tests.offload.test_parity import PLACEMENTS
-from tests.stuck_calls import HAND
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -344,7 +343,7 @@ def test_the_next_save_a_load_and_close_wait_for_it(
         assert (tmp_path / "f").is_dir()
         engine.save_checkpoint(tmp_path / "h", wait=False)
     assert sorted(os.listdir(tmp_path)) == list("abcdefgh")
-    assert not {t.name for t in threading.enumerate()} & {"offload-checkpoint", HAND}
+    assert not {t.name for t in threading.enumerate()} & {"offload-checkpoint", "offload-write_0"}
 
 
 def test_a_log_says_that_it_is_complete_with_its_bytes_and_seconds(
@@ -464,12 +463,12 @@ def _wait(engine: offload.Engine, how: str, folder: Path) -> None:
 
 
 def _break(patch: pytest.MonkeyPatch, where: str, after: int) -> type[Exception]:
-    """The `after`-th call fails from here on, on the hands of a save alone."""
+    """The `after`-th call fails from here on, in the threads of a save alone."""
     left = [after]
 
     def broken(call: Any, number: int) -> Any:
         def wrapper(*args: Any, **keys: Any) -> Any:
-            if threading.current_thread().name == HAND:
+            if threading.current_thread().name.startswith(("offload-write", "offload-sync")):
                 left[0] -= 1
                 if left[0] < 0:
                     raise OSError(number, os.strerror(number))
@@ -629,7 +628,7 @@ def test_files_are_closed_whatever_happens(tmp_path: Path, monkeypatch: pytest.M
         engine.save_checkpoint(tmp_path / "saved", wait=False)
         engine.checkpoint_saved()
         before = sorted(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(BehindFile, "begin_sync", _fails)
+        monkeypatch.setattr(OpenFile, "sync", _fails)
         with pytest.raises(StorageError):  # met by the first that comes behind it
             _save(engine, tmp_path / "saved")
         assert sorted(os.listdir("/proc/self/fd")) == before
@@ -640,7 +639,7 @@ def _save(engine: offload.Engine, path: Path) -> None:
     engine.checkpoint_saved()
 
 
-def _fails(self: BehindFile) -> None:
+def _fails(self: OpenFile) -> None:
     raise StorageError("it cannot be synced", errno=errno.EIO)
 
 

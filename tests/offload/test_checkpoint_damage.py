@@ -127,7 +127,7 @@ def test_a_newer_format_says_which_version_wrote_it(engine: offload.Engine, save
     edited(saved, lambda m: m.update(version=manifest.VERSION + 1, offload="3.1", novelty={}))
     message = refusal(engine, saved)
     assert f"format version {manifest.VERSION + 1} (written by offload 3.1)" in message
-    assert f"reads up to {manifest.VERSION}; install a newer offload" in message
+    assert f"reads {manifest.VERSION}; load it with that offload" in message
 
 
 @pytest.mark.parametrize(

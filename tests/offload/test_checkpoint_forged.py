@@ -292,9 +292,9 @@ def test_a_forged_header_is_refused(
 @pytest.mark.parametrize(
     "text",
     [
-        '{"format": "offload checkpoint", "version": 1, "groups": ' + "[" * 100_000,
+        '{"format": "offload checkpoint", "version": 3, "groups": ' + "[" * 100_000,
         "[" * 100_000,
-        '{"format": "offload checkpoint", "version": 1, "steps_taken": ' + "9" * 5000 + "}",
+        '{"format": "offload checkpoint", "version": 3, "steps_taken": ' + "9" * 5000 + "}",
         '"offload checkpoint"',
         "",
         "NaN",

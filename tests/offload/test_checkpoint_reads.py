@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from safetensors.torch import save_file
 
 import offload
@@ -94,19 +93,6 @@ def loaded(engine: offload.Engine, path: Path, fault: Change, wrong: range) -> t
     return reads, nbytes
 
 
-def older(path: Path, version: int = 2) -> None:
-    """Make the checkpoint one of an older format: a hash per section."""
-    content = json.loads((path / "manifest.json").read_text())
-    for key in ("xxh3", "generation", "saved_as", "run", *(["model"] if version == 1 else [])):
-        del content[key]
-    for name, file in content["files"].items():
-        raw, end = (path / name).read_bytes(), 0
-        for section in file["sections"]:
-            section["xxh3"] = xxhash.xxh3_64_hexdigest(raw[end : end + section["nbytes"]])
-            end += section["nbytes"]
-    signed(path, {**content, "version": version})
-
-
 def signed(path: Path, content: dict[str, Any]) -> None:
     content.pop("xxh3", None)
     text = json.dumps({**content, "xxh3": manifest._digest(content)})
@@ -120,26 +106,14 @@ def test_a_load_reads_every_byte_once(engine: offload.Engine, saved: Path) -> No
 
 
 @pytest.mark.parametrize("fault", [flipped, failed])
-@pytest.mark.parametrize("version", [3, 2])
-def test_a_read_that_fails_once_gives_the_same_bits_or_is_refused(
-    originals: tuple[Path, Any], engine: offload.Engine, saved: Path, version: int, fault: Change,
-    long: bool,
-) -> None:  # fmt: skip
-    """Blocks and manifests are read again; files of version 2, which are read whole first, are
-    not."""
-    if version == 2:
-        older(saved)
+def test_a_read_that_fails_once_gives_the_same_bits(
+    originals: tuple[Path, Any], engine: offload.Engine, saved: Path, fault: Change, long: bool
+) -> None:
+    """Blocks and manifests are read again."""
     reads, _ = loaded(engine, saved, fault, range(0))
-    refused = 0
     for number in range(reads) if long else sorted({0, 1, 2, *range(3, reads, 11)}):
-        try:
-            loaded(engine, saved, fault, range(number, number + 1))
-        except (CheckpointError, StorageError):
-            refused += 1
-            engine.load_checkpoint(saved)
+        loaded(engine, saved, fault, range(number, number + 1))
         assert_same_bits(states_of(engine), originals[1])
-    if version == 3:
-        assert not refused
 
 
 @pytest.mark.parametrize("fault", [flipped, failed])
@@ -308,12 +282,9 @@ def weights_in(keys: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("version", [3, 2])
 def test_weights_of_a_checkpoint_are_all_used_and_compared_with_their_hashes(
-    saved: Path, tmp_path: Path, part: str, version: int, caplog: pytest.LogCaptureFixture
+    saved: Path, tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if version == 2:
-        older(saved)
     with offload.initialize(seeded(TinyLM, 4), keys_of(tmp_path)) as engine:
         engine.load_checkpoint(saved)
         expected = {name: t.clone() for name, t in engine.module.state_dict().items()}
@@ -384,25 +355,6 @@ def test_weights_whose_file_is_longer_than_its_hashes_are_refused(
         file.write(b"more")
     with pytest.raises(CheckpointError, match=r"000\.safetensors has \d+ bytes instead of"):
         weights_in(keys_of(tmp_path), saved)
-
-
-# ------------------------------------------------------------------------- older formats
-@pytest.mark.parametrize("version", [1, 2])
-def test_older_formats_are_loaded_and_checked_before_anything_changes(
-    originals: tuple[Path, Any], engine: offload.Engine, saved: Path, version: int
-) -> None:
-    older(saved, version)
-    engine.load_checkpoint(saved)
-    assert_same_bits(states_of(engine), originals[1])
-    engine.load_checkpoint(originals[0] / "step-1")
-    before = states_of(engine)
-    file = saved / "optimizer/002.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"002\.safetensors is damaged: low"):
-        engine.load_checkpoint(saved)
-    assert_same_bits(states_of(engine), before)
 
 
 # ------------------------------------------------------------------------- memory

@@ -63,11 +63,11 @@ import os, sys
 from pathlib import Path
 from torch import nn
 import offload.deepspeed as deepspeed
-from offload.swap.io import hands
+from offload.checkpoint.format import disk
 from offload.integrations import streamed_folder
 
-made = hands.make_call
-def make_call(operation, path, *more):
+made = disk.perform
+def perform(operation, path, *more):
     if operation == "rename" and path.name.startswith(sys.argv[2]):
         os.kill(os.getpid(), 9)
     return made(operation, path, *more)
@@ -75,7 +75,7 @@ folder, model = Path(sys.argv[1]), nn.Linear(3, 2)
 config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
 engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
 streamed_folder.save(engine.offload, folder / "old.ckpt", {"epoch": 0}, str, writes=True)
-hands.make_call = make_call
+disk.perform = perform
 if sys.argv[2] == "state.ckpt":
     streamed_folder.save(engine.offload, folder / "new.ckpt", {"epoch": 1}, str, writes=True)
     streamed_folder.save(engine.offload, folder / "old.ckpt", {"epoch": 1}, str, writes=True)

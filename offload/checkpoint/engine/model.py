@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload.checkpoint.format.composing import fields_of
 from offload.checkpoint.format.manifest import (
     BufferRecord,
     LossScaleRecord,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from offload.engine import Engine
 
 _log = logging.getLogger("offload")
-_FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U8"}
 
 
 def check_at_rest(engine: Engine, doing: str) -> None:
@@ -254,7 +254,7 @@ def optimizer_record(engine: Engine) -> OptimizerRecord:
         type=engine.config.optimizer.type,
         master=_MASTERS[saved.master],
         states=saved.state_format.name.lower(),
-        fields={field.name: _FIELD_DTYPES[field.dtype.name] for field in saved.fields},
+        fields=fields_of(saved),
         param_groups=[
             ParamGroupRecord(
                 numbers={

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from offload.checkpoint.engine.module_state import ModuleState
-from offload.checkpoint.engine.on_all_ranks import on_all
 from offload.checkpoint.engine.run_merging import check_names, merged, on_first
+from offload.checkpoint.engine.shards import on_all
 from offload.checkpoint.format import bounded_json
 from offload.checkpoint.format.manifest import RunRecord
 from offload.checkpoint.format.plain_values import packed

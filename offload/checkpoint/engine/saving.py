@@ -15,7 +15,7 @@ from offload.checkpoint.engine import model
 from offload.checkpoint.engine.model import SavedGroup
 from offload.checkpoint.engine.pieces import PieceAccess, overlaps, pieces_of
 from offload.checkpoint.engine.run_state import RunState
-from offload.checkpoint.engine.shards import PartMissingError, Records, ShardReader, Weights
+from offload.checkpoint.engine.shards import Records, ShardReader, Weights, raise_together
 from offload.checkpoint.format.disk import check_room, make_folder, storage_errors, write_text
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
@@ -41,7 +41,6 @@ from offload.checkpoint.format.safetensors_file import (
 from offload.checkpoint.format.write_behind import WriteBehind
 from offload.display.progress import progress
 from offload.swap.states.state import Snapshot, State
-from offload.tiers.errors import CheckpointError
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.ranks.ranks import Ranks
@@ -88,16 +87,12 @@ def _save_together(engine: Engine, path: Path, run: RunState, ranks: Ranks) -> N
                 saver.write(folder.path, path.name)
                 folder.commit()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
-            error = None if isinstance(failure, PartMissingError) else failure
+            error = failure
             saver.drain()
     else:
         saver.drain()
         error = saver.failure
-    told = ranks.all_succeeded(error)
-    if error is not None:
-        raise error
-    if told is not None:
-        raise CheckpointError(f"{path} was not saved; {told}")
+    raise_together(ranks, error, f"{path} was not saved")
 
 
 def _packed_section(name: str, field: str) -> str:

@@ -8,6 +8,7 @@ Experts that are spread over ranks are sent whole, each by the rank that has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ import torch
 from offload.checkpoint.engine.pieces import PieceAccess, elements_of
 from offload.kernels.floats import Array
 from offload.swap.states.state import State
-from offload.tiers.errors import OffloadError
+from offload.tiers.errors import CheckpointError, OffloadError
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.gathered import SharedState
 from offload.zero.ranks.ranks import Ranks
@@ -28,6 +29,35 @@ Records = Iterator[tuple[range, dict[str, Array]]]
 P = TypeVar("P")
 
 _END, _MISSING = 0, -1  # in the place of a number of bytes: all of a part was sent, or not
+
+
+class PartMissingError(OffloadError):
+    """Another rank could not read its part; that rank reports the reason."""
+
+
+@contextmanager
+def on_all(ranks: Ranks | None, failed: str) -> Iterator[None]:
+    """A context in which an error on any rank is raised on every rank; on the others it is a
+    CheckpointError that begins with `failed`."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failure:
+        if ranks is None:
+            raise
+        error = failure
+    raise_together(ranks, error, failed)
+
+
+def raise_together(ranks: Ranks | None, error: Exception | None, failed: str) -> None:
+    """Raise this rank's error, or a CheckpointError that begins with `failed` for another one's.
+    That another rank's part is missing is no error of this rank's."""
+    error = None if isinstance(error, PartMissingError) else error
+    told = None if ranks is None else ranks.all_succeeded(error)
+    if error is not None:
+        raise error
+    if told is not None:
+        raise CheckpointError(f"{failed}; {told}")
 
 
 def shifted(elements: range, by: int) -> range:
@@ -52,10 +82,6 @@ def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, 
             here = range(lo, hi)
             yield shifted(here, -elements.start), shifted(here, region.start - first)
         first += len(region)
-
-
-class PartMissingError(OffloadError):
-    """Another rank could not read its part; that rank reports the reason."""
 
 
 class ShardReader:

@@ -9,9 +9,9 @@ import torch
 
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.pieces import PieceAccess, overlaps
-from offload.checkpoint.engine.shards import PartMissingError, ShardReader, whole_state
+from offload.checkpoint.engine.shards import ShardReader, raise_together, whole_state
 from offload.display.progress import progress
-from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import ParamSpec
 
 if TYPE_CHECKING:
@@ -55,15 +55,7 @@ def stream_weights(engine: Engine, take: Take) -> None:
                         raise
                     error = failure  # the others send all they have before they hear of it
             came(len(part[1]) * itemsize)
-    if ranks is None:
-        return
-    if not isinstance(reader.failure, PartMissingError):
-        error = error or reader.failure
-    told = ranks.all_succeeded(error)
-    if error is not None:
-        raise error
-    if told is not None:
-        raise CheckpointError(f"the model's weights were not saved; {told}")
+    raise_together(ranks, error or reader.failure, "the model's weights were not saved")
 
 
 def _parts(engine: Engine, reader: ShardReader) -> Iterator[Part]:

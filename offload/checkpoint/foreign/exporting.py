@@ -52,7 +52,7 @@ from offload.checkpoint.format.safetensors_file import (
 from offload.kernels.cpu.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
 from offload.swap.io.maker_marks import marked
-from offload.tiers.errors import PathError, StuckError
+from offload.tiers.errors import PathError
 
 _PIECE_NUMEL = 1 << 20
 _FLOATS = {"F32": Float.FP32, "BF16": Float.BF16, "F16": Float.FP16}
@@ -132,10 +132,9 @@ def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
         with storage_errors("creating", out):
             sync_tree(pending)  # before it can have the name
             rename(pending, out)
-    except BaseException as error:
-        if not isinstance(error, StuckError):  # else it would wait for the same disk
-            with suppress(OSError):  # what led here is the error
-                shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):  # what led here is the error
+            shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
         raise
     with storage_errors("creating", out):
         sync_folder(out.parent)

@@ -14,12 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import xxhash
-
-from offload.checkpoint.format.blocks import BLOCK_NBYTES, DIGITS, BlockHashes, block_hash
+from offload.checkpoint.format.blocks import BLOCK_NBYTES, DIGITS, block_hash
 from offload.checkpoint.format.disk import OpenFile
-from offload.checkpoint.format.manifest import FileRecord, Manifest, SectionRecord
-from offload.tiers.errors import CheckpointError, StorageError, StuckError
+from offload.checkpoint.format.manifest import Manifest, SectionRecord
+from offload.tiers.errors import CheckpointError, StorageError
 from offload.tiers.units import format_bytes
 
 REMEDY = "load another checkpoint, or restore this one from a copy"
@@ -86,7 +84,7 @@ class _File:
                     return None
                 why = f"XXH3 {found}"
             except StorageError as error:
-                if tries == TRIES or isinstance(error, StuckError):
+                if tries == TRIES:
                     raise
                 why = str(error)
             if tries < TRIES:
@@ -105,7 +103,6 @@ class CheckedFiles:
         self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
         self._kept_nbytes = 0
         self._spare: list[bytearray] = []  # at most one: fresh memory costs as much as a copy
-        self._old: dict[str, list[SectionRecord]] = {}  # with hashes of blocks, see `_rehashed`
 
     def close(self) -> None:
         while self._open:
@@ -167,14 +164,8 @@ class CheckedFiles:
     def _file(self, name: str) -> _File:
         found = self._open.get(name)
         if found is None:
-            record, bound_to = self._manifest.files[name], self._manifest.bound_to(name)
-            file = self._open_file(name)
-            try:
-                sections = self._sections(name, record, file, bound_to)
-            except BaseException:
-                file.close()
-                raise
-            found = self._open[name] = _File(file, bound_to, sections)
+            sections, bound_to = self._manifest.files[name].sections, self._manifest.bound_to(name)
+            found = self._open[name] = _File(self._open_file(name), bound_to, sections)
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)[1].file.close()
         self._open.move_to_end(name)
@@ -196,34 +187,3 @@ class CheckedFiles:
                 came(block.nbytes)
             if found is not None:
                 yield found
-
-    # ---------------------------------------------------------------- versions 1 and 2
-    def _sections(
-        self, name: str, record: FileRecord, file: OpenFile, bound_to: str
-    ) -> list[SectionRecord]:
-        if self._manifest.version >= 3:
-            return record.sections
-        if name not in self._old:
-            self._old[name] = list(_rehashed(record, file, bound_to))
-        return self._old[name]
-
-
-def _rehashed(record: FileRecord, file: OpenFile, bound_to: str) -> Iterator[SectionRecord]:
-    """The sections with hashes of their blocks, of a file with one hash each: a file of an older
-    version is first read whole once more, and compared, before any of it is used."""
-    buffer, offset = memoryview(bytearray(BLOCK_NBYTES)), 0
-    for section in record.sections:
-        digest, hashes = xxhash.xxh3_64(), BlockHashes(bound_to, offset)
-        for start in range(0, section.nbytes, BLOCK_NBYTES):
-            part = buffer[: min(BLOCK_NBYTES, section.nbytes - start)]
-            file.read_ahead(offset + start + _AHEAD_NBYTES, part.nbytes)
-            file.read_all(part, offset + start)
-            digest.update(part)
-            hashes.update(part)
-        if digest.hexdigest() != section.xxh3:
-            raise CheckpointError(
-                f"{file.path} is damaged: {section.name} ({format_bytes(section.nbytes)} at byte "
-                f"{offset}) has XXH3 {digest.hexdigest()} instead of {section.xxh3}; {REMEDY}"
-            )
-        offset += section.nbytes
-        yield section.model_copy(update={"xxh3": hashes.text()})

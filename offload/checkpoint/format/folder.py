@@ -39,8 +39,7 @@ from offload.checkpoint.format.ownership import (
     remove,
 )
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.swap.io.hands import when_returned
-from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
+from offload.tiers.errors import CheckpointError, PathError, StorageError
 
 _NOT_THE_PATH = (
     errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, *FULL,
@@ -119,8 +118,9 @@ class PendingFolder:
 
     def _give_up(self) -> None:
         """Remove the folder. If it was published, it stays with what it replaced: after a crash the
-        old names might be back. So it does if a call that was left may still rename it."""
-        if self._is_published or when_returned(self._unlock, self.target.parent):
+        old names might be back."""
+        if self._is_published:
+            self._unlock()
             return
         with suppress(OSError):  # it stays; what led here is the error
             if is_there(self.path):
@@ -162,9 +162,7 @@ def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
         return False  # nothing says that its writer is dead
     locks.callback(unlock, lock)
     try:
-        return not _adopt(leftover) and leftover.removable
-    except StuckError:
-        raise
+        return not _adopt(leftover)
     except StorageError as error:  # it may be complete
         _log.warning("%s stays: %s", leftover.path, error)
         return False
@@ -222,8 +220,6 @@ def _publish(new: Path, target: Path) -> Path | None:
     try:
         rename(target, old)
         rename(new, target)
-    except StuckError:  # it may yet come
-        raise
     except BaseException:
         if not is_there(target):
             rename(old, target)

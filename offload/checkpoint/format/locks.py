@@ -17,34 +17,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload.swap.io.hands import patiently, when_returned
+from offload.checkpoint.format.disk import make_call
 from offload.tiers.errors import CheckpointError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _PATIENCE_S = 25.0  # the error comes within 30 s
 POLL_S = 0.005
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_PROTECTED = ("lock", "mkdir", "rename", "exchange", "unlink", "rmdir")
 
 
 class OpenFolder:
-    """An open folder, and the lock on it. Both end with the object at the latest: a Ctrl-C may come
-    before the caller has stored it."""
+    """An open folder, and the lock on it. Both end with the object at the latest."""
+
+    fd = -1
 
     def __init__(self, path: Path, inside: OpenFolder | None = None) -> None:
         """`inside`: the open folder that contains it, whatever happens to that one's name; a link
-        raises NotADirectoryError then."""
+        raises NotADirectoryError then. Raises OSError."""
         self.path = path
-        self.fd = -1
         self._pid = os.getpid()
-
-        def opened() -> None:  # where no Ctrl-C comes between a call and what it returns
-            if inside is None:
-                self.fd = os.open(path, _FOLDER)
-            else:
-                self.fd = os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=inside.fd)
-
-        patiently("open folder", path, opened)
+        if inside is None:
+            self.fd = make_call("open folder", path, os.open, path, _FOLDER)
+        else:
+            flags = _FOLDER | os.O_NOFOLLOW
+            self.fd = make_call(
+                "open folder", path, lambda: os.open(path.name, flags, dir_fd=inside.fd)
+            )
 
     def lock(self) -> bool:
         """Lock exclusively; False if the file system has no locks. BlockingIOError if another
@@ -62,41 +60,24 @@ class OpenFolder:
 
     def _lock(self, kind: int) -> bool:
         try:
-            patiently("lock", self.path, fcntl.flock, self.fd, kind | fcntl.LOCK_NB)
+            make_call("lock", self.path, fcntl.flock, self.fd, kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 return False
             raise
         return True
 
-    def entries(self) -> list[os.DirEntry[str]]:
-        """The entries of the folder, which are to be examined while it is open."""
-        return patiently("scandir", self.path, lambda: list(os.scandir(self.fd)))
-
-    def remove_file(self, name: str) -> None:
-        patiently("unlink", self.path / name, lambda: os.unlink(name, dir_fd=self.fd))
-
-    def remove_folder(self, name: str) -> None:
-        patiently("rmdir", self.path / name, lambda: os.rmdir(name, dir_fd=self.fd))
-
     def close(self) -> None:
-        """Close the folder. If a rename below it was left, or the lock itself, it stays open until
-        that has returned."""
-        forked = self._pid != os.getpid()
-        if forked or not when_returned(self._close, self.path, _PROTECTED):
-            self._close()
-
-    def _close(self) -> None:
         if self.fd < 0:
             return
-        if self._pid == os.getpid():  # else a forked child, which shares the lock
+        if self._pid == os.getpid():  # a forked child shares the lock, and must not end it
             with suppress(OSError):  # no locks here
                 fcntl.flock(self.fd, fcntl.LOCK_UN)  # what a Ctrl-C cuts short, __del__ repeats
         fd, self.fd = self.fd, -1
         os.close(fd)
 
     def __del__(self) -> None:
-        self._close()
+        self.close()
 
 
 def lock_folder(path: Path) -> OpenFolder | None:

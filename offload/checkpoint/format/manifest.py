@@ -1,9 +1,6 @@
 """The contents of a checkpoint: `manifest.json`, written last, with a hash of itself.
 
 Numbers survive exactly: Python writes a float so that it reads back as the same float.
-
-Versions: 1 had no `model`. 1 and 2 had one hash per section, and none of the fields with "from
-version 3 on"; they are read.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class SectionRecord(_Record):
 
     name: str
     nbytes: Count
-    xxh3: str  # of its blocks, see `blocks`; before version 3 XXH3-64 of all its bytes
+    xxh3: str  # of its blocks, see `blocks`
 
 
 class FileRecord(_Record):
@@ -192,7 +189,6 @@ class Manifest(_Record):
     buffers_file: str
     files: Annotated[dict[str, FileRecord], BeforeValidator(_file_records)]
     model: ModelRecord | None = None
-    # From version 3 on:
     generation: str = Field(default_factory=new_generation, max_length=64)
     saved_as: str | None = None  # the name that the folder was given
     run: RunRecord | None = None
@@ -254,12 +250,10 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _check_version(content: dict[str, Any], what: str) -> None:
     version = content.get("version")
-    if type(version) is not int or version < 1:  # a bool is an int
-        raise CheckpointError(f"{what} is malformed: format version {version!r:.40}")
-    if version > VERSION:
+    if type(version) is not int or version != VERSION:  # a bool is an int
         raise CheckpointError(
-            f"{what} has format version {version} (written by offload "
-            f"{content.get('offload')!s:.40}), this offload reads up to {VERSION}; install a newer "
+            f"{what} has format version {version!r:.40} (written by offload "
+            f"{content.get('offload')!s:.40}), this offload reads {VERSION}; load it with that "
             "offload"
         )
 
@@ -291,7 +285,7 @@ def _check_files(manifest: Manifest) -> None:
         if hashed != file.nbytes:
             raise ValueError(f"{name} has {file.nbytes} bytes, and hashes for {hashed}")
         for section in file.sections:
-            count = blocks_in(section.nbytes) if manifest.version >= 3 else 1
+            count = blocks_in(section.nbytes)
             if len(section.xxh3) != DIGITS * count or not _HASHES.fullmatch(section.xxh3):
                 raise ValueError(f"{section.name} of {name} should have {count} hashes")
 

@@ -16,24 +16,22 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import xxhash
 
-from offload.checkpoint.format.disk import entries, is_folder, is_there
-from offload.checkpoint.format.locks import OpenFolder
+from offload.checkpoint.format.disk import entries, is_folder, is_there, make_call
 from offload.checkpoint.format.manifest import FORMAT, MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.swap.io.hands import patiently
 from offload.tiers.errors import CheckpointError, PathError
 
 _MARKED = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<random>[0-9a-f]{12})[0-9a-f]{16}")
-_UNMARKED = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{12}")  # of older versions
 _SHOWN = 4
 _log = logging.getLogger("offload")
 
@@ -45,7 +43,6 @@ class Leftover:
     path: Path
     target: Path
     kind: str
-    removable: bool  # its name is our mark
     mtime_ns: int
 
 
@@ -68,17 +65,16 @@ def leftovers(parent: Path) -> list[Leftover]:
     Folders of other users are left out."""
     found, home = [], _status(parent)
     for entry in entries(parent):
-        match = _MARKED.fullmatch(entry.name) or _UNMARKED.fullmatch(entry.name)
+        match = _MARKED.fullmatch(entry.name) if is_marked(entry.name) else None
         if match is None or not entry.is_dir(follow_symlinks=False):
             continue
         with suppress(FileNotFoundError):  # just removed by the process that replaced it
             path, target = parent / entry.name, parent / match["name"]
-            status = patiently("stat", path, os.lstat, path)
+            status = make_call("stat", path, os.lstat, path)
             if _is_of_others(status, home):
                 _tell_once(logging.INFO, path, status.st_uid, "")
                 continue
-            ours = is_marked(entry.name)
-            found.append(Leftover(path, target, match["kind"], ours, status.st_mtime_ns))
+            found.append(Leftover(path, target, match["kind"], status.st_mtime_ns))
     return sorted(found, key=lambda each: (each.kind == "tmp", each.mtime_ns), reverse=True)
 
 
@@ -94,7 +90,7 @@ def is_planted(entry: os.DirEntry[str], folder: Path) -> bool:
     warning is then logged, once."""
     with suppress(FileNotFoundError):
         path = folder / entry.name
-        status, home = patiently("stat", path, os.lstat, path), _status(folder)
+        status, home = make_call("stat", path, os.lstat, path), _status(folder)
         if home.st_mode & stat.S_IWOTH and _is_of_others(status, home):
             _tell_once(
                 logging.WARNING, path, status.st_uid,
@@ -105,7 +101,7 @@ def is_planted(entry: os.DirEntry[str], folder: Path) -> bool:
 
 
 def _status(path: Path) -> os.stat_result:
-    return patiently("stat", path, os.stat, path)
+    return make_call("stat", path, os.stat, path)
 
 
 @lru_cache(maxsize=4096)
@@ -114,45 +110,22 @@ def _tell_once(level: int, path: Path, uid: int, more: str) -> None:
 
 
 # --------------------------------------------------------------------------- contents
-@contextmanager
-def _opened(path: Path, inside: OpenFolder | None = None) -> Iterator[dict[str, OpenFolder]]:
-    """A folder, as "", and those of a checkpoint's two subfolders that are folders, no links: what
-    is examined and removed there stays in them, whatever happens to the names meanwhile."""
-    with ExitStack() as stack:
-        folder = OpenFolder(path, inside)
-        stack.callback(folder.close)
-        found = {"": folder}
-        for name in (PARAMETERS, OPTIMIZER):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                found[name] = OpenFolder(path / name, folder)
-                stack.callback(found[name].close)
-        yield found
-
-
-def _entries(folders: Mapping[str, OpenFolder]) -> Iterator[tuple[str, bool]]:
-    """The names in the folder and in the two subfolders, and whether the entries can be part of a
-    checkpoint: no link, pipe or the like."""
-    for inner, folder in folders.items():
-        for entry in folder.entries():
-            plain = entry.is_file(follow_symlinks=False)
-            if inner:
-                yield f"{inner}/{entry.name}", plain
-            elif entry.name in (PARAMETERS, OPTIMIZER):
-                yield entry.name, entry.name in folders
-            else:
-                yield entry.name, plain
-
-
-def _sorted_out(
-    folders: Mapping[str, OpenFolder], is_ours: Callable[[str], bool]
-) -> tuple[list[str], list[str]]:
-    """A folder's contents: our files, and others."""
-    ours: list[str] = []
-    foreign: list[str] = []
-    for name, plain in _entries(folders):
-        known = name in (MANIFEST, PARAMETERS, OPTIMIZER) or is_ours(name)
-        (ours if plain and known else foreign).append(name)
-    return sorted(ours), sorted(foreign)
+def _foreign(folder: Path, is_ours: Callable[[str], bool]) -> list[str]:
+    """The names in a folder, and in a checkpoint's two subfolders, that are not part of a
+    checkpoint: other files, links, pipes and the like."""
+    found = []
+    for entry in entries(folder):
+        plain = entry.is_file(follow_symlinks=False)
+        if entry.name in (PARAMETERS, OPTIMIZER) and entry.is_dir(follow_symlinks=False):
+            found += [
+                f"{entry.name}/{inner.name}"
+                for inner in entries(folder / entry.name)
+                if not inner.is_file(follow_symlinks=False)
+                or not is_ours(f"{entry.name}/{inner.name}")
+            ]
+        elif not plain or not (entry.name == MANIFEST or is_ours(entry.name)):
+            found.append(entry.name)
+    return sorted(found)
 
 
 def check_replaceable(target: Path) -> None:
@@ -166,7 +139,7 @@ def check_replaceable(target: Path) -> None:
         return
     if not is_folder(target):
         raise PathError(f"{target} is a file, a checkpoint is a folder; name another path")
-    if patiently("stat", target, os.path.ismount, target):
+    if make_call("stat", target, os.path.ismount, target):
         raise PathError(f"{target} is where a disk is mounted; name a folder in it")
     names = [entry.name for entry in entries(target)]
     if not names:
@@ -187,11 +160,6 @@ def check_replaceable(target: Path) -> None:
         _refuse(target, foreign, f"its {MANIFEST} does not name it")
 
 
-def _foreign(target: Path, is_ours: Callable[[str], bool]) -> list[str]:
-    with _opened(target) as folders:
-        return _sorted_out(folders, is_ours)[1]
-
-
 def _refuse(target: Path, found: list[str], why: str) -> None:
     listing = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
     raise PathError(
@@ -201,30 +169,15 @@ def _refuse(target: Path, found: list[str], why: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with a marked name, unless it holds foreign files. Nothing is removed through
-    a link, also if one takes a name meanwhile."""
+    """Remove a folder with a marked name, unless it holds foreign files. No link is followed, also
+    if one takes a name meanwhile."""
     try:
-        with closing(OpenFolder(path.parent)) as parent:
-            with _opened(path, parent) as folders:
-                ours, foreign = _sorted_out(folders, is_data_file)
-                if foreign:
-                    _log.warning("%s stays: it holds %s", path, ", ".join(foreign[:_SHOWN]))
-                    return
-                # the manifest first: what is left of a removal that is killed must not look
-                # complete
-                for name in sorted(ours, key=lambda each: (each != MANIFEST, "/" not in each)):
-                    _remove_from(folders, name)
-            parent.remove_folder(path.name)
+        foreign = _foreign(path, is_data_file)
+        if foreign:
+            _log.warning("%s stays: it holds %s", path, ", ".join(foreign[:_SHOWN]))
+        else:
+            make_call("rmtree", path, shutil.rmtree, path)
     except FileNotFoundError:
         return  # another process has removed it
     except OSError as error:
-        _log.warning("%s stays, removing it failed: %s", path, error.strerror)
-
-
-def _remove_from(folders: Mapping[str, OpenFolder], name: str) -> None:
-    inner, _, last = name.rpartition("/")
-    with suppress(FileNotFoundError):
-        if name in (PARAMETERS, OPTIMIZER):
-            folders[inner].remove_folder(last)
-        else:
-            folders[inner].remove_file(last)
+        _log.warning("%s stays, removing it failed: %s", path, error.strerror or error)

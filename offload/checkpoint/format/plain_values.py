@@ -77,10 +77,10 @@ def _packed_dict(value: dict[Any, Any], name: str, tensor: PackTensor) -> dict[s
     return {_KIND: "counter" if counts else "dict", "of": pairs}
 
 
-def unpacked(value: Any, tensor: UnpackTensor | None = None) -> Any:
+def unpacked(value: Any, tensor: UnpackTensor) -> Any:
     """The value that was `packed`. CheckpointError for one that it did not write."""
     try:
-        return _unpacked(value, tensor or _tensor)
+        return _unpacked(value, tensor)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"a saved state is malformed: {error!s:.200}") from None
 
@@ -115,12 +115,3 @@ def _unpacked(value: Any, tensor: UnpackTensor) -> Any:
         case "array":
             return tensor(value).numpy()
     raise CheckpointError(f"a saved state has a value of kind {kind!r:.40}, which is unknown")
-
-
-def _tensor(value: dict[str, Any]) -> torch.Tensor:
-    dtype = getattr(torch, value["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"a saved state has a tensor of dtype {value['dtype']!r:.40}")
-    raw = bytearray(base64.b64decode(value["of"], validate=True))
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return flat.reshape(value["shape"])

@@ -14,7 +14,13 @@ import xxhash
 
 from offload.checkpoint.format.bounded_json import MOST_NBYTES
 from offload.checkpoint.format.checked_files import REMEDY, TRIES, CheckedFiles
-from offload.checkpoint.format.disk import OpenFile, entries, storage_error, storage_errors
+from offload.checkpoint.format.disk import (
+    OpenFile,
+    entries,
+    make_call,
+    storage_error,
+    storage_errors,
+)
 from offload.checkpoint.format.locks import POLL_S, OpenFolder
 from offload.checkpoint.format.manifest import (
     MANIFEST,
@@ -32,8 +38,7 @@ from offload.checkpoint.format.safetensors_file import (
     parse_header,
 )
 from offload.display.progress import progress
-from offload.swap.io.hands import patiently
-from offload.tiers.errors import CheckpointError, NoCheckpointError, StorageError, StuckError
+from offload.tiers.errors import CheckpointError, NoCheckpointError, StorageError
 from offload.tiers.units import format_bytes
 
 _NOT_THERE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # for this user
@@ -90,8 +95,8 @@ class CheckpointReader:
                     manifest = Manifest.from_json(raw, str(path))
                     self.digest = xxhash.xxh3_64_intdigest(raw)
                     return manifest
-                except StorageError as error:
-                    if tries == TRIES or isinstance(error, StuckError):
+                except StorageError:
+                    if tries == TRIES:
                         raise
                 except CheckpointError:
                     if tries == TRIES or raw == before:
@@ -102,19 +107,18 @@ class CheckpointReader:
 
     def _open(self, name: str) -> OpenFile:
         """Open a file. CheckpointError unless it is a regular file in this very folder."""
-        # a pipe would wait for its writer
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW  # a pipe would wait for its writer
         folder = self._folder_of(name)
         path = self.path / name
         try:
-            file = OpenFile("open", path, path.name, flags, dir_fd=folder.fd)
+            file = OpenFile(path, flags, inside=folder.fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise CheckpointError(f"{path} {_LINK}") from None
             raise
         try:
             if not stat.S_ISREG(file.status().st_mode):
-                raise CheckpointError(f"{self.path / name} is no regular file; {REMEDY}")
+                raise CheckpointError(f"{path} is no regular file; {REMEDY}")
         except BaseException:
             file.close()
             raise
@@ -135,7 +139,7 @@ class CheckpointReader:
             try:
                 self._inner[inner] = OpenFolder(path, self._folder)
             except NotADirectoryError:
-                is_link = patiently("stat", path, path.is_symlink)
+                is_link = make_call("stat", path, path.is_symlink)
                 why = _LINK if is_link else f"is no folder; {REMEDY}"
                 raise CheckpointError(f"{path} {why}") from None
         return self._inner[inner]
@@ -262,7 +266,7 @@ class CheckpointReader:
         path = self.path / name
         try:
             fd = self._folder_of(name).fd
-            found = patiently(
+            found = make_call(
                 "stat", path, lambda: os.stat(path.name, dir_fd=fd, follow_symlinks=False)
             )
         except FileNotFoundError:
@@ -313,7 +317,7 @@ def _open_shared(path: Path) -> OpenFolder:
 def _is_at(fd: int, path: Path) -> bool:
     """Whether the folder still has its name; False once another folder has taken it."""
     try:
-        return patiently("stat", path, lambda: os.path.samestat(os.fstat(fd), os.stat(path)))
+        return make_call("stat", path, lambda: os.path.samestat(os.fstat(fd), os.stat(path)))
     except FileNotFoundError:
         return False
 
@@ -342,7 +346,7 @@ def _kind(path: Path) -> str:
         with path.open("rb") as file:
             return file.read(4)
 
-    start = patiently("read", path, first_bytes)
+    start = make_call("read", path, first_bytes)
     if start is None:
         return "no folder"
     if start == b"PK\x03\x04" or start[:1] == b"\x80":

@@ -39,13 +39,13 @@ from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
-DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
-    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
-    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-    torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PART_NBYTES = 1 << 20
 _MOST_NUMEL = 1 << 60
 

@@ -12,7 +12,7 @@ from offload.checkpoint.format.folder import discard, recover
 from offload.checkpoint.format.ownership import is_planted
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_of
-from offload.tiers.errors import CheckpointError, PathError, StorageError, StuckError
+from offload.tiers.errors import CheckpointError, PathError, StorageError
 
 _STEP = re.compile(r"step-(\d+)")
 _log = logging.getLogger("offload")
@@ -52,8 +52,6 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
             with CheckpointReader(path) as reader:
                 reader.check(contents=False)
                 problem = other_step(path, reader.manifest.saved_as)
-        except StuckError:
-            raise
         except (CheckpointError, StorageError) as error:
             _log.warning("passed over %s: %s", path, error)
             unread = error if isinstance(error, StorageError) else unread

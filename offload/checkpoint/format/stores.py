@@ -18,11 +18,10 @@ from typing import Any
 from offload.checkpoint.format.bounded_json import MOST_NBYTES
 from offload.checkpoint.format.disk import (
     check_room,
+    make_call,
     make_folder,
     new_file,
     storage_errors,
-    sync_folder,
-    sync_tree,
     write_text,
 )
 from offload.checkpoint.format.folder import PendingFolder
@@ -30,7 +29,6 @@ from offload.checkpoint.format.manifest import MANIFEST, OPTIMIZER, PARAMETERS, 
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_text
 from offload.display.progress import progress
-from offload.swap.io.hands import patiently
 from offload.tiers.errors import CheckpointError, PathError, StorageError
 
 _BLOCK_NBYTES = 8 << 20
@@ -43,7 +41,6 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         """Raises PathError for a URL of a kind that is not installed, or cannot be reached."""
         import fsspec  # type: ignore[import-untyped]
-        from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
         self.url = url.rstrip("/")
         try:
@@ -51,8 +48,6 @@ class ObjectStore:
         except (ImportError, ValueError, OSError) as error:
             raise PathError(f"{url}: {error}") from None
         self._files, self._root = found
-        # a disk keeps nothing for sure that was not synced; other stores do when a call returns
-        self._is_local = isinstance(self._files, LocalFileSystem)
 
     def manifest(self) -> bytes | None:
         """The manifest's bytes; None if no checkpoint is complete."""
@@ -84,11 +79,7 @@ class ObjectStore:
     def put(self, name: str, source: Path) -> None:
         """Write a local file there, replacing what an unfinished copy has left."""
         with self._errors("writing", name):
-            folder = self._path(name).rpartition("/")[0]
-            if self._is_local:
-                make_folder(Path(folder), parents=True)
-            else:
-                self._files.makedirs(folder, exist_ok=True)
+            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
             self._files.put_file(str(source), self._path(name))
 
     def commit(self, manifest: bytes) -> None:
@@ -96,11 +87,7 @@ class ObjectStore:
         with self._errors("writing", MANIFEST):
             # where a file grows as it is written, its name has to come last
             self._files.pipe_file(self._path(f"{MANIFEST}.part"), manifest)
-            if self._is_local:
-                sync_tree(Path(self._root))
             self._files.mv(self._path(f"{MANIFEST}.part"), self._path(MANIFEST))
-            if self._is_local:
-                sync_folder(Path(self._root))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -158,7 +145,7 @@ def _upload(source: Path, store: ObjectStore) -> int:
                 came(record.nbytes)
         manifest = source / MANIFEST
         with storage_errors("reading", manifest):
-            raw = patiently("read", manifest, manifest.read_bytes)
+            raw = make_call("read", manifest, manifest.read_bytes)
         if Manifest.from_json(raw, str(source)).generation != reader.manifest.generation:
             raise CheckpointError(f"{source} was saved again while it was copied; copy it again")
         store.commit(raw)

@@ -12,10 +12,8 @@ import torch
 from offload.checkpoint.format.manifest import BufferRecord, RunRecord
 from offload.checkpoint.format.plain_values import packed, unpacked
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES, StoredTensor
+from offload.checkpoint.format.safetensors_file import DTYPE_NAMES, DTYPES, StoredTensor
 from offload.tiers.errors import CheckpointError
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
@@ -54,7 +52,7 @@ def buffers_of(reader: CheckpointReader) -> dict[str, torch.Tensor]:
 
 
 def _read(reader: CheckpointReader, record: BufferRecord, stored: StoredTensor) -> torch.Tensor:
-    tensor = torch.empty(record.shape, dtype=_DTYPES[record.dtype])
+    tensor = torch.empty(record.shape, dtype=DTYPES[record.dtype])
     if tensor.numel():
         reader.read_into(stored, 0, tensor.reshape(-1).view(torch.uint8).numpy().data)
     return tensor

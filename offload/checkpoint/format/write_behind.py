@@ -2,13 +2,13 @@
 
 What is appended is copied into page-aligned blocks, which go to the device around the page cache
 where the file system allows that (O_DIRECT): a copy into the cache costs several times as much of
-the processor, which training needs, and drives other files out of it. Threads that can be left
-(`hands`) make the calls, two at a time, so that the device always has the next one:
+the processor, which training needs, and drives other files out of it. Two threads write, so that
+the device always has the next block:
 
     caller     ├ hash, copy 0 ┤├ hash, copy 1 ┤├ hash, copy 2 ┤├ hash, copy 3 ┤
-    hand       ................├──────── write 0 ────────┤├──────── write 2 ────────┤
-    hand       ................................├──────── write 1 ────────┤├──────── write 3 ───
-    hand       of a file before it:  ├─ sync ─┤
+    thread     ................├──────── write 0 ────────┤├──────── write 2 ────────┤
+    thread     ................................├──────── write 1 ────────┤├──────── write 3 ───
+    thread     of a file before it:  ├─ sync ─┤
 
 Blocks end at multiples of their size in the file. The part pages at both ends of a stream are
 written through the cache, as other streams have the rest of them.
@@ -19,16 +19,16 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from offload.checkpoint.format.disk import OpenFile, new_file, storage_errors
-from offload.swap.io.hands import Call
+from offload.checkpoint.format.disk import OpenFile, make_call, new_file, storage_errors
 from offload.swap.io.swap_file import UNSUPPORTED, fallocate, file_system_of
+from offload.tiers.errors import StorageError
 from offload.tiers.host_region import AnonymousMemory
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
@@ -36,11 +36,10 @@ from offload.tiers.units import round_up
 # fewer take longer: a thread is woken for each
 BLOCK_NBYTES = 8 << 20
 MOST_BLOCKS = 4  # that are written, or wait for it; what is appended meanwhile waits
-_DIRECT_HANDS = 2
-MOST_SYNCS = 4  # files; each is open, with its threads
+_WRITERS = 2
+MOST_SYNCS = 4  # files, each of which is open
 
 _LEAST_NBYTES = 64 << 10  # of a block, to have memory that is kept
-_FILE_FLAGS = os.O_WRONLY | os.O_CLOEXEC
 
 _log = logging.getLogger("offload")
 _said: set[int] = set()  # devices that are written through the page cache
@@ -55,8 +54,10 @@ class WriteBehind:
     """
 
     def __init__(self) -> None:
-        self._writes: deque[_Write] = deque()
-        self._syncs: deque[_Sync] = deque()
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="offload-write")
+        self._syncers = ThreadPoolExecutor(MOST_SYNCS, thread_name_prefix="offload-sync")
+        self._writes: deque[tuple[Future[None], AlignedMemory]] = deque()
+        self._syncs: deque[Future[None]] = deque()
         self._free: list[AlignedMemory] = []  # of whole blocks
         self._files: list[BehindFile] = []
 
@@ -71,19 +72,19 @@ class WriteBehind:
         while self._writes:
             self._end_write()
         while self._syncs:
-            self._end_sync()
+            self._syncs.popleft().result()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the open files. What was not written yet may never be."""
+        """Close the open files, once their calls have returned. What was not written yet may never
+        be."""
+        for threads in (self._writers, self._syncers):
+            threads.shutdown(cancel_futures=True)
         for file in self._files:
             file.close()
 
@@ -95,71 +96,42 @@ class WriteBehind:
             return AlignedMemory(nbytes)
         return self._free.pop() if self._free else AlignedMemory(BLOCK_NBYTES)
 
-    def write(self, file: BehindFile, memory: AlignedMemory, data: memoryview, offset: int) -> None:
+    def write(
+        self, file: BehindFile, memory: AlignedMemory, data: memoryview, offset: int
+    ) -> Future[None]:
         """Begin to write `data`, a part of `memory`, which is reused afterwards. Waits if too much
         is under way."""
-        while len(self._writes) >= MOST_BLOCKS or (self._writes and self._writes[0].has_ended):
+        while len(self._writes) >= MOST_BLOCKS or (self._writes and self._writes[0][0].done()):
             self._end_write()
-        self._writes.append(_Write(file, memory, file.begin_write(data, offset)))
+        write = _submitted(self._writers, file.path, file.write_block, data, offset)
+        self._writes.append((write, memory))
+        return write
 
-    def finish_file(self, file: BehindFile) -> None:
-        """Sync and close a file, once all blocks before are written."""
-        if self._writes:
-            self._writes[-1].last_of.append(file)
-        else:
-            self._begin_sync(file)
+    def finish_file(self, file: BehindFile, writes: list[Future[None]]) -> None:
+        """Sync and close a file, once its blocks are written."""
+        while len(self._syncs) >= MOST_SYNCS or (self._syncs and self._syncs[0].done()):
+            self._syncs.popleft().result()
+        self._files.remove(file)
+        self._syncs.append(_submitted(self._syncers, file.path, file.sync_and_close, writes))
 
     def _end_write(self) -> None:
-        write = self._writes.popleft()
-        write.file.end_write(write.parts)
-        if write.memory.nbytes == BLOCK_NBYTES:
-            self._free.append(write.memory)
-        for file in write.last_of:
-            self._begin_sync(file)
-
-    def _begin_sync(self, file: BehindFile) -> None:
-        while len(self._syncs) >= MOST_SYNCS or (self._syncs and self._syncs[0].has_ended):
-            self._end_sync()
-        self._syncs.append(_Sync(file, file.begin_sync()))
-
-    def _end_sync(self) -> None:
-        sync = self._syncs.popleft()
-        sync.file.end_sync(sync.calls)
-        self._files.remove(sync.file)
+        write, memory = self._writes.popleft()
+        write.result()
+        if memory.nbytes == BLOCK_NBYTES:
+            self._free.append(memory)
 
 
-@dataclass(slots=True)
-class _Part:
-    """One call of a block's write."""
-
-    file: OpenFile
-    data: memoryview
-    offset: int
-    call: Call[int]
-
-
-class _Write:
-    """A block that is being written."""
-
-    def __init__(self, file: BehindFile, memory: AlignedMemory, parts: list[_Part]) -> None:
-        self.file, self.memory, self.parts = file, memory, parts
-        self.last_of: list[BehindFile] = []  # files that are complete with it
-
-    @property
-    def has_ended(self) -> bool:
-        return all(part.call.has_returned for part in self.parts)
-
-
-@dataclass(slots=True)
-class _Sync:
-    """A file whose sync is under way."""
-
-    file: BehindFile
-    calls: list[Call[None]]
-
-    @property
-    def has_ended(self) -> bool:
-        return all(call.has_returned for call in self.calls)
+def _submitted(
+    threads: ThreadPoolExecutor, path: Path, function: object, *args: object
+) -> Future[None]:  # fmt: skip
+    try:
+        return threads.submit(function, *args)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise StorageError(
+            f"{path} was not written: no thread can be started; raise the limit of processes "
+            "(`ulimit -u`), of a container's tasks or of memory",
+            path=str(path),
+        ) from error
 
 
 class AlignedMemory:
@@ -177,10 +149,8 @@ class BehindFile:
     def __init__(self, path: Path, nbytes: int, behind: WriteBehind) -> None:
         self.path, self.nbytes = path, nbytes
         self._behind = behind
-        self._uncached = 0  # bytes in the cache that the device was not asked to write yet
-        self._direct: list[OpenFile] = []
-        self._is_direct = True
-        self._turn = 0
+        self._writes: list[Future[None]] = []
+        self._direct: OpenFile | None = None  # None: written through the page cache
         self._file = new_file(path)
         try:
             self._reserve()
@@ -193,7 +163,7 @@ class BehindFile:
         """Reserve its room on the device in one piece: writes that extend a file run one by one."""
         with storage_errors("writing", self.path, 0, self.nbytes):
             try:
-                self._file.result(self._file.begin("fallocate", fallocate, 0, self.nbytes))
+                make_call("fallocate", self.path, fallocate, self._file.fd, 0, self.nbytes)
             except OSError as error:
                 if error.errno not in UNSUPPORTED:  # such a file system finds room as it writes
                     raise
@@ -201,17 +171,14 @@ class BehindFile:
     def _open_direct(self) -> None:
         with storage_errors("opening", self.path):
             try:
-                for _ in range(_DIRECT_HANDS):
-                    flags = _FILE_FLAGS | os.O_DIRECT
-                    self._direct.append(OpenFile("open", self.path, self.path, flags))
+                self._direct = OpenFile(self.path, os.O_WRONLY | os.O_DIRECT)
             except OSError as error:
-                self._no_direct(error)
+                if error.errno not in UNSUPPORTED:
+                    raise
+                self._tell_of_cache(error)
 
-    def _no_direct(self, error: OSError) -> None:
-        """Write through the cache from now on. Logged once for each file system."""
-        if error.errno not in UNSUPPORTED:
-            raise error
-        self._is_direct = False
+    def _tell_of_cache(self, error: OSError) -> None:
+        """Log, once for each file system, that files there are written through the cache."""
         device = self._file.status().st_dev
         if device not in _said:
             _said.add(device)
@@ -223,80 +190,68 @@ class BehindFile:
 
     def stream(self, start_bytes: int, nbytes: int) -> Stream:
         """A range of the file, to be filled from its front to its end."""
-        return Stream(self, self._behind, start_bytes, nbytes)
+        return Stream(self, start_bytes, nbytes)
+
+    def memory(self, nbytes: int) -> AlignedMemory:
+        """Memory for a block of a stream."""
+        return self._behind.memory(nbytes)
+
+    def write(self, memory: AlignedMemory, data: memoryview, offset: int) -> None:
+        """Begin to write a block of a stream, see `WriteBehind.write`."""
+        self._writes.append(self._behind.write(self, memory, data, offset))
 
     def finish(self) -> None:
         """Sync the file, whose streams are all complete."""
-        self._behind.finish_file(self)
-
-    # ---------------------------------------------------------------- for WriteBehind
-    def begin_write(self, data: memoryview, offset: int) -> list[_Part]:
-        """Begin to write it. Partial pages go through the cache."""
-        first = min(round_up(offset, PAGE_NBYTES) - offset, data.nbytes)
-        last = max(first, (offset + data.nbytes) // PAGE_NBYTES * PAGE_NBYTES - offset)
-        direct = self._file
-        if self._is_direct:
-            self._turn = (self._turn + 1) % _DIRECT_HANDS
-            direct = self._direct[self._turn]
-        spans = (self._file, 0, first), (direct, first, last), (self._file, last, data.nbytes)
-        return [
-            self._begin_part(file, data[start:stop], offset + start)
-            for file, start, stop in spans if start < stop
-        ]  # fmt: skip
-
-    def _begin_part(self, file: OpenFile, data: memoryview, offset: int) -> _Part:
-        call = file.begin("pwrite", os.pwrite, data, offset, offset=offset, n=data.nbytes)
-        return _Part(file, data, offset, call)
-
-    def end_write(self, parts: list[_Part]) -> None:
-        """Wait until the device, or the page cache, has all of it."""
-        for part in parts:
-            with storage_errors("writing", self.path, part.offset, part.data.nbytes):
-                done = self._written(part)
-            if done < part.data.nbytes:
-                self._file.write_all(part.data[done:], part.offset + done)
-            if part.file is self._file or done < part.data.nbytes:
-                self._cached(part.data.nbytes)
-
-    def _written(self, part: _Part) -> int:
-        try:
-            return part.file.result(part.call)
-        except OSError as error:
-            if part.file is self._file:
-                raise
-            self._no_direct(error)  # some file systems take the flag and refuse the write
-            return 0
-
-    def _cached(self, nbytes: int) -> None:
-        self._uncached += nbytes
-        if self._uncached >= BLOCK_NBYTES:
-            self._file.start_writeback()
-            self._uncached = 0
-
-    def begin_sync(self) -> list[Call[None]]:
-        """Begin to sync the file, and to drop it from the page cache."""
-        # written once and not read soon: leave the page cache to the training data
-        return [*self._file.begin_sync(self.nbytes), self._file.begin_forget()]
-
-    def end_sync(self, calls: list[Call[None]]) -> None:
-        """Wait until the file is on the device, and close it."""
-        with storage_errors("writing", self.path):
-            for call in calls:
-                self._file.result(call)
-        self.close()
+        self._behind.finish_file(self, self._writes)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        for file in (self._file, *self._direct):
-            file.close()
+        for file in (self._file, self._direct):
+            if file is not None:
+                file.close()
+
+    # ---------------------------------------------------------------- in a thread
+    def write_block(self, data: memoryview, offset: int) -> None:
+        """Write it to the device; partial pages go through the cache."""
+        first = min(round_up(offset, PAGE_NBYTES) - offset, data.nbytes)
+        last = max(first, (offset + data.nbytes) // PAGE_NBYTES * PAGE_NBYTES - offset)
+        for start, stop in ((0, first), (last, data.nbytes)):
+            if start < stop:
+                self._file.write_all(data[start:stop], offset + start)
+        if first < last:
+            self._write_pages(data[first:last], offset + first)
+
+    def _write_pages(self, data: memoryview, offset: int) -> None:
+        done = 0
+        if self._direct is not None:
+            with storage_errors("writing", self.path, offset, data.nbytes):
+                try:
+                    done = make_call("pwrite", self.path, os.pwrite, self._direct.fd, data, offset)
+                except OSError as error:
+                    if error.errno not in UNSUPPORTED:
+                        raise
+                    self._tell_of_cache(error)  # some file systems take the flag, and refuse this
+        if done < data.nbytes:
+            self._file.write_all(data[done:], offset + done)
+
+    def sync_and_close(self, writes: list[Future[None]]) -> None:
+        """Wait until the file is on the device, and close it."""
+        try:
+            for write in writes:
+                write.result()
+            self._file.sync()
+            with suppress(StorageError):
+                # written once and not read soon: leave the page cache to the training data
+                self._file.forget()
+        finally:
+            self.close()
 
 
 class Stream:
     """A range of a file that is being filled. Its last block goes to the file once it is full."""
 
-    def __init__(self, file: BehindFile, behind: WriteBehind, start: int, nbytes: int) -> None:
+    def __init__(self, file: BehindFile, start: int, nbytes: int) -> None:
         self._file = file
-        self._behind = behind
         self._at = start
         self._end = start + nbytes
         self._memory: AlignedMemory | None = None
@@ -322,11 +277,11 @@ class Stream:
         self._stop = min((self._at // BLOCK_NBYTES + 1) * BLOCK_NBYTES, self._end)
         nbytes = self._stop - self._begin
         with storage_errors("writing", self._file.path, self._begin, nbytes):
-            self._memory = self._behind.memory(nbytes)
+            self._memory = self._file.memory(nbytes)
 
     def _send(self) -> None:
         memory, self._memory = self._memory, None
         assert memory is not None, "a block was filled"
         inset = self._begin % PAGE_NBYTES
         data = memory.array[inset : inset + self._stop - self._begin].data
-        self._behind.write(self._file, memory, data, self._begin)
+        self._file.write(memory, data, self._begin)

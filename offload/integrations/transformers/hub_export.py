@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from offload.checkpoint.foreign.exporting import ExportedTensor, HubFiles
 from offload.checkpoint.foreign.model_files import INDEX, check_counts
 from offload.checkpoint.format.manifest import ITEMSIZE, ModelRecord
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
+from offload.checkpoint.format.safetensors_file import DTYPES
 from offload.integrations.transformers.pretrained import is_model_class
 from offload.tiers.errors import UnsupportedError
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from offload.integrations.weight_files import Write
 
 _log = logging.getLogger("offload")
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SHARD = "5GB"
 
 
@@ -72,7 +71,7 @@ class _Converted:
         self._own = [tensor for tensor in tensors if tensor.info.name not in ignored]
         from offload.integrations.transformers.hub_format import HubFormat
 
-        own = {t.info.name: (t.info.shape, _DTYPES[t.info.dtype]) for t in self._own}
+        own = {t.info.name: (t.info.shape, DTYPES[t.info.dtype]) for t in self._own}
         self._format: HubFormat = HubFormat(model, own)
         self.tensors = self._format.tensors
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.checkpoint.format.blocks import DIGITS, blocks_in
+from offload.checkpoint.format.composing import fields_of
 from offload.checkpoint.format.manifest import BUFFERS, OPTIMIZER, PARAMETERS, ParameterRecord
-from offload.checkpoint.format.safetensors_file import TensorInfo, field_info, file_nbytes
+from offload.checkpoint.format.safetensors_file import TensorInfo, file_nbytes, optimizer_sections
 from offload.kernels.rules import StateFormat
 from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import GroupShape, ModelShape
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from offload.planning.plan.plan import Plan
 
 _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U8"}
 # The manifest is JSON with an indent: what an entry takes beside its names and numbers.
 _PARAMETER_NBYTES, _FILE_NBYTES, _SECTION_NBYTES, _MANIFEST_NBYTES = 180, 90, 110, 1200
 
@@ -70,13 +70,6 @@ def _files(
         metadata["tied"] = json.dumps(tied)
     tensors = [TensorInfo(r.names[0], r.dtype, tuple(r.shape)) for r in records]
     yield f"{PARAMETERS}/{index:03d}.safetensors", {"tensors": tensors}, metadata
-    trainable = [record for record in records if record.trainable]
-    if trainable:
-        sections = {
-            field.name: [
-                field_info(record, field.name, _FIELD_DTYPES[field.dtype.name])
-                for record in trainable
-            ]
-            for field in kept.fields
-        }
+    if any(record.trainable for record in records):
+        sections = optimizer_sections(records, fields_of(kept))
         yield f"{OPTIMIZER}/{index:03d}.safetensors", sections, {"group": group.name}

@@ -1,0 +1,67 @@
+"""Calls on a checkpoint's files: one that does not return is named, and what a descriptor and a
+lock are worth after it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from offload.checkpoint.format import disk, locks
+from offload.checkpoint.format.disk import OpenFile, new_file, rename
+from offload.checkpoint.format.locks import alone_in, lock_folder, unlock
+from offload.errors import CheckpointError, NoSpaceError
+
+
+def test_a_call_that_does_not_return_is_named_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = threading.Event()
+    monkeypatch.setattr(disk, "_watchdog", disk._Watchdog())
+    monkeypatch.setattr(disk._Watchdog, "WARN_AFTER_S", 0.1)
+    monkeypatch.setattr(disk._log, "warning", lambda *said: (warned.append(said), named.set()))
+    warned: list[tuple[object, ...]] = []
+    (tmp_path / "old").touch()
+    renamed = os.rename
+
+    def hangs(old: Path, new: Path) -> None:
+        assert named.wait(10)
+        renamed(old, new)
+
+    monkeypatch.setattr(os, "rename", hangs)
+    rename(tmp_path / "old", tmp_path / "new")
+    assert (tmp_path / "new").exists()
+    ((text, operation, path, seconds),) = warned
+    assert (operation, path) == ("rename", tmp_path / "new")
+    assert "has not ended" in str(text)
+    assert float(str(seconds)) >= 0.1
+
+
+def test_a_lock_that_a_stopped_process_keeps_is_an_error_within_half_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 20 < locks._PATIENCE_S < 30
+    monkeypatch.setattr(locks, "_PATIENCE_S", 0.05)
+    holder = lock_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="another process has locked"), alone_in(tmp_path):
+        raise AssertionError("it is locked")
+    unlock(holder)
+
+
+def test_a_full_device_is_an_error_of_its_kind() -> None:
+    full = Path("/dev/full")
+    with OpenFile(full, os.O_WRONLY) as file, pytest.raises(NoSpaceError):
+        file.write_all(memoryview(b"1"), 0)
+
+
+def test_a_forked_child_closes_its_own_descriptor(tmp_path: Path) -> None:
+    with new_file(tmp_path / "file") as file:
+        pid = os.fork()
+        if not pid:
+            file.close()
+            os._exit(0 if file.fd < 0 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        file.write_all(memoryview(b"parent"), 0)
+    assert (tmp_path / "file").read_bytes() == b"parent"
