@@ -46,14 +46,19 @@ def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
             loader, beside = _open(engine, path, stack)
         if runtime.ranks is not None:
             loader.check_alike(runtime.ranks)
-        runtime.store.unusable = (
+        half_way = runtime.store.unusable = (
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
         )
         with on_all(runtime.ranks, failed), progress(f"loading {path.name}", loader.nbytes) as came:
-            beside.modules.apply()
             loader.apply(came)
-        runtime.store.unusable = None
+        with on_all(runtime.ranks, failed):
+            runtime.store.unusable = None  # modules may look at their parameters
+            try:
+                beside.modules.apply()
+            except BaseException:
+                runtime.store.unusable = half_way
+                raise
         with on_all(runtime.ranks, failed):
             beside.apply()
         return beside.state or {}
