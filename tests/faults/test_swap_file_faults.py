@@ -22,7 +22,7 @@ from offload.errors import OffloadError, StuckError
 from offload.swap.io import pinned_folder, swap_file
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
-from tests.stuck_calls import HAND, all_ended, give_up_this_call
+from tests.stuck_calls import TIMEOUT_THREAD, all_ended, give_up_this_call
 
 DATA = batches(2)
 CALLS = (
@@ -53,7 +53,7 @@ class FaultyOS:
 
     def _hold(self) -> None:
         """As if it did not return for ever, and nobody waits for so long."""
-        is_patient = threading.current_thread().name == HAND
+        is_patient = threading.current_thread().name == TIMEOUT_THREAD
         assert is_patient, f"{self.hit} would be waited for without an end"
         give_up_this_call()
         assert self._released.wait(RELEASE_S)

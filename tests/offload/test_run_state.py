@@ -639,7 +639,9 @@ def test_what_is_not_taken_over_is_said_by_name(tmp_path: Path, caplog: Any) -> 
 
 
 def test_plain_values_hold_every_kind() -> None:
-    assert unpacked(json.loads(json.dumps(packed(STATE, "it", lambda *_: {}))), torch.empty) == STATE
+    assert (
+        unpacked(json.loads(json.dumps(packed(STATE, "it", lambda *_: {}))), torch.empty) == STATE
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -18,10 +18,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.engine.run_state import RunState
@@ -32,7 +33,6 @@ from offload.checkpoint.format.write_behind import WriteBehind
 from offload.swap.io.block_store import GROWTH_NBYTES
 from offload.swap.states.state import Snapshot, State
 from offload.swap.threads.lanes import be_worker
-from offload.swap.threads.latch import Latch
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import OffloadError, StorageError
 from offload.tiers.tier import PAGE_NBYTES
@@ -42,6 +42,7 @@ from offload.zero.step.save_gate import SaveGate
 if TYPE_CHECKING:
     from offload.engine import Engine
 
+_LOOK_S = 1.0  # at most, from the end of a save to that of a wait for it
 _log = logging.getLogger("offload")
 Snapshots = Mapping[State, Snapshot]
 
@@ -93,8 +94,10 @@ class BackgroundSave:
         self._is_cancelled = False
         self._pid = os.getpid()
         self._began_s = time.perf_counter()
-        # not the thread's `join`: one that a Ctrl-C has ended takes the thread for dead (3.11)
-        self._ended = Latch()
+        # not the thread's `join`: one that a Ctrl-C has ended takes the thread for dead (3.11); nor
+        # an Event: a Ctrl-C may leave its lock locked
+        self._has_ended = False
+        self._told: SimpleQueue[None] = SimpleQueue()
         with ExitStack() as unless_begun:
             work = self._begin(engine, path, state, unless_begun.enter_context(ExitStack()))
             run = copy_context().run  # with the time that its calls are waited for
@@ -138,13 +141,15 @@ class BackgroundSave:
     @property
     def has_ended(self) -> bool:
         """Whether `wait` would not block."""
-        return not self._is_mine or self._ended.is_open
+        return not self._is_mine or self._has_ended
 
     def wait(self) -> None:
         """Block until it has ended; raises its error, once."""
         if not self._is_mine:
             return
-        self._ended.wait_for_ever()
+        while not self._has_ended:
+            with suppress(Empty):  # a Ctrl-C may take what tells of it
+                self._told.get(timeout=_LOOK_S)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -176,7 +181,8 @@ class BackgroundSave:
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._failure = error
         finally:
-            self._ended.open()
+            self._has_ended = True
+            self._told.put(None)
 
     def _write(self, work: _Work) -> None:
         left = dict.fromkeys(range(len(work.saver.saved)))
