@@ -9,6 +9,7 @@ the accumulator's tier. `gradient_paths` does the copying.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from offload.kernels.floats import Float, Runner
+from offload.kernels.floats import Array, Float, Runner
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.states.state import State
 from offload.swap.threads.ranges import profiled
@@ -35,7 +36,85 @@ from offload.zero.groups.layout import ParamSpec
 Accumulators = Callable[[int], State]
 
 
-class GradientAccumulator:
+class Gradients(abc.ABC):
+    """One group's gradients, of the part that this rank updates."""
+
+    __slots__ = ()
+    name: str
+    passes: Array  # int64, per trainable parameter: > 0 where there is a gradient
+    landed: Transfer[None]  # all that was taken in is in `state`, and that is on its way home
+
+    @property
+    @abc.abstractmethod
+    def state(self) -> State: ...
+
+    @property
+    @abc.abstractmethod
+    def format(self) -> Float: ...
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.passes.any())
+
+    @property
+    def is_reduced_locally(self) -> bool:
+        """Whether the gradients arrive without waiting for other ranks."""
+        return True
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there are gradients to clear."""
+        return self.has_any
+
+    @abc.abstractmethod
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take in a gradient of parameter `index`. Returns False if the update must not count on it
+        before the step."""
+
+    @abc.abstractmethod
+    def read(self, index: int) -> torch.Tensor | None:
+        """Return a copy of this rank's part of a gradient; None if it has none."""
+
+    @abc.abstractmethod
+    def close(self) -> bool:
+        """Let what arrived go home. Returns False if there is nothing to let go."""
+
+    @abc.abstractmethod
+    def square(self, index: int) -> float:
+        """Return the sum of squares of the gradient that this rank updates a parameter with;
+        infinite or NaN if that is."""
+
+    @property
+    @abc.abstractmethod
+    def spent(self) -> bool:
+        """Whether an update has used the gradients up."""
+
+    @abc.abstractmethod
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Let `value`, of the whole parameter's size, be its gradient."""
+
+    @abc.abstractmethod
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply a parameter's gradient."""
+
+    @abc.abstractmethod
+    def factor(self, index: int) -> float:
+        """Return the factor that an update has to multiply the values in `state` by."""
+
+    @abc.abstractmethod
+    def drop(self, indices: Sequence[int]) -> None:
+        """Forget the gradients of some parameters."""
+
+    @abc.abstractmethod
+    def spend(self) -> None:
+        """Give the memory back: an update has used the gradients up. Their norm is still known."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Forget all gradients."""
+
+
+class GradientAccumulator(Gradients):
     """Gradients of one group's trainable parameters, or of this rank's part of them. For the
     thread that runs backward."""
 
@@ -58,7 +137,7 @@ class GradientAccumulator:
         self._own = own
         self._make = make
         self._spent = False
-        self.format = accumulate
+        self.format: Float = accumulate
         self.state: State = make(accumulate.nbytes)
         self._path = self._choose_path(run, partials, ring)
         self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
@@ -78,24 +157,10 @@ class GradientAccumulator:
         return HostPath(self._specs, run)
 
     @property
-    def has_any(self) -> bool:
-        return bool(self.passes.any())
-
-    @property
-    def holds_any(self) -> bool:
-        return self.has_any
-
-    @property
-    def is_reduced_locally(self) -> bool:
-        return True
-
-    @property
     def spent(self) -> bool:
         return self._spent
 
     def add(self, index: int, gradient: torch.Tensor) -> bool:
-        """Take in the gradient of parameter `index`; the pass ends with that of the last one. True
-        if it is in the accumulator on return."""
         source = flat_gradient(gradient)
         before = self.passes.item(index)
         if before and self.format is not Float.FP32:
@@ -138,7 +203,6 @@ class GradientAccumulator:
         self._factors[index] = 1.0
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Replace what was accumulated by `value`, of the parameter's size."""
         self._arrive()
         self._path.copy(index, self._opened(), flat_gradient(value))
         self._passed(index, max(1, int(self.passes[index])))
@@ -146,15 +210,12 @@ class GradientAccumulator:
         self.close()
 
     def scale(self, index: int, factor: float) -> None:
-        """Multiply what was accumulated: the factor is kept until the values are used."""
-        self._factors[index] *= factor
+        self._factors[index] *= factor  # until the values are used
 
     def factor(self, index: int) -> float:
-        """Return the factor that the accumulator's values have to be multiplied by."""
         return self._factors.item(index) * self._share
 
     def drop(self, indices: Sequence[int]) -> None:
-        """Forget what was accumulated for some parameters."""
         for index in indices:
             self._passed(index, 0)
         self._factors[indices] = 1.0
@@ -175,7 +236,6 @@ class GradientAccumulator:
         old_state.close()
 
     def close(self) -> bool:
-        """Let the accumulator go home until the next gradient comes; False if it is not open."""
         if self._open is None:
             return False
         state, buffer = self.state, self._open
@@ -189,7 +249,6 @@ class GradientAccumulator:
         return True
 
     def square(self, index: int) -> float:
-        """Return the sum of squares of the gradient accumulated for a parameter."""
         if not self.passes[index]:
             return 0.0
         return total_square(self._path.squares(index).tolist()) * self.factor(index) ** 2
@@ -213,13 +272,11 @@ class GradientAccumulator:
             self._path.when_there(lambda: None, f"the gradients of {self.name}").wait()
 
     def spend(self) -> None:
-        """Free the memory: an update has used the gradients up. Their norm is still known."""
         self._spent = True
         self._arrive()
         self.state.discard()
 
     def clear(self) -> None:
-        """Forget all gradients."""
         self._arrive()
         self._open = None
         self.passes[:] = 0

@@ -8,7 +8,7 @@ import torch
 
 from offload.swap.states.trace import Trace
 from offload.swap.threads.ordered import OrderedWork
-from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.gradients.gradients import GradientAccumulator, Gradients
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.rank_weights import RankWeights, SharedMemory, SharedWeights
 from offload.zero.ranks.ranks import Ranks
@@ -19,7 +19,6 @@ from offload.zero.ranks.reduction import (
     SharedReductions,
 )
 from offload.zero.ranks.sharding import Part
-from offload.zero.step.optimizer_state import Gradients
 
 
 class RankWork(RankWeights):

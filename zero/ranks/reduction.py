@@ -32,7 +32,7 @@ from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
-from offload.zero.gradients.gradients import GradientAccumulator, flat_gradient
+from offload.zero.gradients.gradients import GradientAccumulator, Gradients, flat_gradient
 from offload.zero.ranks.collectives import Collectives, Workspace
 from offload.zero.ranks.rank_weights import PassLog
 from offload.zero.ranks.ranks import Ranks
@@ -41,9 +41,8 @@ from offload.zero.ranks.sharding import ALONE, BUCKETS, Part, PartOfParam, Shard
 _MOST_BEHIND = 2  # complete groups that wait for one that may never be complete
 
 
-class ReducedGradients:
-    """Gradients of one group over all ranks, as the update sees them: an accumulator of this
-    rank's part (see `GradientAccumulator`)."""
+class ReducedGradients(Gradients):
+    """Gradients of one group over all ranks: an accumulator of this rank's part."""
 
     def __init__(
         self, index: int, part: Part, own: GradientAccumulator,
@@ -90,24 +89,17 @@ class ReducedGradients:
         return self.own.format
 
     @property
-    def has_any(self) -> bool:
-        return bool(self.passes.any())
-
-    @property
     def is_reduced_locally(self) -> bool:
         return self.landed.done()
 
     @property
     def holds_any(self) -> bool:
-        """Whether there are gradients, this rank's or others' of which it has a part."""
         return self.submitted or self.has_any
 
     def close(self) -> bool:
-        """Return False: each reduction sends the accumulator home, and leaves nothing open."""
-        return False
+        return False  # each reduction sends the accumulator home, and leaves nothing open
 
     def square(self, index: int) -> float:
-        """Return the sum of squares of this rank's part."""
         return self.own.square(self._numbers[index]) if index in self._numbers else 0.0
 
     @property
@@ -151,7 +143,6 @@ class ReducedGradients:
         self.own.spend()
 
     def read(self, index: int) -> torch.Tensor | None:
-        """Return a copy of this rank's part of a reduced gradient; None if there is none."""
         there = index in self._numbers and self.passes[index]
         return self.own.read(self._numbers[index]) if there else None
 

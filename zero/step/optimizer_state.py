@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
-from offload.kernels.floats import Array, Float
+from offload.kernels.floats import Array
 from offload.kernels.rules import Scalars
 from offload.swap.states.state import State
-from offload.swap.threads.transfer import Transfer
+from offload.zero.gradients.gradients import Gradients
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.sharding import Part, PartOfParam
 from offload.zero.step.records import RecordFormat
-
-if TYPE_CHECKING:
-    import torch
-
 
 Number = float | bool
 
@@ -38,80 +33,6 @@ class Hyper:
 
 # The hyperparameters of a parameter; None if it is in no param group.
 HyperOf = Callable[[nn.Parameter], Hyper | None]
-
-
-class Gradients(Protocol):
-    """One group's gradients, of the part that this rank updates."""
-
-    name: str
-    passes: Array  # int64, per trainable parameter: > 0 where there is a gradient
-    landed: Transfer[None]  # all that was taken in is in `state`, and that is on its way home
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def format(self) -> Float: ...
-
-    @property
-    def has_any(self) -> bool: ...
-
-    @property
-    def is_reduced_locally(self) -> bool:
-        """Whether the gradients arrive without waiting for other ranks."""
-        ...
-
-    @property
-    def holds_any(self) -> bool:
-        """Whether there are gradients to clear."""
-        ...
-
-    def add(self, index: int, gradient: torch.Tensor) -> bool:
-        """Take in a gradient of parameter `index`. Returns False if the update must not count on it
-        before the step."""
-        ...
-
-    def read(self, index: int) -> torch.Tensor | None:
-        """Return a copy of this rank's part of a gradient; None if it has none."""
-        ...
-
-    def close(self) -> bool:
-        """Let what arrived go home. Returns False if there is nothing to let go."""
-        ...
-
-    def square(self, index: int) -> float:
-        """Return the sum of squares of the gradient that this rank updates a parameter with;
-        infinite or NaN if that is."""
-        ...
-
-    @property
-    def spent(self) -> bool:
-        """Whether an update has used the gradients up."""
-        ...
-
-    def write(self, index: int, value: torch.Tensor) -> None:
-        """Let `value`, of the whole parameter's size, be its gradient."""
-        ...
-
-    def scale(self, index: int, factor: float) -> None:
-        """Multiply a parameter's gradient."""
-        ...
-
-    def factor(self, index: int) -> float:
-        """Return the factor that an update has to multiply the values in `state` by."""
-        ...
-
-    def drop(self, indices: Sequence[int]) -> None:
-        """Forget the gradients of some parameters."""
-        ...
-
-    def spend(self) -> None:
-        """Give the memory back: an update has used the gradients up. Their norm is still known."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        ...
 
 
 @dataclass(slots=True, weakref_slot=True)

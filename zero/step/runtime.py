@@ -32,7 +32,7 @@ from offload.zero.experts.packed_gradients import PackedGradients
 from offload.zero.gradients.gradient_handles import GradientHandles
 from offload.zero.gradients.gradient_hooks import GradientHooks, refuse_graph
 from offload.zero.gradients.gradient_paths import DevicePartials
-from offload.zero.gradients.gradients import GradientAccumulator
+from offload.zero.gradients.gradients import GradientAccumulator, Gradients
 from offload.zero.gradients.loss_scale import LossScale
 from offload.zero.gradients.norms import MemoryAlarm
 from offload.zero.groups.discovery import Discovery, Unit
@@ -49,7 +49,7 @@ from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.recompute.micro_batch_sums import GradientSums
 from offload.zero.recompute.micro_batches import MicroBatching
 from offload.zero.step.device_update import DeviceWork
-from offload.zero.step.optimizer_state import Gradients, HyperOf, OptimizerState
+from offload.zero.step.optimizer_state import HyperOf, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
 from offload.zero.step.update import ExpectedUses, UpdateQueue

@@ -103,7 +103,7 @@ class Stepper:
         # updated ahead of their step, and gradients since the last step, per group and parameter
         self.hyper_source: Callable[[], HyperOf] | None = None
         # told which groups' gradients have no values any more, and why
-        self.on_used_up: Callable[[Sequence[int], str], None] = _no_handles
+        self.on_used_up: Callable[[Sequence[int], str], None] = lambda groups, why: None
         self._loss_scale_of_gradients = 1.0  # they were multiplied with it
         self._idle_passes = 0  # since the last step
         self.checks_passes = True  # False: whoever steps has counted them
@@ -503,7 +503,8 @@ class Stepper:
             segments = merge(_without_gradients(state, missed))
             ready: Transfer[None] = Transfer(f"the steps that {group.name} missed")
             if segments:
-                updates.append(GroupUpdate(state, segments, ready, _nothing, has_gradients=False))
+                made = GroupUpdate(state, segments, ready, lambda: None, has_gradients=False)
+                updates.append(made)
         if updates:
             self._updates.submit(updates)
 
@@ -543,14 +544,6 @@ def _without_gradients(state: OptimizerState, updates: ZeroUpdates) -> list[Segm
                 Segment(spec.offset, spec.stop, scalars, step, before, has_gradient=False)
             )
     return segments
-
-
-def _nothing() -> None:
-    """Do nothing: no gradient was read."""
-
-
-def _no_handles(groups: Sequence[int], why: str) -> None:
-    """Do nothing: there are no handles of gradients."""
 
 
 def _end(update: GroupUpdate, _: Transfer[None]) -> None:
