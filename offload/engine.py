@@ -426,7 +426,7 @@ class Engine(TieredModel):
             skipped_steps=runtime.stepper.skipped,
             gradient_norm=None if last is None else last.gradient_norm,
             loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
-            trials=replace(runtime.stepper.trials.counts),
+            trials=replace(runtime.stepper.speculative.counts),
             waits=self.waits(),
         )
 

@@ -11,7 +11,7 @@ from offload.swap.threads.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.zero.step.trials import TrialCounts
+from offload.zero.step.speculative_updates import SpeculationCounts
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Report(TierTraffic):
     skipped_steps: int
     gradient_norm: float | None
     loss_scale: float | None
-    trials: TrialCounts
+    trials: SpeculationCounts
 
     def __str__(self) -> str:
         """Return a few lines to read: bytes held and moved, and the outcome of the steps."""

@@ -30,7 +30,7 @@ from offload.checkpoint.format import disk, folder
 from offload.checkpoint.format.manifest import RUN
 from offload.swap.io.block_store import BlockStore
 from offload.swap.states.file_state import FileState
-from offload.zero.step.trials import Trials
+from offload.zero.step.speculative_updates import SpeculativeUpdates
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
 # of a save, those that change something, and so after which something else is there
@@ -39,7 +39,8 @@ _CALLS = {
 }  # fmt: skip
 # what happens to an update on trial, in whichever thread
 _EVENTS: list[tuple[type, str]] = [
-    (Trials, "begin"), (Trials, "keeps"), (Trials, "take_back"), (Trials, "_end"),
+    (SpeculativeUpdates, "begin"), (SpeculativeUpdates, "keeps"),
+    (SpeculativeUpdates, "take_back"), (SpeculativeUpdates, "_end"),
     (FileState, "keep_old"), (FileState, "_commit"), (FileState, "drop_old"),
     (FileState, "go_back"), (BlockStore, "write"), (BlockStore, "read"), (BlockStore, "free"),
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
-from tests.offload.test_trials import engine_of, run
+from tests.offload.test_speculative_updates import engine_of, run
 
 pytestmark = MARKS
 MIB = 1 << 20

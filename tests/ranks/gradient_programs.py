@@ -191,7 +191,10 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
             tokens = action.tokens[dist.get_rank()]
             if variant.tries:
                 stepper = engine.runtime.stepper
-                stepper.trials.on, stepper.trials.passes = True, stepper.passes_since_step + 1
+                stepper.speculative.on, stepper.speculative.passes = (
+                    True,
+                    stepper.passes_since_step + 1,
+                )
             with engine.no_sync() if action.local else nullcontext():
                 if tokens is None:
                     engine.idle()

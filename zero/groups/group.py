@@ -165,7 +165,7 @@ class ParamGroup:
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
-        # undoes a pending update that no step has made yet (trials.py)
+        # undoes a pending update that no step has made yet (speculative_updates.py)
         self.on_trial: Callable[[], None] | None = None
         # makes `pending` an update by the steps that were missed, if there are any
         self._catch_up: Callable[[ParamGroup], None] | None = None

@@ -7,7 +7,7 @@ block's inputs, so these go where other activations go.
     forward     hooks: gather ▶ checkpoint(own forward) ▶ release
     backward    the checkpoint ▶ gather ▶ own forward, from the same state ▶ release
 
-Selective: the results of matrix products and attention are kept (`kept_products.py`). The
+Selective: the results of matrix products and attention are kept (`selective_checkpoint.py`). The
 second computation leaves no trace: it begins with the buffers and attributes of the first, and its
 changes to them are dropped (`block_state.py` says which are not covered). Hooks of the block
 itself belong to its call in the forward; those of modules inside run again.
@@ -33,8 +33,8 @@ from offload.zero.groups.discovery import Unit
 from offload.zero.hooks.forwards import ReplacedForward
 from offload.zero.hooks.handles import Keeper
 from offload.zero.recompute.block_state import BlockState
-from offload.zero.recompute.kept_products import KeepProducts, watches_taken_off
 from offload.zero.recompute.random_state import RandomState, generators_of
+from offload.zero.recompute.selective_checkpoint import SelectiveCheckpoint, watches_taken_off
 
 _log = logging.getLogger("offload")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -123,7 +123,7 @@ class _RecomputedBlock(ReplacedForward):
         block = self._unit.module
         state, versions = BlockState(block), self._owner.holder.versions(self._unit)
         random = RandomState(generators_of(block))
-        kept = KeepProducts(self._owner.keeper) if self._owner.selective else None
+        kept = SelectiveCheckpoint(self._owner.keeper) if self._owner.selective else None
 
         @contextmanager
         def first_pass() -> Iterator[None]:

@@ -120,7 +120,7 @@ def _next_update(trace: Trace, index: int) -> float:
 
 
 def _next_read(runtime: Runtime, index: int) -> float:
-    done = index in runtime.stepper.trials and not runtime.updates.is_pending(index)
+    done = index in runtime.stepper.speculative and not runtime.updates.is_pending(index)
     return math.inf if done else _next_update(runtime.trace, index)
 
 
@@ -507,7 +507,7 @@ class Runtime:
     def settle(self) -> None:
         """Make every update by steps that were missed, wait for all that are pending and every byte
         on its way; raises what went wrong."""
-        self.stepper.trials.take_back_all()
+        self.stepper.speculative.take_back_all()
         self.stepper.catch_up_all()
         self.updates.settle()
         for state in self.optimizer_states:

@@ -40,9 +40,9 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.reduction import Reductions
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.step.chunks import GroupUpdate, Segment
-from offload.zero.step.missed_steps import MissedSteps, ZeroUpdates
+from offload.zero.step.lazy_updates import LazyUpdates, ZeroUpdates
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
-from offload.zero.step.trials import Terms, Trials
+from offload.zero.step.speculative_updates import SpeculativeUpdates, Terms
 from offload.zero.step.update import UpdateQueue, merge
 
 # By the hyperparameters' id (hashing them takes longer than the rest), the number of a parameter's
@@ -116,8 +116,10 @@ class Stepper:
         self._arrived = [np.zeros_like(state.steps) for state in states]
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
         alone = not self._reductions.has_others
-        self._missed = MissedSteps(states, tables, alone=alone)
-        self.trials = Trials(states, rules.trial_nbytes, updates.withdraw, rules.free_nbytes)
+        self._missed = LazyUpdates(states, tables, alone=alone)
+        self.speculative = SpeculativeUpdates(
+            states, rules.trial_nbytes, updates.withdraw, rules.free_nbytes
+        )
 
     @property
     def has_unstepped_gradients(self) -> bool:
@@ -148,7 +150,7 @@ class Stepper:
                 f"one: optimizer.in_backward counts on {self._rules.passes} backward pass(es) per "
                 "step; set gradient_accumulation_steps to their number, or in_backward: false"
             )
-        self.trials.take_back([state.group.index])
+        self.speculative.take_back([state.group.index])
 
     def arrived(self, state: OptimizerState, index: int, *, more: bool = False) -> None:
         """Note that a gradient of parameter `index` is in its accumulator. `more`: it is a part,
@@ -163,7 +165,7 @@ class Stepper:
             if (arrived >= self._rules.passes).all():
                 begin = partial(self._update_ahead, state)
                 self._reductions.when_issued(state.group.index, begin)
-        elif self.trials.on and (arrived == self.trials.passes).all():
+        elif self.speculative.on and (arrived == self.speculative.passes).all():
             self._reductions.when_issued(state.group.index, partial(self._try, state))
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
@@ -196,11 +198,11 @@ class Stepper:
 
     def _try(self, state: OptimizerState) -> None:
         """Begin the update of one group before its step, if it can be undone."""
-        with self.trials.lock:  # who takes it back finds its update submitted
+        with self.speculative.lock:  # who takes it back finds its update submitted
             self._try_now(state)
 
     def _try_now(self, state: OptimizerState) -> None:
-        if not state.parts or not self.trials.takes(state) or self._missed.lacks(state):
+        if not state.parts or not self.speculative.takes(state) or self._missed.lacks(state):
             return
         assert self.hyper_source is not None, "set with the optimizer, before any backward"
         if self._hyper_ahead is None:
@@ -209,7 +211,7 @@ class Stepper:
         if None in terms.hypers or len(terms.having) < len(state.steps):
             return
         state.gradients.close()
-        if not self.trials.begin(state, terms):
+        if not self.speculative.begin(state, terms):
             return
         update = self._group_update(state, terms, {}, {})
         with self._lock:
@@ -238,17 +240,17 @@ class Stepper:
             self._loss_scale.update(overflow=not finite)
         passes = max((int(each.max()) for each in self._arrived if each.size), default=0)
         clip = 1.0
-        redone = self.trials.counts.redone
+        redone = self.speculative.counts.redone
         if skip:
             self.skipped += 1
-            self.trials.redo_all()
+            self.speculative.redo_all()
         else:
             self.taken += 1
             clip = clip_coefficient(total, self._rules.clip_grad_norm)
             self._submit_rest(hyper_of, clip / scale)
         changed = skip or clip != 1.0
-        others = not changed and self.trials.counts.redone > redone
-        self.trials.decide_next(passes, changed=changed, numbers_changed=others)
+        others = not changed and self.speculative.counts.redone > redone
+        self.speculative.decide_next(passes, changed=changed, numbers_changed=others)
         self._note_nonfinite(finite, skip)
         self._trace.end_cycle()
         self._end_ahead()
@@ -288,7 +290,7 @@ class Stepper:
         Raises StateError if updates have begun ahead of a step that was never taken.
         """
         self._refuse_to_drop(self._ahead)
-        self.trials.take_back_all()
+        self.speculative.take_back_all()
         self._unstepped = False
         self.norms.invalidate()
         self._reductions.discard()
@@ -305,7 +307,7 @@ class Stepper:
     def drop(self, state: OptimizerState, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters of a group, as `zero_grad` does."""
         self._refuse_to_drop(self._ahead & {state.group.index})
-        self.trials.take_back([state.group.index])
+        self.speculative.take_back([state.group.index])
         self.norms.invalidate()
         self._reductions.finish()
         self._reductions.clear(state.group.index, indices)
@@ -342,7 +344,7 @@ class Stepper:
     def forget(self, why: str = "a checkpoint was loaded since") -> None:
         """Forget all gradients and the updates begun ahead of a step: a load is about to replace
         the weights that they changed. For settled states."""
-        self.trials.take_back_all()
+        self.speculative.take_back_all()
         self._unstepped = False
         self.nonfinite.end_row()
         self._reductions.discard()
@@ -400,7 +402,7 @@ class Stepper:
         """Wait for updates: a group has one at a time, and zero_grad counts from its call."""
         with self._lock:
             reading = sorted(self._read_by_update - self._ahead)
-        reading = [index for index in reading if index not in self.trials]
+        reading = [index for index in reading if index not in self.speculative]
         for index in reading:
             self._states[index].group.wait_for_update()
 
@@ -432,10 +434,10 @@ class Stepper:
 
     def _keep_trials(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
         """Yield the groups whose update on trial is that of this step."""
-        for index in self.trials:
+        for index in self.speculative:
             state = self._states[index]
             terms = self._terms(state, hyper_of, grad_scale)
-            if self.trials.keeps(index, terms):
+            if self.speculative.keeps(index, terms):
                 state.steps[list(terms.having)] += 1
                 state.group.invalidate()
                 yield index

@@ -126,10 +126,10 @@ class BackgroundSave:
         behind = held.enter_context(WriteBehind())
         saver.begin(folder.path, behind)
         saver.write_fixed(folder.path, list(_fixed(saver, snapshots)))
-        trials = engine.runtime.stepper.trials
+        speculative = engine.runtime.stepper.speculative
         with defer_signals:
-            lent = trials.lend()
-            held.callback(trials.give_back, lent)
+            lent = speculative.lend()
+            held.callback(speculative.give_back, lent)
         gate = engine.runtime.updates.gate
         held.callback(gate.open)
         room = min(lent, _room_on_disk(engine, folder.path, saver.nbytes()))

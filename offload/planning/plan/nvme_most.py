@@ -20,8 +20,8 @@ never read again, so it is freed before the next one is written. Nothing here de
 of uses, arrivals or updates.
 
 A save in the background keeps old versions beyond that until it has read them, in the room that
-updates on trial would have for theirs (`spare_nbytes`; `Trials.lend`). They are counted where
-`offload train` saves (`kept_nbytes`); a plan does not know whether another loop does.
+speculative updates would have for theirs (`spare_nbytes`; `SpeculativeUpdates.lend`). They are
+counted where `offload train` saves (`kept_nbytes`); a plan does not know whether another loop does.
 """
 
 from __future__ import annotations

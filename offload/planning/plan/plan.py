@@ -215,7 +215,7 @@ def spare_nbytes(plan: Plan) -> OldBytes:
 
 def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
     """The groups that a step without clipping and skipping updates during its backward
-    (zero/trials.py), and the bytes of their old versions."""
+    (zero/step/speculative_updates.py), and the bytes of their old versions."""
     if config.optimizer.in_backward is True:
         return {}
     whole = plan.sharding.world_size > 1 and not plan.sharding.parameters

@@ -1,4 +1,4 @@
-"""Steps that rows of packed parameters have missed, to be made when the rows are next needed.
+"""Lazy updates of packed parameters: steps that rows have missed, made when they are next needed.
 
 Plain PyTorch updates a packed parameter as a whole: in a step in which an expert got no token, its
 rows have a gradient of zeros, and all the same decay and move on by their momentum. Here each
@@ -28,7 +28,7 @@ from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.group import ParamGroup
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 
-MOST_MISSED = 1024  # steps, before a group that nobody has needed makes them: bounds the memory
+MAX_MISSED = 1024  # steps, before a group that nobody has needed makes them: bounds the memory
 
 # One step of a table: the hyperparameters of each trainable parameter of an expert, None for one
 # that the step leaves alone.
@@ -37,7 +37,7 @@ _Step = tuple[Hyper | None, ...]
 ZeroUpdates = dict[int, list[tuple[Scalars, int]]]
 
 
-class MissedSteps:
+class LazyUpdates:
     """The steps that the groups of packed `tables` have missed. For the thread of the model."""
 
     def __init__(
@@ -160,7 +160,7 @@ class _Log:
 
     def overdue(self) -> Iterator[ParamGroup]:
         is_shared = any(state.group.layout.ranks > 1 for state in self.states[:1])
-        return self.behind(0 if is_shared else MOST_MISSED)
+        return self.behind(0 if is_shared else MAX_MISSED)
 
     def behind(self, steps: int) -> Iterator[ParamGroup]:
         """Yield groups that have missed more than `steps`."""
@@ -171,7 +171,7 @@ class _Log:
                 yield state.group
 
 
-@lru_cache(maxsize=4 * MOST_MISSED)  # experts of all layers ask for the same
+@lru_cache(maxsize=4 * MAX_MISSED)  # experts of all layers ask for the same
 def _numbers(hyper: Hyper, step: int) -> Scalars:
     """Return the numbers of an update with a zero gradient: clipping and loss scale change none."""
     return hyper.scalars(step, 1.0)

@@ -1,4 +1,4 @@
-"""Updates on trial: begun during backward as if the step would change no gradient.
+"""Speculative updates: begun during backward as if the step would change no gradient.
 
 Clipping and skipping need the norm of all gradients, which is known when backward is over. Mostly
 it changes nothing: the coefficient is 1. So a group whose gradients are complete is updated at
@@ -41,7 +41,7 @@ class Terms:
 
 
 @dataclass(slots=True)
-class TrialCounts:
+class SpeculationCounts:
     """The counts of groups that were updated on trial, by outcome."""
 
     kept: int = 0
@@ -60,7 +60,7 @@ class TrialCounts:
         )
 
 
-class Trials:
+class SpeculativeUpdates:
     """The groups on trial, and whether there are to be any. For the thread of the model; any thread
     that reads a group takes it back."""
 
@@ -78,7 +78,7 @@ class Trials:
         # held while a trial begins, until its update is submitted, and while it ends
         self.lock = threading.RLock()
         self._nbytes = [_old_nbytes(state) for state in states]
-        self.counts = TrialCounts()
+        self.counts = SpeculationCounts()
         self._is_possible = any(n is not None and spare.holds(n) for n in self._nbytes)
         if not self._is_possible:
             self.counts.why_off = (

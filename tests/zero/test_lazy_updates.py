@@ -29,7 +29,7 @@ from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.groups.group import Classes, GroupState, ParamGroup
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.sharding import Part
-from offload.zero.step import missed_steps
+from offload.zero.step import lazy_updates
 from offload.zero.step.optimizer_state import Hyper, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
@@ -396,7 +396,7 @@ def test_steps_that_all_have_made_are_forgotten(make: Make) -> None:
 def test_experts_that_nobody_needs_catch_up_in_the_end(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(missed_steps, "MOST_MISSED", 6)
+    monkeypatch.setattr(lazy_updates, "MAX_MISSED", 6)
     pair = make()
     for step in range(20):
         for table in pair:
@@ -430,7 +430,7 @@ def test_in_backward_a_group_that_is_not_updated_ahead_misses_the_step(make: Mak
 # ------------------------------------------------------------------ all at once
 @pytest.mark.parametrize("in_file", [False, True], ids=["memory", "file"])
 def test_two_hundred_drawn_steps(make: Make, in_file: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(missed_steps, "MOST_MISSED", 50)
+    monkeypatch.setattr(lazy_updates, "MAX_MISSED", 50)
     kept = RecordFormat(Master.SPLIT, state_format=StateFormat.BF16)
     pair = make(own=Float.BF16, kept=kept, in_file=in_file, skip_nonfinite=True)
     draw = random.Random(17)

@@ -52,7 +52,7 @@ class _Kept(SavedTensor):
         return self._detached._version != self._version
 
 
-class KeepProducts:
+class SelectiveCheckpoint:
     """One block's products, in the order they were computed."""
 
     def __init__(self, keeper: Keeper | None) -> None:

@@ -95,7 +95,7 @@ def test_a_reader_sees_the_state_before_the_trial(
     with engine_of(tmp_path, NVME) as engine:
         before = READERS[how](engine)
         backward(engine, 2)
-        assert list(engine.runtime.stepper.trials)
+        assert list(engine.runtime.stepper.speculative)
         engine.runtime.updates.settle()  # all of it is made, and at home
         torch.testing.assert_close(READERS[how](engine), before, rtol=0, atol=0)
         assert_same_bits(finished(engine), expected)
@@ -108,10 +108,10 @@ def test_a_save_amid_a_trial_is_refused_and_ends_no_trial(
         engine.save_checkpoint(tmp_path / "saved")
         before = states_of(engine)
         backward(engine, 2)
-        tried = list(engine.runtime.stepper.trials)
+        tried = list(engine.runtime.stepper.speculative)
         with pytest.raises(StateError, match=r"gradients wait for optimizer\.step"):
             engine.save_checkpoint(tmp_path / "saved")
-        assert list(engine.runtime.stepper.trials) == tried
+        assert list(engine.runtime.stepper.speculative) == tried
         engine.load_checkpoint(tmp_path / "saved")  # the gradients are dropped, and the trials
         assert_same_bits(states_of(engine), before)
         backward(engine, 2)
@@ -121,7 +121,7 @@ def test_a_save_amid_a_trial_is_refused_and_ends_no_trial(
 def test_a_view_that_is_kept_shows_no_trial(tmp_path: Path) -> None:
     """It is one of the copy in memory, which the update would write to."""
     with engine_of(tmp_path, NVME) as engine:
-        trials = engine.runtime.stepper.trials
+        trials = engine.runtime.stepper.speculative
         with engine.gathered():
             norm = engine.module.norm.weight  # type: ignore[union-attr]
             group = engine.runtime.group_of(norm)[0].index  # type: ignore[arg-type,index]
@@ -152,8 +152,8 @@ def test_views_that_are_kept_over_steps_show_no_trial(tmp_path: Path, precision:
         engine.settle()  # what steps have made is seen
         before = kept.clone()
         backward(engine, 2)
-        assert list(engine.runtime.stepper.trials)
-        assert group not in engine.runtime.stepper.trials
+        assert list(engine.runtime.stepper.speculative)
+        assert group not in engine.runtime.stepper.speculative
         engine.runtime.updates.settle()
         assert torch.equal(kept, before)
 
@@ -172,7 +172,7 @@ def test_another_thread_takes_a_trial_back_while_the_step_decides(
     """It waits for an update on its way when the model's thread comes to the same group."""
     errors: list[BaseException] = []
     with engine_of(tmp_path, NVME) as engine:
-        updates, trials = engine.runtime.updates, engine.runtime.stepper.trials
+        updates, trials = engine.runtime.updates, engine.runtime.stepper.speculative
         go_on, waits, step_here = threading.Event(), threading.Event(), updates._step_here
 
         def late(chunk: Any) -> None:
@@ -212,7 +212,7 @@ def test_another_thread_comes_between_a_trial_and_its_update(
 ) -> None:
     """What it takes back must not be updated all the same."""
     with engine_of(tmp_path, NVME) as engine:
-        trials = engine.runtime.stepper.trials
+        trials = engine.runtime.stepper.speculative
         readers: list[threading.Thread] = []
 
         def begin(*trial: Any, real: Callable[..., Any] = trials.begin) -> Any:
@@ -235,10 +235,10 @@ def test_a_forked_child_is_told_that_the_trials_are_its_parents(
 ) -> None:
     with engine_of(tmp_path, NVME) as engine:
         backward(engine, 2)
-        tried = list(engine.runtime.stepper.trials)
+        tried = list(engine.runtime.stepper.speculative)
         assert tried
         for how in ("detach", "optimizer.state_dict", "export"):
             said = child_says(lambda how=how: READERS[how](engine))  # type: ignore[misc]
             assert said.startswith("StateError: this engine belongs to process"), said
-        assert list(engine.runtime.stepper.trials) == tried
+        assert list(engine.runtime.stepper.speculative) == tried
         assert_same_bits(finished(engine), expected)

@@ -19,7 +19,7 @@ import offload
 from offload.engine import Engine
 from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.tier import Tier
-from offload.zero.step.trials import TrialCounts
+from offload.zero.step.speculative_updates import SpeculationCounts
 
 WORDS, ON_HOST = 50, {"parameters": "host", "gradients": "host", "optimizer": "host"}
 ON_NVME = dict.fromkeys(ON_HOST, "nvme")
@@ -86,7 +86,7 @@ Program = list[tuple[int, list[str]]]  # of each step: backward passes, and acts
 
 def run(engine: Engine, program: Program, *, force: bool) -> tuple[list[Any], dict[str, Tensor]]:
     """What the loop sees, and the values in the end. `force`: every step begins with trials."""
-    model, optimizer, trials = engine.module, engine.optimizer, engine.runtime.stepper.trials
+    model, optimizer, trials = engine.module, engine.optimizer, engine.runtime.stepper.speculative
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     drawn, seen = torch.Generator().manual_seed(0), []
     for passes, acts in program:
@@ -170,7 +170,7 @@ def draw(seed: int) -> tuple[dict[str, Any], Program]:
 
 
 def assert_equal_to_deferred(seed: int, folder: Path, keys: dict[str, Any], program: Program,
-                             *, force: bool) -> TrialCounts:  # fmt: skip
+                             *, force: bool) -> SpeculationCounts:  # fmt: skip
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
     with engine_of(seed, folder, placement, **keys) as engine:
         seen, values = run(engine, program, force=force)
@@ -203,14 +203,16 @@ def test_a_loop_that_clips_nothing_is_updated_in_backward(tmp_path: Path, seed: 
     program: Program = [(1, [])] * 6
     trials = assert_equal_to_deferred(seed, tmp_path, keys, program, force=False)
     assert trials.kept
-    assert trials == TrialCounts(trials.kept, why_off="")
+    assert trials == SpeculationCounts(trials.kept, why_off="")
 
 
 def test_a_loop_that_always_clips_tries_nothing(tmp_path: Path) -> None:
     trials = assert_equal_to_deferred(
         1, tmp_path, {"clip_grad_norm": 1e-3}, [(1, [])] * 6, force=False
     )
-    assert trials == TrialCounts(why_off="the last step clipped its gradients, or was skipped")
+    assert trials == SpeculationCounts(
+        why_off="the last step clipped its gradients, or was skipped"
+    )
 
 
 def test_a_loop_that_reads_weights_before_each_step_soon_tries_nothing(tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
     for interrupted in False, True:
         with engine_of(1, tmp_path, ON_NVME, optimizer={"chunk": 16384}) as engine:
             _step(engine, words)
-            trials, updates = engine.runtime.stepper.trials, engine.runtime.updates
+            trials, updates = engine.runtime.stepper.speculative, engine.runtime.updates
             go_on, step_here = threading.Event(), updates._step_here
 
             def late(chunk: Any, go_on: Any = go_on, real: Any = step_here) -> None:
@@ -360,7 +362,7 @@ def test_without_memory_for_old_weights_updates_wait_for_the_step(tmp_path: Path
 def test_where_the_disk_has_become_full_nothing_is_tried(tmp_path: Path) -> None:
     words = torch.arange(21).view(3, 7)
     with engine_of(1, tmp_path, ON_NVME) as engine:
-        engine.runtime.stepper.trials._free = lambda: 4096
+        engine.runtime.stepper.speculative._free = lambda: 4096
         for _ in range(3):
             _step(engine, words)
         assert not engine.report().trials.kept
