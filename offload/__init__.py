@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from offload.process import __version__ as __version__
+
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.engine import Engine, initialize
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from offload.integrations.transformers.compress import compress
     from offload.integrations.transformers.pretrained import from_pretrained, open_pretrained
     from offload.taking_over import engine_of
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Dispatched": "offload.inference",

@@ -22,12 +22,12 @@ from offload.config.paths import StrPath, path_of
 
 if TYPE_CHECKING:
     from offload.checkpoint.engine.background import BackgroundSaves
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 __all__ = ["copy", "latest", "load", "prune", "save", "save_behind", "step_path"]
 
 
-def save(engine: Engine, path: StrPath, state: Mapping[str, Any] | None = None) -> None:
+def save(engine: Trained, path: StrPath, state: Mapping[str, Any] | None = None) -> None:
     """Write the engine's state to the folder `path`, replacing an existing checkpoint, with
     random numbers, the configuration, registered objects, and `state`, which has plain values.
 
@@ -49,7 +49,7 @@ def save(engine: Engine, path: StrPath, state: Mapping[str, Any] | None = None) 
 
 
 def save_behind(
-    engine: Engine, path: StrPath, state: Mapping[str, Any] | None, saves: BackgroundSaves,
+    engine: Trained, path: StrPath, state: Mapping[str, Any] | None, saves: BackgroundSaves,
     done: Callable[[], None],
 ) -> bool:  # fmt: skip
     """Like `save`, but return once the state is fixed, and write it while the engine trains;
@@ -78,7 +78,7 @@ def copy(source: StrPath, destination: StrPath) -> int:
     return copy_checkpoint(source, destination)
 
 
-def load(engine: Engine, path: StrPath) -> dict[str, Any]:
+def load(engine: Trained, path: StrPath) -> dict[str, Any]:
     """Load the checkpoint `path`, saved under any placement, budget or chunk size. Returns the
     `state` that it was saved with.
 

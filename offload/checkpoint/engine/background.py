@@ -40,7 +40,7 @@ from offload.tiers.units import format_bytes, round_up
 from offload.zero.step.save_gate import SaveGate
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 _LOOK_S = 1.0  # at most, from the end of a save to that of a wait for it
 _log = logging.getLogger("offload")
@@ -51,7 +51,7 @@ class _Cancelled(OffloadError):
     """The save was given up."""
 
 
-def why_not(engine: Engine) -> str:
+def why_not(engine: Trained) -> str:
     """The reason why a save of this engine cannot go on while it trains; empty if it can."""
     if engine.runtime.ranks is not None:
         return "several ranks write it together"
@@ -61,7 +61,7 @@ def why_not(engine: Engine) -> str:
     return ""
 
 
-def _states(engine: Engine) -> Iterator[State]:
+def _states(engine: Trained) -> Iterator[State]:
     for each in engine.runtime.optimizer_states:
         yield from (state for state in (each.group.state, *each.records) if state.nbytes)
 
@@ -83,7 +83,7 @@ class BackgroundSave:
     complete."""
 
     def __init__(
-        self, engine: Engine, path: Path, state: Mapping[str, Any] | None, saves: BackgroundSaves,
+        self, engine: Trained, path: Path, state: Mapping[str, Any] | None, saves: BackgroundSaves,
         done: Callable[[], None],
     ) -> None:  # fmt: skip
         """Raises the error of a state or folder that cannot be saved. From then on it is the save
@@ -116,7 +116,7 @@ class BackgroundSave:
 
     # ---------------------------------------------------------------- on the model's thread
     def _begin(
-        self, engine: Engine, path: Path, state: Mapping[str, Any] | None, held: ExitStack
+        self, engine: Trained, path: Path, state: Mapping[str, Any] | None, held: ExitStack
     ) -> _Work:
         check_savable(engine)
         run = RunState.of(engine, state)
@@ -238,7 +238,7 @@ class BackgroundSaves:
             self.wait()
 
 
-def _snapshots(engine: Engine, held: ExitStack) -> Snapshots:
+def _snapshots(engine: Trained, held: ExitStack) -> Snapshots:
     """The snapshots of all states, valid until `held` is closed."""
     found: dict[State, Snapshot] = {}
     held.callback(_let_go_all, found)
@@ -262,7 +262,7 @@ def _fixed(saver: Saver, snapshots: Snapshots) -> Iterator[int]:
             yield number
 
 
-def _held(engine: Engine, saver: Saver, snapshots: Snapshots) -> dict[int, int | None]:
+def _held(engine: Trained, saver: Saver, snapshots: Snapshots) -> dict[int, int | None]:
     """The bytes left of each group, by index, for the gate; None if they have no versions."""
     fixed = {g.index for n in _fixed(saver, snapshots) for g in saver.saved[n].groups}
     held: dict[int, int | None] = {}
@@ -280,7 +280,7 @@ def _stored_nbytes(state: State) -> int:
     return round_up(state.nbytes, PAGE_NBYTES) + PAGE_NBYTES * state.pieces
 
 
-def _room_on_disk(engine: Engine, folder: Path, nbytes: int) -> int:
+def _room_on_disk(engine: Trained, folder: Path, nbytes: int) -> int:
     """The bytes that swap files may grow by, so that the checkpoint has room beside them."""
     with storage_errors("looking at", folder):
         device = device_of(folder)

@@ -11,7 +11,7 @@ from offload.checkpoint.format.manifest import Manifest, OptimizerRecord, Parame
 from offload.tiers.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 _SHOWN = 5
 _WEIGHTS = (
@@ -20,7 +20,7 @@ _WEIGHTS = (
 )
 
 
-def match(engine: Engine, manifest: Manifest, path: Path) -> dict[str, ParameterRecord]:
+def match(engine: Trained, manifest: Manifest, path: Path) -> dict[str, ParameterRecord]:
     """A checkpoint's record for each of the engine's parameters, by the engine's first name.
 
     CheckpointError, saying what differs, unless the engine can take the checkpoint over.
@@ -33,7 +33,7 @@ def match(engine: Engine, manifest: Manifest, path: Path) -> dict[str, Parameter
     return parameters
 
 
-def _check_numbers_format(engine: Engine, manifest: Manifest, path: Path) -> None:
+def _check_numbers_format(engine: Trained, manifest: Manifest, path: Path) -> None:
     mine, saved = model.optimizer_record(engine), manifest.optimizer
     pairs = [
         ("precision", engine.config.precision, manifest.precision),
@@ -63,7 +63,7 @@ def _fields(record: OptimizerRecord) -> str:
     return ", ".join(f"{name} ({dtype})" for name, dtype in record.fields.items()) or "(none)"
 
 
-def _states(engine: Engine, mine: OptimizerRecord, saved: OptimizerRecord) -> str:
+def _states(engine: Trained, mine: OptimizerRecord, saved: OptimizerRecord) -> str:
     """The saved format if the engine accepts it, else that of the configuration: formats of several
     tiers are saved as another one, fp32."""
     return saved.states if mine.states == saved.states else str(engine.config.optimizer.states)
@@ -137,7 +137,7 @@ def _check_param_groups(
     )
 
 
-def _check_numbers(engine: Engine, manifest: Manifest, path: Path) -> None:
+def _check_numbers(engine: Trained, manifest: Manifest, path: Path) -> None:
     """Raise CheckpointError unless the param groups could be trained with their new numbers."""
     optimizer = engine.optimizer
     pairs = zip(optimizer.param_groups, manifest.optimizer.param_groups, strict=True)

@@ -30,12 +30,12 @@ from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 _log = logging.getLogger("offload")
 
 
-def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
+def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
     """Load a checkpoint; see `offload.checkpoint.load`."""
     engine.checkpoint_saved()
     engine.settle()
@@ -64,7 +64,7 @@ def load_engine(engine: Engine, path: Path) -> dict[str, Any]:
         return beside.state or {}
 
 
-def _open(engine: Engine, path: Path, stack: ExitStack) -> tuple[_Loader, Restoring]:
+def _open(engine: Trained, path: Path, stack: ExitStack) -> tuple[_Loader, Restoring]:
     """Open the checkpoint and check that it belongs to this engine, and that its files have all
     tensors: later steps find no reason to refuse it but damage."""
     adopt(path)
@@ -90,7 +90,7 @@ class _Loader:
     """Overwrites an engine's state. Every tensor has been found before `apply` changes any."""
 
     def __init__(
-        self, engine: Engine, reader: CheckpointReader, records: dict[str, ParameterRecord]
+        self, engine: Trained, reader: CheckpointReader, records: dict[str, ParameterRecord]
     ) -> None:
         self._engine = engine
         self._runtime = engine.runtime

@@ -34,12 +34,12 @@ from offload.zero.groups.layout import ParamSpec
 from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 _log = logging.getLogger("offload")
 
 
-def check_at_rest(engine: Engine, doing: str) -> None:
+def check_at_rest(engine: Trained, doing: str) -> None:
     """Raise StateError while parameters are in use and might be changed."""
     for name in engine.runtime.store.in_use():
         raise StateError(
@@ -47,7 +47,7 @@ def check_at_rest(engine: Engine, doing: str) -> None:
         )
 
 
-def check_stepped(engine: Engine) -> None:
+def check_stepped(engine: Trained) -> None:
     """Raise StateError if a save would lose gradients."""
     engine.runtime.drop_cleared_gradients()
     if engine.runtime.stepper.has_unstepped_gradients:
@@ -57,7 +57,7 @@ def check_stepped(engine: Engine) -> None:
         )
 
 
-def check_caught_up(engine: Engine) -> None:
+def check_caught_up(engine: Trained) -> None:
     """Raise IntegrityError unless all rows of each packed parameter were updated equally often: a
     checkpoint has one number for them."""
     states = engine.runtime.optimizer_states
@@ -92,7 +92,7 @@ class SavedGroup:
         return any(group.layout.numel_trainable for group in self.groups)
 
 
-def saved_groups(engine: Engine) -> list[SavedGroup]:
+def saved_groups(engine: Trained) -> list[SavedGroup]:
     """The saved groups in the order of groups: the experts of a module are side by side."""
     found: list[SavedGroup] = []
     store = engine.runtime.store
@@ -117,7 +117,7 @@ class Whole:
         return slice(self.first + there.start, self.first + there.stop)
 
 
-def wholes(engine: Engine) -> dict[str, Whole]:
+def wholes(engine: Trained) -> dict[str, Whole]:
     """The whole parameters by the names that groups have for them."""
     store = engine.runtime.store
     return {
@@ -130,7 +130,7 @@ def wholes(engine: Engine) -> dict[str, Whole]:
 StepsOf = Callable[[ParamGroup, int], Array]  # of the trained parameters of a group, on a rank
 
 
-def parameter_records(engine: Engine, steps_of: StepsOf | None = None) -> list[ParameterRecord]:
+def parameter_records(engine: Trained, steps_of: StepsOf | None = None) -> list[ParameterRecord]:
     """Every managed parameter of all ranks, in the order of groups and layouts. Without `steps_of`
     (see `steps_everywhere`) all ranks' experts have the numbers of steps of this rank's."""
     runtime = engine.runtime
@@ -153,7 +153,7 @@ def parameter_records(engine: Engine, steps_of: StepsOf | None = None) -> list[P
     return found
 
 
-def steps_everywhere(engine: Engine) -> StepsOf:
+def steps_everywhere(engine: Trained) -> StepsOf:
     """The numbers of updates of parameters, on all ranks together where experts are spread."""
     runtime = engine.runtime
     mine = [state.steps for state in runtime.optimizer_states]
@@ -164,7 +164,7 @@ def steps_everywhere(engine: Engine) -> StepsOf:
     return lambda group, rank: np.split(rows[rank], ends)[group.index]
 
 
-def other_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+def other_tensors(engine: Trained) -> dict[str, torch.Tensor]:
     """Persistent buffers, and parameters that the engine leaves in the model (integers)."""
     model = engine.module
     found: dict[str, torch.Tensor] = {
@@ -226,7 +226,7 @@ def model_record(model: nn.Module) -> ModelRecord | None:
     )
 
 
-def saved_format(engine: Engine) -> RecordFormat:
+def saved_format(engine: Trained) -> RecordFormat:
     """The format in which a checkpoint keeps optimizer records: that of the engine. If the
     configuration has a format per tier, it is fp32, since their places may differ another time;
     likewise if rows of a packed parameter would share a block of 8-bit states."""
@@ -247,7 +247,7 @@ _MASTERS: dict[Master, MasterName] = {
 
 
 # --------------------------------------------------------------------------- numbers
-def optimizer_record(engine: Engine) -> OptimizerRecord:
+def optimizer_record(engine: Trained) -> OptimizerRecord:
     """The optimizer's kind and the numbers of its param groups."""
     saved = saved_format(engine)
     return OptimizerRecord(
@@ -267,7 +267,7 @@ def optimizer_record(engine: Engine) -> OptimizerRecord:
     )
 
 
-def _names_of(engine: Engine, param: nn.Parameter) -> list[str]:
+def _names_of(engine: Trained, param: nn.Parameter) -> list[str]:
     """The names of a parameter; of an expert that is spread, also those on other ranks."""
     spec = engine.runtime.store.spec_of(param)
     assert spec is not None, "the optimizer takes managed parameters only"
@@ -298,7 +298,7 @@ def restore_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def loss_scale_record(engine: Engine) -> LossScaleRecord | None:
+def loss_scale_record(engine: Trained) -> LossScaleRecord | None:
     scale = engine.runtime.loss_scale
     if scale is None:
         return None

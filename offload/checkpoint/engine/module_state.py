@@ -24,7 +24,7 @@ from offload.tiers.errors import CheckpointError
 from offload.zero.recompute.block_state import modules_of
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 _EXTRA = "_extra_state"  # torch's key for what `get_extra_state()` returns
 _TORCHS_VERSION = {"version": 1}
@@ -40,7 +40,7 @@ class ModuleState:
     versions: dict[str, Any] | None = None  # of state dicts, by module; None: unknown
 
     @classmethod
-    def of(cls, engine: Engine) -> ModuleState:
+    def of(cls, engine: Trained) -> ModuleState:
         """The modules' state now. UnsupportedError for a tensor that no safetensors file can have.
 
         Buffers and parameters have the names that the model has for them, also where a hook renames
@@ -80,7 +80,7 @@ def with_extra_state(model: nn.Module) -> list[str]:
     return [path for path, each in modules_of(model) if type(each).set_extra_state is not own]
 
 
-def _state_dict(engine: Engine) -> Mapping[str, Any]:
+def _state_dict(engine: Trained) -> Mapping[str, Any]:
     """The model's state dict. Its own `state_dict` is called only if it has a `load_state_dict`
     too: one that selects what a file gets is not what a run resumes from."""
     model = engine.module
@@ -93,12 +93,12 @@ def _state_dict(engine: Engine) -> Mapping[str, Any]:
         return model.state_dict()
 
 
-def _in_tiers(engine: Engine) -> set[str]:
+def _in_tiers(engine: Trained) -> set[str]:
     named = engine.module.named_parameters(remove_duplicate=False)
     return {name for name, param in named if _is_in_tiers(engine, param)}
 
 
-def _is_in_tiers(engine: Engine, value: object) -> bool:
+def _is_in_tiers(engine: Trained, value: object) -> bool:
     is_param = isinstance(value, nn.Parameter)
     return is_param and engine.runtime.store.spec_of(value) is not None  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ def _is_in_tiers(engine: Engine, value: object) -> bool:
 class ModuleLoading:
     """Loads into the modules of an engine's model the state that modules like them have saved."""
 
-    def __init__(self, engine: Engine, path: Path, saved: ModuleState) -> None:
+    def __init__(self, engine: Trained, path: Path, saved: ModuleState) -> None:
         """`path` is named in errors. Raises CheckpointError if a buffer has another dtype."""
         self._engine = engine
         self._path = path

@@ -24,7 +24,7 @@ from offload.tiers.errors import CheckpointError
 from offload.zero.recompute.random_state import Generator, named_generators, set_state
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 _log = logging.getLogger("offload")
 _MALFORMED = (
@@ -38,7 +38,7 @@ class Restoring:
 
     CheckpointError if a registered object has no state there, or one of another number of ranks."""
 
-    def __init__(self, engine: Engine, reader: CheckpointReader) -> None:
+    def __init__(self, engine: Trained, reader: CheckpointReader) -> None:
         self._engine, self._reader = engine, reader
         self._sets: list[tuple[str, Callable[[], object]]] = []
         self.state: dict[str, Any] | None = None

@@ -37,7 +37,7 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.recompute.random_state import Generator, is_generator, named_generators, state_of
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 _log = logging.getLogger("offload")
 
@@ -92,7 +92,7 @@ class RunState:
         self.tensors = tensors
 
     @classmethod
-    def of(cls, engine: Engine, state: Mapping[str, Any] | None) -> RunState:
+    def of(cls, engine: Trained, state: Mapping[str, Any] | None) -> RunState:
         """The state of all ranks, which call it together; that of the first rank has everything.
 
         UnsupportedError, with the name, for a value that is not plain."""
@@ -131,7 +131,7 @@ class _Packer:
 
 
 def _values_of(
-    engine: Engine, state: Mapping[str, Any] | None, to: _Packer, modules: ModuleState
+    engine: Trained, state: Mapping[str, Any] | None, to: _Packer, modules: ModuleState
 ) -> dict[str, Any]:
     generators = named_generators(engine.module, engine.device)
     with defer_signals:  # pydantic takes a Ctrl-C for an error of its own

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from offload import __version__
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.model import SavedGroup
 from offload.checkpoint.engine.pieces import PieceAccess, overlaps, pieces_of
@@ -40,19 +39,20 @@ from offload.checkpoint.format.safetensors_file import (
 )
 from offload.checkpoint.format.write_behind import WriteBehind
 from offload.display.progress import progress
+from offload.process import __version__
 from offload.swap.states.state import Snapshot, State
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 Sections = Mapping[str, Sequence[TensorInfo]]
 _TENSORS = "tensors"
 
 
-def save_engine(engine: Engine, path: Path, state: Mapping[str, Any] | None = None) -> None:
+def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None = None) -> None:
     """Save an engine; see `offload.checkpoint.save`."""
     engine.checkpoint_saved()
     check_savable(engine)
@@ -66,7 +66,7 @@ def save_engine(engine: Engine, path: Path, state: Mapping[str, Any] | None = No
         folder.commit()
 
 
-def check_savable(engine: Engine) -> None:
+def check_savable(engine: Trained) -> None:
     """Wait for updates under way. StateError if a save would be of half a step."""
     engine.runtime.store.check_usable()
     model.check_stepped(engine)
@@ -75,7 +75,7 @@ def check_savable(engine: Engine) -> None:
     model.check_caught_up(engine)
 
 
-def _save_together(engine: Engine, path: Path, run: RunState, ranks: Ranks) -> None:
+def _save_together(engine: Trained, path: Path, run: RunState, ranks: Ranks) -> None:
     """Save on several ranks: the first writes, the others send. An error of writing, or of reading
     on any rank, is raised on every rank after all parts were sent, so that none hangs."""
     error: Exception | None = None
@@ -104,7 +104,7 @@ class Saver:
     """Writes one checkpoint. Everything that can be refused is refused when it is made."""
 
     def __init__(
-        self, engine: Engine, run: RunState, snapshots: Mapping[State, Snapshot] | None = None
+        self, engine: Trained, run: RunState, snapshots: Mapping[State, Snapshot] | None = None
     ) -> None:  # fmt: skip
         """Prepare to save the engine's states as they are when they are read, or `snapshots` of all
         of them, which are read in any order."""

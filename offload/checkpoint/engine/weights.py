@@ -15,13 +15,13 @@ from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import ParamSpec
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.models.trained import Trained
 
 Part = tuple[ParamSpec, range, torch.Tensor]
 Take = Callable[[ParamSpec, range, torch.Tensor], None]
 
 
-def stream_weights(engine: Engine, take: Take) -> None:
+def stream_weights(engine: Trained, take: Take) -> None:
     """Call `take(spec, elements, raw)` for every part of every parameter, from its first element to
     its last: `elements` of the parameter, and their bytes (1D uint8, valid during the call), in the
     format that the model computes in. Parts of one parameter may come between those of another.
@@ -58,7 +58,7 @@ def stream_weights(engine: Engine, take: Take) -> None:
     raise_together(ranks, error or reader.failure, "the model's weights were not saved")
 
 
-def _parts(engine: Engine, reader: ShardReader) -> Iterator[Part]:
+def _parts(engine: Trained, reader: ShardReader) -> Iterator[Part]:
     runtime = engine.runtime
     runtime.store.check_usable()
     engine.values.adopt_changes()
