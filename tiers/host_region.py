@@ -17,54 +17,26 @@ other memory of its own, which the end of this object there would then unmap.
 from __future__ import annotations
 
 import bisect
-import logging
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import StateError
 from offload.tiers.units import round_up
 
-_log = logging.getLogger("offload")
-_MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 on
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19  # Linux 4.14; the mmap module does not name them
 # More of them than this are not told apart: each may cost the kernel two mappings of 65,530.
 _MOST_RANGES = 1000
 
 Range = tuple[int, int]  # start and stop, in bytes
-
-
-class AnonymousMemory(mmap.mmap):
-    """Address space of `nbytes`, at least a page, private and in huge pages where the kernel has
-    them; a page costs RAM when it is first touched. What Python's `mmap` maps without flags is
-    shared, and its pages are small: a disk that is read into them reaches a third of its speed.
-
-    OSError if the address space is too small.
-    """
-
-    def __new__(cls, nbytes: int) -> Self:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        return super().__new__(cls, -1, max(nbytes, mmap.PAGESIZE), flags=flags)
-
-    def __init__(self, nbytes: int) -> None:
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.advise(mmap.MADV_HUGEPAGE, "huge pages")
-
-    def advise(self, advice: int, what: str) -> bool:
-        """Give the kernel advice on all pages; False if the kernel does not support it."""
-        try:
-            self.madvise(advice)
-        except OSError as error:
-            _log.debug("not advised, %s: %s", what, error)
-            return False
-        return True
 
 
 class _LeftBehind(torch.Tensor):

@@ -20,8 +20,8 @@ from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
 from offload.process import machine
 from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
+from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import BudgetError, ConfigError, PathError
-from offload.tiers.host_region import AnonymousMemory
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes
 

@@ -11,7 +11,7 @@ from offload.swap.io.io_watch import TIMEOUT_S
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import Transfer, all_of
-from offload.tiers.host_region import AnonymousMemory
+from offload.tiers.anonymous_memory import AnonymousMemory
 
 _BLOCK_NBYTES = 8 << 20
 _ROUNDS = 2  # the first writes to fresh blocks, which no later write of a run does

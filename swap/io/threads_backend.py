@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from offload.swap.io.io_backend import IO_BLOCK_NBYTES, IOBackend, Priority
 from offload.swap.io.io_request import IOPiece, IORequest, Operation
 from offload.swap.io.io_watch import TIMEOUT_S
-from offload.swap.threads.ranges import profiled
+from offload.swap.threads.lanes import profiled
 from offload.tiers.errors import StorageError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up

@@ -13,12 +13,13 @@ While a `Recorder` is set, a lane also notes what happens when.
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-from offload.swap.threads.ranges import profiled
 from offload.swap.threads.recorder import MODEL, Recorder
 
 
@@ -98,3 +99,29 @@ def waits_s(lanes: Iterable[Lane]) -> dict[str, float]:
     for lane in lanes:
         found[lane.kind] += lane.waited_s
     return found
+
+
+# ---------------------------------------------------------------- for a profiler
+_NOTHING = nullcontext()
+
+
+@functools.cache
+def _torch() -> Any:
+    from torch.autograd import profiler  # memest plans with these modules and without it
+
+    return profiler
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A context around a phase, which `torch.profiler` shows as `offload: NAME`. While no profiler
+    runs, only a flag is read.
+
+    The flag is the process's: `_profiler_enabled()` covers the calling thread only, and is False on
+    every one while a profiler records all of them. By default a profiler sees the thread that
+    started it, and backward; with `profile_all_threads` in its `experimental_config` it sees ours.
+    """
+    profiler = _torch()
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    shown: AbstractContextManager[Any] = profiler.record_function(f"offload: {name}")
+    return shown

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from offload.errors import StateError
 from offload.runs.recording import Recording, rows_of
 from offload.swap.threads import recorder
-from offload.swap.threads.lanes import Lane, WaitFor
-from offload.swap.threads.ranges import profiled
+from offload.swap.threads.lanes import Lane, WaitFor, profiled
 from offload.swap.threads.recorder import MODEL, Event, Recorder
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine

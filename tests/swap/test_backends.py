@@ -21,6 +21,7 @@ from offload.swap.io.io_request import MAX_RETRIES
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import Transfer, all_of
+from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import (
     ChecksumError,
     ConfigError,
@@ -29,7 +30,6 @@ from offload.tiers.errors import (
     StorageError,
     UnsupportedError,
 )
-from offload.tiers.host_region import AnonymousMemory
 from offload.tiers.tier import PAGE_NBYTES
 from tests.aio import needs_libaio
 

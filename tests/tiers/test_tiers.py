@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -214,3 +216,10 @@ def test_memory_that_cannot_be_given_back_says_in_what_pieces_it_is_free(ledger)
         lease.free()
     with pytest.raises(TierFullError, match=r"free in pieces of at most 4\.0 KiB"):
         tier.lease(2 * PAGE_NBYTES, owner="b", state_class=PARAMETERS)
+
+
+def test_plans_are_made_without_pytorch() -> None:
+    """It takes as long to import as a plan takes to make."""
+    code = "import sys, offload.planning.choice.planner; print('torch' in sys.modules)"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout == "False\n"

@@ -20,7 +20,7 @@ import torch
 from offload.kernels.floats import Array, Float, Runner
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.states.state import State
-from offload.swap.threads.ranges import profiled
+from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.zero.gradients.gradient_paths import (
     DevicePartials,

@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from offload.swap.states.state import State
-from offload.swap.threads.ranges import profiled
+from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import Layout, ParamSpec

@@ -19,7 +19,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from offload.swap.threads.ranges import profiled
+from offload.swap.threads.lanes import profiled
 from offload.zero.ranks.rank_watch import RankWatch
 
 Group = dist.ProcessGroup

@@ -22,7 +22,7 @@ from offload.kernels.gpu import triton_optimizer
 from offload.swap.device.device_state import Links
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.device.streams import CopyStream, StreamEvent, WorkStream, mark_here
-from offload.swap.threads.ranges import profiled
+from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import DTYPE_OF

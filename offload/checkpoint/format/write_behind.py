@@ -28,8 +28,8 @@ import numpy as np
 
 from offload.checkpoint.format.disk import OpenFile, make_call, new_file, storage_errors
 from offload.swap.io.swap_file import UNSUPPORTED, fallocate, file_system_of
+from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import StorageError
-from offload.tiers.host_region import AnonymousMemory
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 
