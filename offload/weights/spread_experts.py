@@ -100,7 +100,7 @@ class SpreadExperts:
         """Raise UnsupportedError for experts that would be averaged with those of other ranks."""
         for group in groups:
             for names, _ in group.params:
-                if group.ep_size == 1 and self._table_of(names[0]) is not None:
+                if group.shape.ep_size == 1 and self._table_of(names[0]) is not None:
                     raise UnsupportedError(
                         f"{names[0]} is of experts that are spread over {self.ep_size} ranks, and "
                         "cannot be a group of its own; give offload.initialize the model around "
