@@ -113,22 +113,6 @@ def test_gradients_and_autocast_are_computed_with_decoded_values(
         assert len(products) == 4
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("count", [2, 7])
-def test_an_encoder_of_torch_takes_its_fast_path(count: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True)
-    plain = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
-    model = copy.deepcopy(plain)
-    round_to(plain, "int4")
-    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
-    x, padding = torch.randn(2, count, WIDTH), torch.arange(count).expand(2, -1) > 0
-    with torch.no_grad(), offload.dispatched(model):
-        for mask in (None, padding):
-            found, expected = (m(x, src_key_padding_mask=mask) for m in (model, plain))
-            assert torch.equal(found, expected)
-
-
 def test_an_embedding_decodes_the_rows_that_are_looked_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

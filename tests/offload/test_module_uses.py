@@ -141,38 +141,6 @@ def test_an_encoder_takes_its_fast_path_wherever_its_first_layer_is(
         engine.check_integrity()
 
 
-class Tower(Encoder):
-    """One of two, which users call by a method."""
-
-    def encode(self, x: Tensor, padded: Tensor) -> Tensor:
-        y: Tensor = self.encoder(self.first(x), src_key_padding_mask=padded)
-        return y
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("call", ["encode", "encoder", "encoder.forward"])
-def test_an_encoder_inside_a_unit_takes_its_fast_path_when_called_from_the_side(
-    make: MakeEngine, call: str
-) -> None:
-    def towers() -> nn.Module:
-        return nn.ModuleDict({"towers": nn.ModuleList([Tower(), Tower()])})
-
-    def called(model: Any) -> Tensor:
-        tower = model["towers"][1]
-        with torch.no_grad():
-            if call == "encode":
-                return tower.encode(x, padded)  # type: ignore[no-any-return]
-            encoder = tower.encoder if call == "encoder" else tower.encoder.forward
-            return encoder(x, src_key_padding_mask=padded)  # type: ignore[no-any-return]
-
-    x = floats(1, 3, 7, 32)[0].to(ON)
-    padded = torch.arange(7, device=ON) >= torch.tensor([[5], [7], [3]], device=ON)
-    expected = called(seeded(towers).to(ON).eval())
-    assert not expected[padded].any()
-    found = called(make(seeded(towers)).module.eval())
-    assert bits(found) == bits(expected)
-
-
 class OneLayer(nn.Module):
     """Of an encoder, called by itself: it asks whether there are hooks on its modules."""
 

@@ -98,5 +98,5 @@ def test_an_expert_of_a_list_is_a_group_whatever_without_parameters_is_beside_it
     if beside is not None:
         model.experts["beside"] = beside
     found = discover(model)
-    assert [g.name for g in found.groups if g.table] == ["experts.0", "experts.1"]
+    assert [g.name for g in found.groups if g.shape.table] == ["experts.0", "experts.1"]
     assert [u.name for u in found.units if u.table] == ["experts.0", "experts.1"]

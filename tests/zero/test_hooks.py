@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.discovery import discover, shapes_of
+from offload.zero.groups.discovery import GroupPlan, discover
 from offload.zero.groups.group import Classes, GroupState, ParamGroup
 from offload.zero.groups.layout import lay_out
 from offload.zero.hooks.handles import HandleTable
@@ -58,10 +58,7 @@ class Hooked:
         self.written: list[tuple[str, list[int]]] = []
         self.forwards = 0
         found = discover(self.model)
-        self.groups = [
-            self._group(places, index, plan.name, plan.params)
-            for index, plan in enumerate(found.groups)
-        ]
+        self.groups = [self._group(places, index, plan) for index, plan in enumerate(found.groups)]
         self.by_name = {group.name: group for group in self.groups}
         self.hooks = UnitHooks(
             self.model, found.units, self.groups, HandleTable(self._use), self._use,
@@ -69,9 +66,9 @@ class Hooked:
             self._begin_forward, self, OneThread(),
         )  # fmt: skip
 
-    def _group(self, places: Places, index: int, name: str, params: Any) -> ParamGroup:
-        layout = lay_out(shapes_of(params))
-        by_names = dict(params)
+    def _group(self, places: Places, index: int, plan: GroupPlan) -> ParamGroup:
+        name, layout = plan.name, lay_out(plan.shape.params)
+        by_names = dict(plan.params)
         ordered = [by_names[spec.names] for spec in layout.params]
         state = places.in_file(name or "rest", layout.numel * 4)
         flat = state.blank().view(torch.float32)
@@ -248,32 +245,3 @@ def test_removed_hooks_leave_the_modules_as_they_were(hooked: Hooked) -> None:
     with pytest.raises(UnsupportedError, match="over a parameter's placeholder"):
         hooked.model(X)
     assert hooked.used == []
-
-
-def test_our_hooks_on_an_inner_module_are_left_out_of_a_forward_unless_others_have_hooks(
-    hooked: Hooked,
-) -> None:
-    """torch's calls of hooks take longer than a small layer; others' are called by torch alone."""
-    inner = hooked.model.blocks[0].inner
-    called: list[str] = []
-
-    def note(whose: str) -> Callable[..., None]:
-        return lambda module, *_: called.append(whose) if module is inner else None
-
-    for number in inner._forward_pre_hooks:
-        inner._forward_pre_hooks[number] = note("ours")
-    hooked.model(X)
-    assert called == []
-    for register in (
-        inner.register_forward_pre_hook, inner.register_forward_hook,
-        inner.register_full_backward_pre_hook, inner.register_full_backward_hook,
-        nn.modules.module.register_module_forward_pre_hook,
-        nn.modules.module.register_module_forward_hook,
-        nn.modules.module.register_module_full_backward_pre_hook,
-        nn.modules.module.register_module_full_backward_hook,
-    ):  # fmt: skip
-        handle = register(note("theirs"))
-        hooked.model(X.clone().requires_grad_()).sum().backward()
-        handle.remove()
-        assert sorted(called) == ["ours", "theirs"], register
-        called.clear()

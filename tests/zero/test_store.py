@@ -175,33 +175,6 @@ def test_the_second_pass_is_fetched_ahead(make_homes: Callable[..., Homes]) -> N
     store.close()
 
 
-def test_views_unpacked_of_one_group_ask_for_it_once_and_now_and_then_for_what_comes_next(
-    make_homes: Callable[..., Homes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    homes = make_homes(64 << 20, in_files=True)
-    store = stored(seeded(lambda: TinyLM(4)), homes)
-    needed, ahead = [], []
-    need = store.fetcher.need
-    monkeypatch.setattr(
-        store.fetcher, "need", lambda group, **_: (needed.append(group.index), need(group))
-    )
-    monkeypatch.setattr(store.fetcher, "fetch_ahead", lambda: ahead.append(None))
-    first, second = store.groups[:2]
-    for _ in range(9):
-        store.use(first)
-    assert needed == [first.index] * 3, "the first and every fourth of those after it"
-    for _ in range(2):
-        store.use(second)
-    assert needed[3:] == [second.index]
-    assert len(ahead) == len(needed)
-    store.trace.end_cycle()
-    store.use(second)
-    assert needed[4:] == [second.index], "in another cycle it is a use"
-    store.close()
-    with pytest.raises(StateError, match="engine is closed"):
-        store.use(second)
-
-
 def test_weights_are_not_written_back(make_homes: Callable[..., Homes]) -> None:
     model = seeded(lambda: TinyLM(4))
     homes = make_homes(2 * largest(model), in_files=True)
@@ -293,89 +266,6 @@ class Expert:
 
     index: int
     state: State
-
-
-class Chosen(nn.Module):
-    """A router, and experts in a store that it announces and then computes with."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, 4, bias=False)
-        self.width = width
-        self.store: WeightStore
-        self.experts: list[Expert] = []
-        self.fetched: list[list[bool]] = []  # by call: which experts were brought when announced
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = sorted(self.router(x).topk(2).indices.flatten().tolist())
-        experts = [self.experts[index] for index in chosen]
-        self.store.announce(experts)
-        self.fetched.append([expert.state.residency().name != "ABSENT" for expert in self.experts])
-        for expert in experts:
-            self.store.fetcher.need(expert)
-            weight = expert.state.tensor().view(torch.float32).view(self.width, self.width)
-            x = x + x @ weight
-        return x
-
-
-def test_a_module_fetches_parts_that_it_chooses_after_its_router(
-    make_homes: Callable[..., Homes],
-) -> None:
-    width, experts = 32, 4  # an expert is one page
-    torch.manual_seed(0)
-    model = Chosen(width)
-    weights = torch.randn(experts, width, width) * 0.1
-    homes = make_homes(4 * PAGE_NBYTES, in_files=True)  # the router and three experts
-    store = stored(model, homes, prefetch=0)
-    model.store = store
-    for number in range(experts):
-        index = store.fetcher.next_number
-        state = homes.state(
-            f"expert {number}", 4 * width * width, lambda index=index: store.fetcher.next_use(index)
-        )
-        state.blank().copy_(weights[number].flatten().view(torch.uint8))
-        state.wrote()
-        state.settle()
-        model.experts.append(Expert(index, state))
-        store.fetcher.add(model.experts[-1])
-    router = model.router.weight.detach().clone()
-    for seed in range(6):
-        torch.manual_seed(seed)
-        x = torch.randn(1, width)
-        with torch.no_grad():
-            y = model(x)
-        chosen = sorted((x @ router.t()).topk(2).indices.flatten().tolist())
-        for number in chosen:
-            assert model.fetched[-1][number]
-            x = x + x @ weights[number]
-        assert torch.equal(y, x)
-    store.close()
-
-
-def test_what_is_announced_is_kept_for_its_use(make_homes: Callable[..., Homes]) -> None:
-    homes = make_homes(2 * PAGE_NBYTES, in_files=True)
-    store = WeightStore(
-        discover(nn.Linear(4, 4)), homes, torch.float32, torch.device("cpu"), prefetch=0
-    )
-    parts = []
-    for number in range(3):
-        index = store.fetcher.next_number
-        state = homes.state(
-            f"part {number}", PAGE_NBYTES, lambda index=index: store.fetcher.next_use(index)
-        )
-        state.blank().fill_(number)
-        state.wrote()
-        state.settle()
-        parts.append(Expert(index, state))
-        store.fetcher.add(parts[-1])
-    store.announce([parts[2], parts[0], parts[1]])
-    there = [part.state.residency().name != "ABSENT" for part in parts]
-    assert there == [True, False, True]  # in the order of use, and nothing sooner gave way
-    evictions = homes.pool.evictions
-    for number in (2, 0):
-        store.fetcher.need(parts[number])
-        assert parts[number].state.tensor().unique().tolist() == [number]
-    assert homes.pool.evictions == evictions
 
 
 def with_tables(

@@ -8,17 +8,15 @@ without torch; this module applies them to torch modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.errors import UnsupportedError
 from offload.zero.experts.expert_keys import experts_per_token_of
 from offload.zero.experts.packed import PackedParam
-from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
 from offload.zero.groups.module_tree import (
     SMALL_UNIT_NUMEL,
@@ -27,8 +25,9 @@ from offload.zero.groups.module_tree import (
     TreeGroup,
     TreeParam,
     find_groups,
+    shape_of_groups,
 )
-from offload.zero.groups.storage import Storage, cut
+from offload.zero.groups.storage import Storage
 from offload.zero.kv.kv_sizes import CachedLayer
 from offload.zero.tensors.local_tensors import is_dtensor, local_of
 
@@ -41,29 +40,21 @@ __all__ = [
     "ep_size_of",
     "managed",
     "refuse_uninitialised",
-    "shapes_of",
     "tree_of",
 ]
 
 
 @dataclass(slots=True)
 class GroupPlan:
-    """Parameters of one group, in module order: qualified names (tied: several) and objects."""
+    """Parameters of one group, in module order: qualified names (tied: several) and objects. In its
+    shape DTensors are the parts that this rank has, and packed parameters their rows."""
 
-    name: str
+    shape: GroupShape
     params: list[tuple[tuple[str, ...], nn.Parameter]]
-    table: str = ""  # the module of experts that it is one of
-    ep_size: int = 1  # over how many ranks those are spread
-    stored: tuple[WeightFormat | None, ...] = ()  # by parameter; empty: all as they are
-    frozen: bool = False  # no parameter is updated, whether or not it requires a gradient
 
-    def shapes(self) -> tuple[ParamShape, ...]:
-        """Its parameters without their values; for DTensors, the parts that this rank has."""
-        shapes = shapes_of(self.params, frozen=self.frozen)
-        if not self.stored:
-            return shapes
-        pairs = zip(shapes, self.stored, strict=True)
-        return tuple(replace(shape, stored=stored) for shape, stored in pairs)
+    @property
+    def name(self) -> str:
+        return self.shape.name
 
 
 @dataclass(slots=True)
@@ -89,18 +80,9 @@ class Discovery:
 
     def shape(self) -> ModelShape:
         """Return the same without modules and values."""
-        packed = {index for unit in self.units if unit.is_packed for index in unit.groups}
-        return ModelShape(
-            tuple(
-                GroupShape(
-                    g.name, g.shapes(), table=g.table, packed=index in packed,
-                    ep_size=g.ep_size,
-                )
-                for index, g in enumerate(self.groups)
-            ),
-            tuple(UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units),
-            self.experts_per_token, self.cached,
-        )  # fmt: skip
+        units = (UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units)
+        groups = tuple(group.shape for group in self.groups)
+        return ModelShape(groups, tuple(units), self.experts_per_token, self.cached)
 
     def stored(self, storage: Storage | None) -> Discovery:
         """Return the same with frozen weights as `storage` has them, apart from those that are
@@ -118,29 +100,17 @@ class Discovery:
                     f"storage.weights: {names[0]} is a DTensor, of which each rank has a part; "
                     "remove storage, or do not parallelise the model"
                 )
-        groups = [(group.name, group.table, group.shapes()) for group in self.groups]
-        cuts, renumbered = cut(replace(storage, raw=self.adapters), groups)
+        shape = self.shape().stored(replace(storage, raw=self.adapters))
+        params = {names: param for group in self.groups for names, param in group.params}
+        units = zip(self.units, shape.units, strict=True)
         return replace(
             self,
             groups=[
-                replace(
-                    self.groups[each.group], name=each.name, stored=each.stored,
-                    params=[self.groups[each.group].params[number] for number in each.numbers],
-                )
-                for each in cuts
+                GroupPlan(group, [(each.names, params[each.names]) for each in group.params])
+                for group in shape.groups
             ],
-            units=[replace(unit, groups=renumbered(unit.groups)) for unit in self.units],
+            units=[replace(unit, groups=list(its.groups)) for unit, its in units],
         )  # fmt: skip
-
-
-def shapes_of(
-    params: Iterable[tuple[tuple[str, ...], nn.Parameter]], *, frozen: bool = False
-) -> tuple[ParamShape, ...]:
-    """Return `(names, parameter)` pairs without values; for DTensors, this rank's parts."""
-    return tuple(
-        ParamShape(names, tuple(local_of(p).shape), p.requires_grad and not frozen)
-        for names, p in params
-    )
 
 
 def _adapters_in(model: nn.Module) -> Iterator[str]:
@@ -187,13 +157,11 @@ def discover(
             return trees.params[id(param)]
         return packed[id(param.packed)].rows[param.row]
 
+    shape = shape_of_groups(groups, units)
     return Discovery(
         [
-            GroupPlan(
-                g.name, [(names, found(p)) for names, p in g.params], g.table, g.ep_size,
-                frozen=frozen,
-            )
-            for g in groups
+            GroupPlan(its, [(names, found(param)) for names, param in group.params])
+            for its, group in zip(shape.groups, groups, strict=True)
         ],
         [
             Unit(

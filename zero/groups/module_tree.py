@@ -145,7 +145,11 @@ def shape_of(
     root: ModuleTree, block_classes: Sequence[str] = (), *, experts: bool = True
 ) -> ModelShape:
     """Return the groups and units of a tree as planning wants them."""
-    groups, units = find_groups(root, block_classes, experts=experts)
+    return shape_of_groups(*find_groups(root, block_classes, experts=experts))
+
+
+def shape_of_groups(groups: Sequence[TreeGroup], units: Sequence[TreeUnit]) -> ModelShape:
+    """Return the groups and units that `find_groups` found as planning wants them."""
     return ModelShape(
         tuple(
             GroupShape(

@@ -104,22 +104,21 @@ class WeightStore:
 
     # ---------------------------------------------------------------- building
     def _add_group(self, plan: GroupPlan) -> None:
-        index, shapes = self.fetcher.next_number, plan.shapes()
-        stored = any(shape.stored is not None for shape in shapes)
-        sharding = ALONE if stored else self.ranks.sharding.of_experts(plan.ep_size)
-        layout = lay_out(shapes, sharding.ranks, sharding.replicas)
+        index, sharding = self.fetcher.next_number, plan.shape.sharding(self.ranks.sharding)
+        layout = lay_out(plan.shape.params, sharding.ranks, sharding.replicas)
         by_names = dict(plan.params)
         ordered = [by_names[spec.names] for spec in layout.params]
         state, copies = self._make_state(index, plan, layout)
         group = ParamGroup(
             index, plan.name, layout, ordered, self.dtype, state, self.device,
-            self._released.classes_of, copies, plan.ep_size,
+            self._released.classes_of, copies, plan.shape.ep_size,
         )  # fmt: skip
-        group.is_lazy = self._straight_from_codes and stored and self.device.type == "cpu"
+        on_cpu = self.device.type == "cpu"
+        group.is_lazy = self._straight_from_codes and layout.is_stored and on_cpu
         this = weakref.proxy(self)
         group.on_assigned = lambda values: this._note_assigned(group, values)
         self.groups.append(group)
-        self.fetcher.add(group, plan.table)
+        self.fetcher.add(group, plan.shape.table)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
 
     def _add_tables(self, discovery: Discovery) -> None:
@@ -137,9 +136,9 @@ class WeightStore:
                         own[key]: packed for key, packed in self._packed.items() if key in own
                     }
         for plan, group in zip(discovery.groups, self.groups, strict=True):
-            if plan.table:
-                self._tables[group.index] = tables[plan.table]
-                tables[plan.table].groups.append(group)
+            if plan.shape.table:
+                self._tables[group.index] = tables[plan.shape.table]
+                tables[plan.shape.table].groups.append(group)
         self.tables = list(tables.values())
 
     def _sharding_of(self, group: ParamGroup) -> Sharding:
@@ -156,7 +155,7 @@ class WeightStore:
                 index, plan.name, numel, lambda: fetcher.next_use(index), edge, stride
             )
 
-        ranks = self.ranks if plan.ep_size == 1 else self.ranks.experts
+        ranks = self.ranks if plan.shape.ep_size == 1 else self.ranks.experts
         if ranks is None or layout.is_stored:  # experts that no other rank has, or see above
             return make(layout.numel, layout.edge, None), RankCopies()
         return ranks.parameters(

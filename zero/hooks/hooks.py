@@ -70,7 +70,6 @@ class UnitHooks:
         self._guards: list[_Guard] = []
         self._after = _Hook(lambda module, args, output: self._return(module), owner)
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._units = units
         # An encoder's layer asks whether there are hooks, and computes in another way where there
         # are: its modules have theirs in guards alone.
         self._asked = {
@@ -80,15 +79,18 @@ class UnitHooks:
         self._where = {id(param): group for group in groups for param in group.params}
         hooked = {id(unit.module) for unit in units}
         if id(model) not in hooked:
-            self._install(Unit("", model))  # the whole model's forward is one session
+            self._install(model, [])  # the whole model's forward is one session
         for unit in units:
-            self._install(unit)
+            of_unit = [groups[index] for index in unit.groups]
+            self._install(unit.module, of_unit, is_expert=bool(unit.table))
         for unit, inner in _inner_modules(units):
             hooked.add(id(inner))
-            self._install_inner(unit, inner)
+            of_unit = [groups[index] for index in unit.groups]
+            needed = [group for group in self._groups_in(inner) if group in of_unit]
+            self._install(inner, needed, is_expert=bool(unit.table), is_inner=True)
         for name, module in model.named_modules():
             if name and id(module) not in hooked and self._read_ahead_by(module):
-                self._install(Unit(name, module))
+                self._install(module, [])
 
     @staticmethod
     def has_an_engine(module: nn.Module) -> bool:
@@ -100,16 +102,25 @@ class UnitHooks:
         """The owner of the hooks on a module, if there are any."""
         return next((hook.owner for hook in _hooks_of(module)), None)
 
-    def _install(self, unit: Unit) -> None:
-        groups = [self._groups[index] for index in unit.groups]
-        ahead = self._read_ahead_by(unit.module)
-        is_expert = bool(unit.table)
-
-        def before(module: nn.Module, args: Any) -> None:
-            more = ahead if ahead and _may_take_the_fast_path(module) else []
-            self._begin(module, [*dict.fromkeys([*groups, *more])], is_expert=is_expert)
-
-        self._register(unit.module, before)
+    def _install(
+        self, module: nn.Module, groups: list[ParamGroup], *, is_expert: bool = False,
+        is_inner: bool = False,
+    ) -> None:  # fmt: skip
+        """Install hooks on a module, which needs `groups` while it is called. A module within a
+        unit (`is_inner`) may be called by a method of the unit, by the user, or in a backward pass,
+        to be computed again; while the unit is called its hooks have nothing to do."""
+        ahead = self._read_ahead_by(module)
+        if is_inner and not groups and not ahead:
+            return  # the units in it have hooks of their own
+        before = _Before(self._begin, module, groups, ahead, is_expert, is_inner)
+        hooks = _Hook(before.call, self._owner), self._after
+        if id(module) not in self._asked:
+            module.register_forward_pre_hook(hooks[0], prepend=True)
+            module.register_forward_hook(hooks[1], always_call=True)
+        name = self._names[id(module)]
+        self._guards.append(
+            _Guard(module, name, self._calls, self._end, hooks, before.needs_nothing)
+        )
 
     def _read_ahead_by(self, module: nn.Module) -> list[ParamGroup]:
         """Return the groups of an encoder's first layer, or of a layer or an attention: before
@@ -124,31 +135,6 @@ class UnitHooks:
         """Return the groups with a parameter of a module."""
         found = [self._where.get(id(param)) for param in module.parameters()]
         return list(dict.fromkeys(group for group in found if group is not None))
-
-    def _install_inner(self, unit: Unit, inner: nn.Module) -> None:
-        """Install hooks on a module within a unit, which have nothing to do while the unit is
-        called. It may be called by a method of the unit, by the user, or in a backward pass, to be
-        computed again."""
-        units = {id(self._groups[index]) for index in unit.groups}
-        groups = [group for group in self._groups_in(inner) if id(group) in units]
-        ahead = self._read_ahead_by(inner)
-        if not groups and not ahead:
-            return  # the units in it have hooks of their own
-        hook = _InnerHook(self._begin, inner, groups, ahead, bool(unit.table))
-        self._register(inner, hook.before, hook.needs_nothing)
-
-    def _register(
-        self, module: nn.Module, before: Callable[[nn.Module, Any], None],
-        needs_no_hooks: Callable[[], bool] | None = None,
-    ) -> None:  # fmt: skip
-        """`needs_no_hooks` returns whether the hooks have nothing to do in the call that begins."""
-
-        hooks = _Hook(before, self._owner), self._after
-        if id(module) not in self._asked:
-            module.register_forward_pre_hook(hooks[0], prepend=True)
-            module.register_forward_hook(hooks[1], always_call=True)
-        name = self._names[id(module)]
-        self._guards.append(_Guard(module, name, self._calls, self._end, hooks, needs_no_hooks))
 
     @interrupted_in_waits
     def _begin(
@@ -345,21 +331,22 @@ class _Hook:
 
 
 @dataclass(slots=True, eq=False)
-class _InnerHook:
-    """Before a module within a unit is called."""
+class _Before:
+    """What happens before a module is called."""
 
     begin: Callable[..., None]  # of the hooks
     module: nn.Module
     groups: list[ParamGroup]
     ahead: list[ParamGroup]  # that it may need besides
     is_expert: bool
+    is_inner: bool
 
-    def before(self, module: nn.Module, args: Any) -> None:
+    def call(self, module: nn.Module, args: Any) -> None:
         if not self.needs_nothing():
             self.begin(module, self._needed(), is_expert=self.is_expert)
 
     def needs_nothing(self) -> bool:
-        return all(group.is_entered for group in self._needed())
+        return self.is_inner and all(group.is_entered for group in self._needed())
 
     def _needed(self) -> list[ParamGroup]:
         more = self.ahead if self.ahead and _may_take_the_fast_path(self.module) else []
@@ -382,11 +369,11 @@ class _Guard:
 
     def __init__(
         self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None],
-        hooks: tuple[_Hook, _Hook], needs_no_hooks: Callable[[], bool] | None,
+        hooks: tuple[_Hook, _Hook], needs_no_hooks: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`end` gets the number of `calls` that were under way before this one. `hooks` are those
-        before and after the module's forward, with nothing to do where `needs_no_hooks` is true.
-        """
+        before and after the module's forward, with nothing to do in the call that begins where
+        `needs_no_hooks` is true."""
         self._module = module
         self._name = name
         self._calls = calls
@@ -412,7 +399,7 @@ class _Guard:
     @break_graph
     def run_forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `forward`, which is the module's, called without the hooks of others."""
-        if self._needs_no_hooks is not None and self._needs_no_hooks():
+        if self._needs_no_hooks():
             return self._ending_calls(forward, args, kwargs)
         return self._ending_calls(self._between_hooks, (forward, args, kwargs), {})
 

@@ -154,7 +154,7 @@ class Runtime:
         with ExitStack() as begun:  # threads, which end where one of these raises
             if ranks is not None:
                 memory = homes.shared_memory()
-                ep_size = max((group.ep_size for group in discovery.groups), default=1)
+                ep_size = max((group.shape.ep_size for group in discovery.groups), default=1)
                 self.rank_work = SharedWork(
                     ranks, memory, options.dtype, options.reduce_dtype, ep_size
                 )

@@ -89,7 +89,7 @@ def _stored_s(
         store.start(model, WeightValues(store), lambda: store)
         took_s = _pass_s(model, device)
     uses = sum(len(unit.groups) for unit in found.units)
-    shapes = [shape for group in found.groups for shape in group.shapes()]
+    shapes = [shape for group in found.groups for shape in group.shape.params]
     return took_s, uses, sum(shape.stored is not None for shape in shapes)
 
 
@@ -113,7 +113,7 @@ class _Homes:
         memory = HostMemory(_HOST_NBYTES)
         tier = MemoryTier(Tier.HOST, _HOST_NBYTES, memory, Ledger())
         self._pool = SlotPool(tier, threading.RLock())
-        self._layouts = [lay_out(group.shapes()) for group in found.groups]
+        self._layouts = [lay_out(group.shape.params) for group in found.groups]
         self._stack = stack
 
     def parameters(
