@@ -42,7 +42,7 @@ from offload.swap.threads.recorder import Recorder
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.weights.first_values import FirstValues
+from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.spread_experts import SpreadExperts
 from offload.zero.gradients.loss_scale import LossScale
@@ -202,7 +202,7 @@ class Engine(TieredModel):
         dtype = DTYPES[config.precision]
         self._make_plan(config, discovery)
         trained = _listed(parameters)
-        first = self._first_values(discovery, dtype, weights, lazy)
+        first = self._initialisation(discovery, dtype, weights, lazy)
         self._run = ParallelRunner(int(self.config.threads.optimizer))
         self._open_tiers(config, dtype)
         self._runtime = self._make_runtime(discovery, dtype, self._run)
@@ -293,7 +293,7 @@ class Engine(TieredModel):
         runtime.store.adopt(group)
 
     def _values_of(
-        self, group: ParamGroup, first: FirstValues
+        self, group: ParamGroup, first: WeightInitialisation
     ) -> Callable[[ParamSpec], torch.Tensor]:
         """Return a group's first values; ranks that share the group get those of the first one."""
         value, ranks = super()._values_of(group, first), self._ranks

@@ -138,7 +138,7 @@ class Dispatched(TieredModel):
         if weights is None:
             _check_values(self.module, lazy, only)
         self._make_plan(config, discovery)
-        first = self._first_values(discovery, dtype, weights, lazy, only)
+        first = self._initialisation(discovery, dtype, weights, lazy, only)
         self._open_tiers(config, dtype)
         depth = int(self.config.prefetch)
         self._store = WeightStore(

@@ -46,7 +46,7 @@ from offload.report import ProcessReport, tier_reports
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
 from offload.tiers.units import format_bytes
-from offload.weights.first_values import FirstValues
+from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import make_real
 from offload.weights.spread_experts import SpreadExperts
@@ -144,12 +144,14 @@ class TieredModel(abc.ABC):
         _look_ahead(self.plan, config, self.module)
         _say_slow(config.precision, self.device)
 
-    def _first_values(
+    def _initialisation(
         self, discovery: Discovery, dtype: torch.dtype, weights: StrPath | None,
         lazy: LazyWeights, only: torch.dtype | None = None,
-    ) -> FirstValues:  # fmt: skip
+    ) -> WeightInitialisation:  # fmt: skip
         """Return the sources of values. Meta parameters become real ones, without memory."""
-        first = FirstValues(self.module, self.config.seed, dtype, weights, lazy, discovery.packed)
+        first = WeightInitialisation(
+            self.module, self.config.seed, dtype, weights, lazy, discovery.packed
+        )
         make_real(_named(self.module, discovery), dtype, self.device, only)
         return first
 
@@ -159,11 +161,11 @@ class TieredModel(abc.ABC):
             torch.set_num_threads(self.config.threads.torch)
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype)
 
-    def _load(self, first: FirstValues) -> None:
+    def _load(self, first: WeightInitialisation) -> None:
         with closing(first):
             self._load_from(first)
 
-    def _load_from(self, first: FirstValues) -> None:
+    def _load_from(self, first: WeightInitialisation) -> None:
         """Fill every group's states, one group at a time."""
         store = self.store
         first.check_names(self.spread.prefixes)
@@ -187,7 +189,7 @@ class TieredModel(abc.ABC):
     ) -> None: ...
 
     def _values_of(
-        self, group: ParamGroup, first: FirstValues
+        self, group: ParamGroup, first: WeightInitialisation
     ) -> Callable[[ParamSpec], torch.Tensor]:
         """Return a function for a group's first values."""
         params = dict(zip(group.layout.params, group.params, strict=True))

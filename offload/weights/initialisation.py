@@ -32,7 +32,7 @@ from offload.zero.tensors.local_tensors import local_of
 _log = logging.getLogger("offload")
 
 
-class FirstValues:
+class WeightInitialisation:
     """The first values of one model. It is made before the model's meta tensors are replaced."""
 
     def __init__(

@@ -52,7 +52,7 @@ def group_over(*, on_device: bool) -> tuple[ParamGroup, Home]:
 def test_a_group_that_was_withheld_shows_its_home_again() -> None:
     group, home = group_over(on_device=True)
     flat = group.flat()
-    group.withhold()
+    group.unmap()
     with pytest.raises(UnsupportedError, match=r"placeholder, \(2, 3\)"):
         group.params[0].isnan()
     home.bytes.view(torch.float32).copy_(torch.arange(float(flat.numel())))
@@ -64,7 +64,7 @@ def test_a_group_that_was_withheld_shows_its_home_again() -> None:
 
 def test_another_buffer_gets_views_of_its_own() -> None:
     group, home = group_over(on_device=True)
-    group.withhold()
+    group.unmap()
     home.bytes = torch.zeros_like(home.bytes)
     home.bytes.view(torch.float32).fill_(5.0)
     group.gather()
@@ -76,7 +76,7 @@ def test_a_closed_group_and_one_in_host_memory_keep_no_view() -> None:
     group.close()
     alone = home.uses
     group, other = group_over(on_device=False)
-    group.withhold()
+    group.unmap()
     assert other.uses == alone
 
 

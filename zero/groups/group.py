@@ -199,7 +199,7 @@ class ParamGroup:
         self._catch_up = catch_up
         self.invalidate()
         if self.residing is GroupState.GATHERED:
-            self.withhold()
+            self.unmap()
 
     def caught_up(self) -> None:
         """Note that an update by all steps that were missed is about to be submitted."""
@@ -216,7 +216,7 @@ class ParamGroup:
         """Return whether there are views, other than the group's own, of the values where an update
         would write to them. The group's own end."""
         if self.residing is GroupState.GATHERED:
-            self.withhold()
+            self.unmap()
         written = self.state.undoable()
         return written is not None and written.has_views()
 
@@ -346,15 +346,15 @@ class ParamGroup:
     def let_go_all(self) -> None:
         self._held_for.clear()
 
-    def await_or_withhold(self) -> None:
-        """Wait for a submitted update, or withhold parameters: one whose home is used in place must
+    def await_or_unmap(self) -> None:
+        """Wait for a submitted update, or unmap parameters: one whose home is used in place must
         not show half of it."""
         if self.permanent:
             self.gather()
         elif self.state.in_place:
-            self.withhold()
+            self.unmap()
 
-    def withhold(self) -> None:
+    def unmap(self) -> None:
         """Let no parameter refer to the buffer until gathered again."""
         self._put_placeholders()
 

@@ -194,7 +194,7 @@ class Stepper:
             self._ahead.add(state.group.index)
         self._submit([state], self._hyper_ahead, 1.0, first=True)
         if state.group.state.in_place:
-            state.group.withhold()  # half an update must not be read
+            state.group.unmap()  # half an update must not be read
 
     def _try(self, state: OptimizerState) -> None:
         """Begin the update of one group before its step, if it can be undone."""
@@ -427,7 +427,7 @@ class Stepper:
         self._missed.begin_step(hyper_of)
         self._submit(rest, hyper_of, grad_scale)
         for state in having:
-            state.group.await_or_withhold()
+            state.group.await_or_unmap()
         for group in self._missed.end_step(with_gradients):
             group.fall_behind(self._catch_up_one)
         self.catch_up(self._missed.overdue())
