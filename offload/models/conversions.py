@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.store import WeightStore
 from offload.zero.hooks.compilers import refuse_one_graph
-
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Conversions:
@@ -113,10 +112,11 @@ def _refuse_others(call: str, name: str, is_now: torch.Tensor, becomes: torch.Te
     elif becomes.dtype != dtype:
         change = f"{becomes.dtype}, and it is {dtype}"
         remedy = "tiers hold fp32, bf16 and fp16"
-        if becomes.dtype in _FORMATS:
+        if becomes.dtype in FLOAT_OF:
+            precision = FLOAT_OF[becomes.dtype].name.lower()
             remedy = (
-                f"open the model in that format, with precision: {_FORMATS[becomes.dtype]} in the "
-                "configuration; a pipeline that casts its components then changes nothing"
+                f"open the model in that format, with precision: {precision} in the configuration; "
+                "a pipeline that casts its components then changes nothing"
             )
         remedy += "; for converted copies, take model.state_dict()"
     else:

@@ -27,12 +27,8 @@ from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised import bitsandbytes, compressed_tensors
 from offload.quantised.matrix import Grouped, packed, piece_rows, unpacked
 from offload.tiers.errors import CheckpointError, ConfigError
-from offload.zero.groups.bits import array_of
+from offload.zero.groups.bits import FLOAT_OF, array_of
 from offload.zero.groups.coded_layout import refusal
-
-_KINDS = {
-    torch.float32: Float.FP32, torch.bfloat16: Float.BF16, torch.float16: Float.FP16
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def described(
     module's). Raise ConfigError for a weight that cannot be stored so."""
     weights = target.weights
     why = refusal(tensor.shape, weights)
-    if why is None and tensor.dtype not in _KINDS:
+    if why is None and tensor.dtype not in FLOAT_OF:
         why = f"it is {tensor.dtype}"
     if why is not None:
         raise ConfigError(
@@ -136,7 +132,7 @@ def _codes(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
     """Return the words of groups and codes, as `storage` has them."""
     words = np.empty(tensor.numel() // weights.group_size, dtype=np.uint32)
     codes = np.empty(weights.codes_nbytes(tensor.numel()), dtype=np.uint8)
-    kind = _KINDS[tensor.dtype]
+    kind = FLOAT_OF[tensor.dtype]
     encode_weights(_array(tensor, kind), words, codes, weights, kind)
     return words, codes
 
@@ -144,7 +140,7 @@ def _codes(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
 def keeps(tensor: Tensor, weights: WeightFormat) -> bool:
     """Whether the codes reproduce a tensor's values exactly."""
     words, codes = _codes(tensor, weights)
-    kind = _KINDS[tensor.dtype]
+    kind = FLOAT_OF[tensor.dtype]
     back = np.empty(tensor.numel(), dtype=kind.storage)
     decode_weights(words, codes, back, weights, kind)
     return bool(np.array_equal(back, _array(tensor, kind)))

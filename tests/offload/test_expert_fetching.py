@@ -158,10 +158,12 @@ def test_no_routing_disturbs_the_trace_and_backward_finds_what_forward_used(tmp_
         expected = list(engine.runtime.trace.upcoming())
         misses = engine.runtime.trace.misses
         absent: list[str] = []
-        fetcher, need = engine.runtime.store.fetcher, engine.runtime.store.fetcher.need
+        store = engine.runtime.store
+        fetcher, need = store.fetcher, store.fetcher.need
 
         def noting(item: Any, *, backward: bool = False) -> None:
-            if backward and item.table and item.state.residency() is Residency.ABSENT:
+            is_expert = store.table_of(item) is not None
+            if backward and is_expert and item.state.residency() is Residency.ABSENT:
                 absent.append(item.name)
             need(item, backward=backward)
 

@@ -68,5 +68,5 @@ def test_what_is_generated_is_what_is_generated_in_ram(tmp_path: Path, model_typ
     }  # fmt: skip
     model: Any = offload.dispatch(build(model_type).eval(), keys)
     with offload.dispatched(model) as dispatched:
-        assert any(group.table for group in dispatched.store.groups)
+        assert any(dispatched.store.table_of(group) for group in dispatched.store.groups)
         assert generated(model, prompt) == expected

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.tiers.errors import DtypeError, OffloadError
+from offload.zero.groups.bits import FLOAT_OF
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ABOUT_DTYPES = re.compile(
     r"same dtype|expected scalar type|mixed dtype|type .* should be the same|"
     r"does not match weight dtype|[Tt]ype promoting",
@@ -51,4 +51,5 @@ def _others(tensors: Any, own: torch.dtype) -> list[str]:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    known = FLOAT_OF.get(dtype)
+    return str(dtype).removeprefix("torch.") if known is None else known.name.lower()

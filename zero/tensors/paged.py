@@ -95,6 +95,15 @@ def from_start(start: int, size: Any, stride: Any, storage_offset: int | None = 
     return size, stride, None if storage_offset is None else start + storage_offset
 
 
+def _refusing(method: str) -> Any:
+    """Return a method that raises UnsupportedError: it needs memory of the tensor's own."""
+
+    def refuse(paged: PagedTensor, *_: Any, **__: Any) -> NoReturn:
+        paged._refuse(f"{method}()")
+
+    return refuse
+
+
 class PagedTensor(torch.Tensor):
     """A tensor in a tier (see above). Operations on one, or with one, give plain tensors."""
 
@@ -218,29 +227,10 @@ class PagedTensor(torch.Tensor):
     def is_shared(self) -> bool:
         return False
 
-    def apply_(self, *_: Any) -> Any:
-        self._refuse("apply_()")
-
-    def map_(self, *_: Any) -> Any:
-        self._refuse("map_()")
-
-    def data_ptr(self) -> int:
-        self._refuse("data_ptr()")
-
-    def const_data_ptr(self) -> int:
-        self._refuse("const_data_ptr()")
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        self._refuse("untyped_storage()")
-
-    def storage(self) -> Any:
-        self._refuse("storage()")
-
-    def share_memory_(self) -> Any:
-        self._refuse("share_memory_()")
-
-    def __dlpack__(self, **_: Any) -> Any:
-        self._refuse("__dlpack__()")
+    apply_, map_ = _refusing("apply_"), _refusing("map_")
+    data_ptr, const_data_ptr = _refusing("data_ptr"), _refusing("const_data_ptr")
+    storage, untyped_storage = _refusing("storage"), _refusing("untyped_storage")
+    share_memory_, __dlpack__ = _refusing("share_memory_"), _refusing("__dlpack__")
 
 
 @functools.cache
