@@ -33,9 +33,9 @@ from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.store import WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.closed_engine import DISPATCHED
-from offload.zero.hooks.hooks import UnitHooks
-from offload.zero.kv.kv_sizes import CachedLayer
-from offload.zero.kv.kv_store import KVStore
+from offload.zero.hooks.unit_hooks import UnitHooks
+from offload.zero.kv.sizes import CachedLayer
+from offload.zero.kv.store import KVStore
 from offload.zero.recompute.micro_batches import MicroBatching
 
 _log = logging.getLogger("offload")
@@ -162,7 +162,7 @@ class Dispatched(TieredModel):
         kv, store = self.plan.kv, self.store
         if kv is None:
             return
-        from offload.kv import kv_cache  # transformers is there: it is its model
+        from offload.kv import paged_cache  # transformers is there: it is its model
 
         # caches live as long as somebody has them, and keep no model
         self._kv = KVStore(
@@ -171,7 +171,7 @@ class Dispatched(TieredModel):
             check_usable=partial(_check_usable, weakref.ref(store)),
             trim=machine.trim_memory if self.device.type == "cpu" else None,
         )  # fmt: skip
-        store.on_close.append(kv_cache.install(self.module, self._kv))
+        store.on_close.append(paged_cache.install(self.module, self._kv))
 
     def _split_batches(self) -> None:
         """Let blocks run over pieces of the batch."""
@@ -179,9 +179,9 @@ class Dispatched(TieredModel):
             return
         check = None
         if "transformers" in sys.modules:  # else it is none of its models
-            from offload.kv import kv_cache
+            from offload.kv import paged_cache
 
-            check = kv_cache.refuse_pieces
+            check = paged_cache.refuse_pieces
         store = self.store
         batching = MicroBatching(
             int(self.config.micro_batches), store.units,
@@ -261,9 +261,9 @@ def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     """Return the model's cached layers. Raises UnsupportedError if no KV cache is known."""
     found: tuple[CachedLayer, ...] = ()
     if "transformers" in sys.modules:  # else it is none of its models
-        from offload.kv import kv_cache
+        from offload.kv import paged_cache
 
-        found = kv_cache.cached_layers(model)
+        found = paged_cache.cached_layers(model)
     if not found:
         raise UnsupportedError(
             f"placement.kv: {type(model).__name__} has no KV cache that offload knows (those of "

@@ -11,7 +11,7 @@ from offload.config import OffloadConfig
 from offload.engine import Engine, ParamGroups, initialize
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import StateError
-from offload.zero.hooks.hooks import UnitHooks
+from offload.zero.hooks.unit_hooks import UnitHooks
 
 
 def engine_of(model: nn.Module) -> Engine | None:

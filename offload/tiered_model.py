@@ -50,7 +50,7 @@ from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import make_real
 from offload.weights.spread_experts import SpreadExperts
-from offload.zero.experts.expert_access import ExpertAccess
+from offload.zero.experts.access import ExpertAccess
 from offload.zero.gradients.gradient_hooks import is_trained_here
 from offload.zero.groups.discovery import Discovery, discover, refuse_uninitialised
 from offload.zero.groups.group import ParamGroup
@@ -59,7 +59,7 @@ from offload.zero.groups.shared_views import refuse_shared_views
 from offload.zero.groups.store import WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.closed_engine import Closed, Refusal
-from offload.zero.hooks.hooks import UnitHooks
+from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE
 from offload.zero.ranks.tensor_parallel import TensorParallel

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from offload.display.progress import progress
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.hooks.hooks import UnitHooks
+from offload.zero.hooks.unit_hooks import UnitHooks
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.group import NO_PICKLES
 from offload.zero.groups.store import WeightStore
 from offload.zero.hooks.forwards import ReplacedForward
-from offload.zero.hooks.hooks import installed_call
+from offload.zero.hooks.unit_hooks import installed_call
 
 _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and
           "hooks" in name]  # fmt: skip

@@ -22,7 +22,7 @@ from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.fetching import Fetcher
-from offload.zero.kv.kv_store import KVStore
+from offload.zero.kv.store import KVStore
 
 
 @dataclass

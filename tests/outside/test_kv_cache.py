@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from offload.errors import StateError, TierFullError, UnsupportedError
-from offload.kv.kv_cache import cached_layers, keep_in_tiers
+from offload.kv.paged_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import Fetcher
-from offload.zero.kv.kv_pages import KVPages
-from offload.zero.kv.kv_sizes import CachedLayer
-from offload.zero.kv.kv_store import KVStore
+from offload.zero.kv.pages import KVPages
+from offload.zero.kv.sizes import CachedLayer
+from offload.zero.kv.store import KVStore
 from tests.offload.kv_cases import Homes
 
 TIERS = {

@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import offload
 import offload.tiered_model
 from offload.errors import BudgetError, StateError, StorageError, TierFullError, UnsupportedError
-from offload.kv.kv_cache import PagedLayer, PagedSlidingLayer
+from offload.kv.paged_cache import PagedLayer, PagedSlidingLayer
 from offload.swap.threads.transfer import Transfer
 from tests.offload.engine_cases import plan_for_a_gpu
 

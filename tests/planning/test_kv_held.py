@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.config import OffloadConfig
 from offload.planning.plan.cache_shape import alike
 from offload.planning.plan.kv_plan import kv_held
-from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.sizes import CachedLayer
 
 
 def test_memory_for_what_attention_reads_is_that_of_the_planned_tokens() -> None:

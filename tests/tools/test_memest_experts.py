@@ -18,7 +18,7 @@ from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.cli import main
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.experts.expert_keys import experts_per_token, experts_per_token_of
+from offload.zero.experts.per_token import experts_per_token, experts_per_token_of
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128,

@@ -22,7 +22,7 @@ from offload.tools.memest.source.cache_shapes import family_cache, modules_cache
 from offload.tools.memest.source.decoder_settings import own_model
 from offload.tools.memest.source.hugging_face import ModelConfiguration, check_configuration
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.sizes import CachedLayer
 from tests.tools.test_memest_cli import run
 
 transformers = pytest.importorskip("transformers")

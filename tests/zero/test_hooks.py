@@ -17,8 +17,8 @@ from offload.zero.groups.discovery import GroupPlan, discover
 from offload.zero.groups.group import Classes, GroupState, ParamGroup
 from offload.zero.groups.layout import lay_out
 from offload.zero.hooks.handles import HandleTable
-from offload.zero.hooks.hooks import UnitHooks
 from offload.zero.hooks.one_thread import OneThread
+from offload.zero.hooks.unit_hooks import UnitHooks
 from tests.swap.state_conformance import Places, make_places
 
 CPU = torch.device("cpu")

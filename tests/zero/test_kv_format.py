@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.zero.kv.kv_format import (
+from offload.zero.kv.page_format import (
     Int8Format,
     KVShape,
     PageFormat,
@@ -13,7 +13,7 @@ from offload.zero.kv.kv_format import (
     decode_int8,
     encode_int8,
 )
-from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.sizes import CachedLayer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH, TOKENS = 3, 5

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.experts.expert_keys import experts_per_token_of
 from offload.zero.experts.packed import PackedParam
+from offload.zero.experts.per_token import experts_per_token_of
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
 from offload.zero.groups.module_tree import (
     SMALL_UNIT_NUMEL,
@@ -28,7 +28,7 @@ from offload.zero.groups.module_tree import (
     shape_of_groups,
 )
 from offload.zero.groups.storage import Storage
-from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.sizes import CachedLayer
 from offload.zero.tensors.local_tensors import is_dtensor, local_of
 
 __all__ = [

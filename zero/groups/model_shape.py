@@ -13,7 +13,7 @@ from functools import cached_property
 
 from offload.zero.groups.layout import Layout, ParamShape, lay_out
 from offload.zero.groups.storage import Storage, cut
-from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.sizes import CachedLayer
 from offload.zero.ranks.sharding import ALONE, Sharding
 
 

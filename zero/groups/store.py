@@ -32,10 +32,10 @@ from offload.zero.groups.loading import ValuesOf, load_weights
 from offload.zero.groups.shared_views import AssignedMemory, Memory
 from offload.zero.hooks.closed_engine import ENGINE, Refusal
 from offload.zero.hooks.handles import HandleTable, Keeper
-from offload.zero.hooks.hooks import ASK_FOR_CLASSES, UnitHooks
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward
 from offload.zero.hooks.transforms import refuse_capture
+from offload.zero.hooks.unit_hooks import ASK_FOR_CLASSES, UnitHooks
 from offload.zero.ranks.rank_weights import RankWeights
 from offload.zero.ranks.sharding import ALONE, Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values

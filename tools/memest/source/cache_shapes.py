@@ -10,7 +10,7 @@ from offload.planning.plan.cache_shape import CacheShape, alike, windows_of
 from offload.tools.memest.source.config_keys import Keys
 from offload.tools.memest.source.decoder_tree import head_dim, kv_heads
 from offload.tools.memest.source.family import Family
-from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.sizes import CachedLayer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

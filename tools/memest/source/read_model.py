@@ -42,7 +42,7 @@ from offload.tools.memest.source.transformers_models import (
     library_model,
 )
 from offload.tools.memest.source.weight_names import tree_of_names
-from offload.zero.experts.expert_keys import experts_per_token
+from offload.zero.experts.per_token import experts_per_token
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.groups.module_tree import shape_of
 

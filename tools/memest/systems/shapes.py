@@ -20,7 +20,7 @@ from offload.planning.plan.workload import Generation, Workload
 from offload.tools.memest.systems.subject import Subject
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
-from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.sizes import CachedLayer
 
 _HEAD_DIM = 128
 _MOST_BUNDLES = 64  # of a block's experts

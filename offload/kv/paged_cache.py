@@ -28,9 +28,9 @@ from transformers.cache_utils import (
 from transformers.utils import output_capturing
 
 from offload.errors import StateError, UnsupportedError
-from offload.zero.kv.kv_pages import KVPages
-from offload.zero.kv.kv_sizes import CachedLayer
-from offload.zero.kv.kv_store import KVStore
+from offload.zero.kv.pages import KVPages
+from offload.zero.kv.sizes import CachedLayer
+from offload.zero.kv.store import KVStore
 
 # layer types without keys and values
 _STATELESS = ("linear_attention", "conv", "moe", "mlp")

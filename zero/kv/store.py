@@ -30,7 +30,7 @@ from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 from offload.zero.groups.fetching import Fetcher
-from offload.zero.kv.kv_format import Int8Format, KVShape, PageFormat, PlainFormat
+from offload.zero.kv.page_format import Int8Format, KVShape, PageFormat, PlainFormat
 
 _log = logging.getLogger("offload")
 KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy

@@ -34,7 +34,7 @@ from offload.kernels.floats import Array
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import FLOAT_OF
-from offload.zero.kv.kv_sizes import coded_dim, group_of, vector_nbytes
+from offload.zero.kv.sizes import coded_dim, group_of, vector_nbytes
 
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
 _TOKENS_AT_ONCE = 256  # are encoded in one go: bounds what that takes beside the page
