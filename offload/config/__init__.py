@@ -3,7 +3,7 @@
 model       OffloadConfig, the whole        fields      sections, types of values, sizes
 optimizer   `optimizer:`                    training    `train:`
 file        reading YAML, keys and lines    source      from files, mappings and overrides
-errors      one line that names the key     written_for which model a file was written for
+errors      one line that names the key
 """
 
 from offload.config.model import NvmeConfig as NvmeConfig

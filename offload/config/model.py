@@ -40,7 +40,7 @@ from offload.config.paths import StrPath
 from offload.config.remedies import near
 from offload.config.source import ConfigSource, load_source
 from offload.config.training import TrainConfig
-from offload.config.written_for import WrittenFor
+from offload.errors import ConfigError
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, Tier
@@ -343,6 +343,41 @@ class ZeroConfig(Section):
                 ", which shards nothing; remove shard_group, or set stage: 1 or more",
             )  # fmt: skip
         return self
+
+
+class WrittenFor(Section):
+    """The model that `memest --write` wrote a configuration for, and that `offload plan` plans."""
+
+    model: str = key(..., example="Llama-3-8B")
+    """Its name."""
+    parameters: int = key(..., example=8_030_261_248, ge=1)
+    """How many it has, frozen ones included."""
+    source: str | None = key(None, example="Llama-3-8B/config.json")
+    """Where it is described: a file or folder, or module:function."""
+    batch: int = key(1, example=1, ge=1, unit="sequences")
+    """Sequences per pass that were planned with."""
+    sequence: int = key(2048, example=2048, ge=1, unit="tokens")
+    """Length of a sequence that was planned with."""
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.parameters:,} parameters)"
+
+    def check(self, name: str, parameters: int) -> None:
+        """Raise ConfigError unless the model `name` has as many parameters as this one."""
+        if parameters != self.parameters:
+            raise ConfigError(
+                f"written_for: this file was written for {self}, and {name} has {parameters:,}; "
+                "`memest MODEL --write FILE` writes one for it; if this one is meant for it all "
+                "the same, remove written_for"
+            )
+
+    def refuse_training(self) -> None:
+        """Raise ConfigError: `offload train` cannot build this model."""
+        raise ConfigError(
+            f"written_for: this file was written for {self}, and `offload train` trains only its "
+            "built-in model; train in a loop of your own with offload.initialize(model, FILE), or, "
+            "for the built-in model, describe it under train.model and remove written_for"
+        )
 
 
 def _or_auto(schema: dict[str, Any]) -> None:

@@ -18,8 +18,7 @@ from pydantic.fields import FieldInfo
 from offload.config.fields import Kind, section_of
 from offload.config.file import dump_yaml
 from offload.config.model import OffloadConfig
-from offload.config.optimizer import OptimizerConfig
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS, OptimizerConfig
 from offload.config.remedies import suggestion
 from offload.tiers.errors import ConfigError
 

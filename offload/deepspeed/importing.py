@@ -29,7 +29,7 @@ from offload.checkpoint.format.manifest import (
 )
 from offload.checkpoint.format.plain_values import check_plain
 from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.saved import LoopState, imported_run, last_tag, write_latest
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint

@@ -21,7 +21,7 @@ from offload.checkpoint.format.manifest import (
     ParamGroupRecord,
 )
 from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.display.plain_text import plain
 from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped
 from offload.kernels.rules import StateFormat

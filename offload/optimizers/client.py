@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.memory.watched_stores import WatchedStores
 from offload.optimizers.entries import OptimizerEntries
 from offload.optimizers.state_dict import Kept, check_kind, check_sizes, check_state

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.zero.tensors.local_tensors import is_dtensor
 
 _STEPS_LIMIT = 1 << 53  # what the floats that torch counts in can tell apart

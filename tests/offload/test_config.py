@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offload.config import OffloadConfig
 from offload.config.fields import Percent
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.errors import ConfigError, PathError
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier

@@ -29,7 +29,7 @@ from offload.checkpoint.format.safetensors_file import (
     info_of,
     optimizer_sections,
 )
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.kernels.cpu.convert import split_master
 from offload.kernels.floats import Array
 from offload.zero.step.records import RecordFormat

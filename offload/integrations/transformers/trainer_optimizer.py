@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.optimizers.client import CLASSES, ClientOptimizer
 from offload.tiers.errors import StateError, UnsupportedError
 

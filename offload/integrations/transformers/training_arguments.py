@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from offload.config import OffloadConfig
-from offload.config.optimizer_kinds import KINDS
+from offload.config.optimizer import KINDS
 from offload.config.paths import StrPath
 from offload.config.source import load_source
 from offload.optimizers.client import equal_numbers

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
+from offload.config.model import WrittenFor
 from offload.config.training import MOST_PARAMS, ModelConfig
-from offload.config.written_for import WrittenFor
 from offload.integrations.transformers.hub_names import is_hub_name, not_local
 from offload.planning.choice.durations import counted
 from offload.planning.plan.cache_shape import CacheShape
