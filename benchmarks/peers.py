@@ -1,7 +1,7 @@
 """The commands of `offload bench` with others in the same run: the optimizers of PyTorch and
-DeepSpeed, fio, DeepSpeed ZeRO-3, DDP and FSDP2.
+DeepSpeed, DeepSpeed ZeRO-3, DDP and FSDP2.
 
-    python -m benchmarks.peers {adam,io,step,ranks} [options as of `offload bench`]
+    python -m benchmarks.peers {adam,step,ranks} [options as of `offload bench`]
 
 Peers are reached through their public interfaces only, are imported only by the modules named for
 them, and are optional: a row says what to install. --systems of `step` also has deepspeed-cpu
@@ -14,12 +14,10 @@ from typing import Any
 
 import typer
 
-from benchmarks import adam_peers, fio
+from benchmarks import adam_peers
 from offload.bench.adam import AdamOptions
 from offload.bench.adam import run_adam as run_our_adam
 from offload.bench.contenders import SystemSpec
-from offload.bench.io import IoOptions
-from offload.bench.io import run_io as run_our_io
 from offload.bench.ranks import SYSTEMS as OUR_RANKS
 from offload.bench.ranks import RanksOptions
 from offload.bench.ranks import run_ranks as run_our_ranks
@@ -61,12 +59,6 @@ def run_adam(options: AdamOptions, say: Say) -> Record:
     return record
 
 
-def run_io(options: IoOptions, say: Say) -> Record:
-    record = run_our_io(options, say, fio.systems)
-    fio.compare(record)
-    return record
-
-
 def run_step(options: StepOptions, say: Say) -> Record:
     record = run_our_step(options, say, (ZERO3_CPU, ZERO3_NVME))
     record.compare(ZERO3_NVME.label, NVME.label, "seconds", Target(1.7))
@@ -101,7 +93,7 @@ app = typer.Typer(
 app.registered_commands = [
     command
     for command in bench_app.registered_commands
-    if command.callback is not None and command.callback.__name__ not in ("copy", "codec")
+    if command.callback is not None and command.callback.__name__ not in ("copy", "io")
 ]
 
 

@@ -7,7 +7,6 @@ first write to fresh blocks is slower, and no later write of a run is one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from offload.bench.io_raw import Loop, Shape, Tried, cut, open_loop, try_grid
 from offload.bench.io_store import StoreLoop
-from offload.bench.record import Kind, Record, Row, Target
+from offload.bench.record import Kind, Record, Target
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
 from offload.process import machine
@@ -50,11 +49,7 @@ class IoOptions:
     rounds: int = 7
 
 
-# Systems over a file of their own in a folder, of so many bytes, and rows of those that cannot run.
-Peers = Callable[[Path, int, ExitStack, Say], tuple[list[Timed], list[Row]]]
-
-
-def run_io(options: IoOptions, say: Say, peers: Peers | None = None) -> Record:
+def run_io(options: IoOptions, say: Say) -> Record:
     """Run the bench. PathError where no file can be made, BudgetError if the buffer does not fit in
     memory, StorageError if the device fails."""
     folder = options.folder or machine.swap_folder()
@@ -71,12 +66,9 @@ def run_io(options: IoOptions, say: Say, peers: Peers | None = None) -> Record:
         record.details["grid"] = [_tried_dict(one) for one in tried]
         systems = _raw_systems(raw, buffer, nbytes, tried, stack)
         systems += _our_systems(options, folder, buffer, nbytes, stack, say)
-        others, missing = ([], []) if peers is None else peers(folder, nbytes, stack, say)
-        systems += others
         systems.sort(key=lambda system: not system.name.endswith("read"))
         measure(record, systems, options.rounds, say)
         record.notes.append(_where(folder, nbytes, raw))
-    record.rows += missing
     for direction in ("read", "write"):
         for name in (OURS, _UNCHECKED):
             ours, raw_loop = f"{name} {direction}", f"{_RAW} {direction}"
@@ -98,7 +90,7 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
         )
     nbytes = max(wanted // options.block_nbytes, 1) * options.block_nbytes
     in_flight = max(options.in_flight_nbytes, options.block_nbytes)
-    needed = 4 * nbytes + 2 * in_flight  # raw, ours twice, fio
+    needed = 3 * nbytes + 2 * in_flight  # raw, and ours twice
     if needed > free:
         raise PathError(
             f"--size: {format_bytes(nbytes)} per file need {format_bytes(needed)} in {folder}, "

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,6 @@ TINY_MODEL = [
     "-o", "train.sequence=16", "-o", "budget.host=80MiB", "-o", "budget.nvme=256MiB",
 ]  # fmt: skip
 ADAM = ["adam", "--numel", "70000", "--threads", "2"]
-FIO = """#!{python}
-import json, pathlib, sys
-name = next(word for word in sys.argv if word.startswith("--filename="))
-pathlib.Path(name.split("=", 1)[1]).touch()
-job = dict(usr_cpu=10.0, sys_cpu=20.0, read=dict(bw_bytes=2**20), write=dict(bw_bytes=2**19))
-print("fio: a note")
-print(json.dumps(dict(jobs=[job])))
-"""
 
 
 def run(*arguments: str) -> int:
@@ -86,26 +77,6 @@ def test_what_a_failing_library_prints_is_kept_and_its_last_line_shown(capfd: An
     assert quietly(fail, "cannot be used") == (None, "cannot be used: RuntimeError: no compiler")
     assert quietly(lambda: 3, "") == (3, "")
     assert capfd.readouterr().out == ""
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_fio_is_measured_where_it_is(
-    installed: bool, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if installed:
-        program = tmp_path / "fio"
-        program.write_text(FIO.format(python=sys.executable))
-        program.chmod(0o700)
-    sizes = ["--size", "1MiB", "--block", "128KiB", "--in-flight", "256KiB"]
-    rows, ratios, _ = recorded("io", *sizes, "--path", str(tmp_path))
-    if not installed:
-        assert rows["fio read"]["note"] == rows["fio write"]["note"] == "not installed"
-        return
-    assert rows["fio read"]["measures"]["seconds"] == [1.0]
-    assert rows["fio write"]["measures"]["seconds"] == [2.0]
-    assert rows["fio write"]["measures"]["cpu_s_per_gb"] == pytest.approx([0.6 / 2**20 * 1e9])
-    assert ("ours write", "fio write") in {(ratio["of"], ratio["to"]) for ratio in ratios}
 
 
 @pytest.mark.parametrize("bench", ["step", "ranks"])
