@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import adam_peers, peers, zero3
+from benchmarks import adam_peers, peers, trained
 from benchmarks.adam_peers import quietly
 from offload.config import OffloadConfig
 
@@ -93,7 +93,7 @@ def test_a_system_that_is_unknown_is_answered_with_all_there_are(bench: str, cap
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_deepspeed_is_given_our_optimizer_and_pins_memory_for_a_gpu_alone(device: str) -> None:
     keys = {"precision": "bf16", "clip_grad_norm": 0.5, "optimizer": {"type": "adamw", "lr": 0.25}}
-    settings = zero3.settings_of(OffloadConfig.load({"device": device, **keys}), "cpu")
+    settings = trained.settings_of(OffloadConfig.load({"device": device, **keys}), "cpu")
     zero = settings["zero_optimization"]
     assert settings["optimizer"]["params"]["lr"] == 0.25
     assert (settings["gradient_clipping"], settings["bf16"]) == (0.5, {"enabled": True})

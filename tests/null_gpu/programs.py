@@ -207,14 +207,23 @@ def calls_per_step(
     placement: str, blocks: int, steps: int = 3, warm_up: int = 3
 ) -> dict[str, float]:
     """Of a small Llama. What the user does herself (the batch, the loss's value) is not in it."""
-    from benchmarks import overhead
     from offload.bench.systems import batch_of
     from offload.config import OffloadConfig
     from offload.gpt import build_meta_model
 
+    states = dict.fromkeys(("parameters", "gradients", "optimizer"), placement.partition(",")[0])
+    activations = {"tier": "nvme", "checkpoint": True} if "," in placement else {}
+    shape = {"shape": "llama", "layers": blocks, "hidden": 64, "heads": 2, "mlp": 128}
     with tempfile.TemporaryDirectory() as folder:
-        given = overhead.settings(blocks, overhead.PLACEMENTS[placement], Path(folder), "cuda")
-        config = OffloadConfig.load({**given, "clip_grad_norm": 1.0})
+        config = OffloadConfig.load({
+            "device": "cuda", "clip_grad_norm": 1.0, "nvme": {"paths": [folder]},
+            "budget": {"device": "256MiB", "host": "512MiB", "nvme": "1GiB"},
+            "placement": {**states, "activations": activations},
+            "optimizer": {"type": "adamw", "lr": 1e-4},
+            "train": {
+                "model": {**shape, "vocab": 256, "max_sequence": 16}, "batch": 1, "sequence": 16,
+            },
+        })  # fmt: skip
         model = build_meta_model(config)
         with offload.initialize(model, config) as engine:
             inputs, targets = batch_of(config, 0, torch.device("cuda"))
