@@ -15,7 +15,9 @@ import offload
 from offload.errors import RankError
 from tests.offload.engine_cases import HOST, NVME, config, seeded
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 60.0  # far longer than any of these may take
+SOON_S = 5.0
+SLOW_S = 4.5  # far longer than it takes to find ranks that wait for each other
 WIDTH = 16
 
 
@@ -78,12 +80,29 @@ def ends_earlier(engine: Engine, rank: int, folder: Path) -> None:
         step(engine)
     if rank == 0:
         engine.close()
-        time.sleep(3 * TIMEOUT_S)  # it goes on with other things
+        time.sleep(2 * SOON_S)  # it goes on with other things
 
 
 def saves_alone(engine: Engine, rank: int, folder: Path) -> None:
     if rank == 0:
         engine.save_checkpoint(folder / "alone")
+    step(engine)
+    step(engine)
+
+
+def state_dict_alone(engine: Engine, rank: int, folder: Path) -> None:
+    if rank == 0:
+        engine.module.state_dict()
+    step(engine)
+    step(engine)
+
+
+def evaluates_alone(engine: Engine, rank: int, folder: Path) -> None:
+    if rank == 0:
+        engine.module.eval()
+        with torch.no_grad():
+            forward(engine)
+        engine.module.train()
     step(engine)
     step(engine)
 
@@ -95,13 +114,42 @@ def steps_once_more(engine: Engine, rank: int, folder: Path) -> None:
     step(engine)
 
 
+def slow(*places: str) -> Way:
+    """A rank that takes its time, which is no fault."""
+
+    def way(engine: Engine, rank: int, folder: Path) -> None:
+        for place in places:
+            loss = forward(engine)
+            if rank == 0 and place == "forward":
+                time.sleep(SLOW_S)
+            if rank == 0 and place == "backward":
+                loss.register_hook(lambda _: time.sleep(SLOW_S))
+            loss.backward()
+            if rank == 1 and place == "step":
+                time.sleep(SLOW_S)
+            step_now(engine)
+        if rank == 1 and len(places) > 1:
+            time.sleep(SLOW_S)
+        engine.save_checkpoint(folder / "saved")
+
+    return way
+
+
+ALL = (0, 1, 2, 3)
 WAYS: dict[str, Way] = {
-    "skips one": towers((0, 1, 2, 3), (0, 1, 3)),
-    "another order": towers((0, 1, 2, 3), (0, 2, 1, 3)),
+    "skips the first": towers(ALL, (1, 2, 3)),
+    "skips one": towers(ALL, (0, 1, 3)),
+    "skips the last": towers(ALL, (0, 1, 2)),
+    "another order": towers(ALL, (0, 2, 1, 3)),
+    "twice": towers(ALL, (0, 1, 2, 3, 0)),
     "without backward": without_backward,
     "ends earlier": ends_earlier,
     "saves alone": saves_alone,
+    "state dict alone": state_dict_alone,
+    "evaluates alone": evaluates_alone,
     "steps once more": steps_once_more,
+    "slow": slow("forward"),
+    "slow everywhere": slow("forward", "backward", "step"),
 }
 
 
