@@ -50,7 +50,7 @@ from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import make_real
 from offload.weights.spread_experts import SpreadExperts
-from offload.zero.experts.access import ExpertAccess
+from offload.zero.experts.packed_values import ExpertAccess
 from offload.zero.gradients.gradient_hooks import is_trained_here
 from offload.zero.groups.discovery import Discovery, discover, refuse_uninitialised
 from offload.zero.groups.group import ParamGroup

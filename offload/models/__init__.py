@@ -1,1 +1,1 @@
-"""What the engine does to a model and gives back: its state, its structure, its values."""
+"""The engine's changes to a model, and the state and values that it gives back."""

@@ -1,8 +1,10 @@
-"""Packed parameters as whole tensors, to be read and written outside of the model."""
+"""Values of packed parameters: whole, to be read and written outside of the model, and expert by
+expert, for the function that computes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
-from offload.zero.experts.packed import PackedParam
+from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.group import digest
 from offload.zero.groups.store import WeightStore
 
@@ -118,3 +120,26 @@ class PackedValues:
                 elif any(written):
                     self._wrote(row)  # the master of a parameter that was written is its values
             self._shown[packed] = now
+
+
+class ExpertAccess:
+    """One module's packed experts: those that a router chose are brought while the first of them
+    compute, and each is gathered for as long as it is used. For the thread of the model."""
+
+    def __init__(self, store: WeightStore, table: ExpertTable) -> None:
+        self._store = store
+        self._table = table
+
+    def announce(self, experts: Sequence[int]) -> None:
+        """Announce the experts that will be used now, in this order."""
+        for packed in self._table.packed.values():
+            if packed.is_shown:  # within `gathered`: the rows do not have what was written there
+                self._store.adopt_changes()
+            packed.follow_requires_grad()
+        self._store.announce([self._table.groups[expert] for expert in experts])
+
+    @contextmanager
+    def using(self, expert: int) -> Iterator[Mapping[str, nn.Parameter]]:
+        """Provide one expert's rows, gathered inside, by the names of the module's parameters."""
+        with self._store.expert(self._table.groups[expert]):
+            yield self._table.rows_of(expert)

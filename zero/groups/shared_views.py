@@ -121,7 +121,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Memory:
-    """What one parameter's values, or several parameters', would be kept in by plain PyTorch."""
+    """The memory in which plain PyTorch would keep the values of one or several parameters."""
 
     def __init__(self, storage: StorageWeakRef | None = None) -> None:
         self.storage = storage  # held: its address is not given to another storage meanwhile

@@ -75,7 +75,7 @@ class Refusal:
                 del module._forward_pre_hooks[number]
 
     def __reduce__(self) -> Any:
-        """Of a module that has other parameters by now: the copy refuses nothing."""
+        """Return a refusal of nothing: a copied module has parameters of its own."""
         return Refusal, ((), (), self._text)
 
     @staticmethod

@@ -63,7 +63,7 @@ def break_graph(function: Function) -> Function:
 
 
 def refuse_one_graph(what: str, cause: BaseException | None = None) -> NoReturn:
-    """Of what would have to be compiled as a whole."""
+    """Raise UnsupportedError for code that would have to be compiled as a whole."""
     raise UnsupportedError(f"{what}: {_NO_GRAPH}") from cause
 
 

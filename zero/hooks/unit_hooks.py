@@ -332,7 +332,7 @@ class _Hook:
 
 @dataclass(slots=True, eq=False)
 class _Before:
-    """What happens before a module is called."""
+    """The hook before a module is called."""
 
     begin: Callable[..., None]  # of the hooks
     module: nn.Module
