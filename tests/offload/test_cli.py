@@ -47,7 +47,7 @@ def test_help_and_version(capsys: Any) -> None:
     ("program", "arguments"),
     [
         (main, []), (main, ["train"]), (main, ["doctor"]), (main, ["checkpoint"]),
-        (memest, []), (memest, ["max"]),
+        (memest, []), (memest, ["compare"]),
     ],
 )  # fmt: skip
 def test_help_shows_flags_without_a_type(program: Any, arguments: list[str], capsys: Any) -> None:

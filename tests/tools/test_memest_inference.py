@@ -267,17 +267,6 @@ def test_what_does_not_fit_says_what_would(folder: Path, capsys: Any) -> None:
     )
 
 
-def test_the_largest_model_that_generates(capsys: Any) -> None:
-    asked = ["--inference", "--batch", "4", "--prompt", "16", "--new-tokens", "8"]
-    assert run("max", "gpt", *asked, *HARDWARE, "--no-measure", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["systems"]
-    assert [each["system"] for each in found] == [f"offload, {n}" for n in ("bf16", "int8", "int4")]
-    assert found[0]["parameters"] < found[2]["parameters"]
-    assert all(each["places"]["host"]["by_class"].get("gradients", 0) == 0 for each in found)
-    assert run("max", "gpt", "--prompt", "16", "--no-measure") == 2
-    assert "--prompt 16: is of inference alone" in capsys.readouterr().err
-
-
 def test_few_rows_are_multiplied_straight_from_codes(folder: Path) -> None:
     from offload.kernels.cpu.weight_products import MOST_ROWS
     from offload.planning.step.traffic import STRAIGHT_ROWS, step_traffic

@@ -17,16 +17,7 @@ import typer
 from offload import __version__
 from offload.cli.errors import EXIT_BAD_INPUT, failing_io
 from offload.tools.memest.commands.cli_group import DEFAULT, MemestGroup
-from offload.tools.memest.commands.options import (
-    Batch,
-    EstimateOptions,
-    Inference,
-    MachineOptions,
-    NewTokens,
-    NoMeasure,
-    Prompt,
-    Sequence,
-)
+from offload.tools.memest.commands.options import EstimateOptions
 
 _HELP = """Say what training a model takes: memory by place, seconds per step, and what to change.
 
@@ -126,37 +117,9 @@ def estimate(asked: EstimateOptions) -> int:
 @_command("compare")
 def compare(asked: EstimateOptions) -> int:
     """Compare MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload."""
-    from offload.tools.memest.commands.run_systems import run_compare
+    from offload.tools.memest.commands.run_compare import run_compare
 
     return run_compare(asked)
-
-
-@_command("max")
-def largest(
-    machine: MachineOptions,
-    family: Annotated[str, typer.Argument(help="llama, gpt or moe.")] = "llama",
-    batch: Annotated[int, Batch] = 1,
-    sequence: Annotated[int | None, Sequence] = None,
-    as_json: Json = False,
-    no_measure: Annotated[bool, NoMeasure] = False,
-    inference: Annotated[bool, Inference] = False,
-    prompt: Annotated[int | None, Prompt] = None,
-    new_tokens: Annotated[int | None, NewTokens] = None,
-) -> None:
-    """Find the largest model of FAMILY that trains on the hardware, under every system, and its
-    step; with --inference the largest that generates, with weights as they are and in fewer
-    bits."""
-    from offload.tools.memest.commands.options import check_work
-    from offload.tools.memest.commands.run_systems import run_max, run_max_inference
-
-    generating = {"--prompt": prompt, "--new-tokens": new_tokens}
-    check_work({"--sequence": sequence}, generating, inference=inference)
-    if inference:
-        run_max_inference(
-            family, machine, (batch, prompt, new_tokens), as_json=as_json, measure=not no_measure
-        )
-    else:
-        run_max(family, machine, batch, sequence or 2048, as_json=as_json, measure=not no_measure)
 
 
 @_command("profiles")

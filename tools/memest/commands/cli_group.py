@@ -18,9 +18,9 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 class MemestGroup(TidyGroup):
     """Commands of which one may be left unnamed.
 
-    Whatever is no command and no option of the group belongs to that one. A model in a folder that
-    has a command's name is `./max`. Expected errors end in a message and exit code 2: 1 means that
-    a model does not fit.
+    Whatever is no command and no option of the group belongs to that one. A model in a folder
+    that has a command's name is `./check`. Expected errors end in a message and exit code 2: 1
+    means that a model does not fit.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

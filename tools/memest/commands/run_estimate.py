@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from offload.config import OffloadConfig
@@ -27,7 +28,6 @@ from offload.tools.memest.commands.options import (
 from offload.tools.memest.commands.output import show_answer
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case, Question
-from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import HardwareProfile, without_gpus
 from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.model_source import ModelSource, SourceKind, UntraceableError
@@ -63,31 +63,24 @@ def read_question(asked: EstimateOptions) -> Question:
     return Question(case, config, (*assumed, *more))
 
 
-def refuse_inference(work: WorkOptions, command: str) -> None:
-    """Raise ConfigError: other systems' inference is not known."""
-    if work.inference:
-        raise ConfigError(f"{command}: is of training alone; leave --inference out")
-
-
 def answered(
-    question: Question, estimator: Estimator | None = None,
-    *, advise: bool = False, by_node: bool = False,
+    question: Question, answer: Callable[[Case], Estimate]
 ) -> tuple[Question, Estimate]:  # fmt: skip
-    """Return the estimate, with assumptions first among its notes; if the model's code cannot be
+    """Return the answer, with assumptions first among its notes; if the model's code cannot be
     followed, it is of the states alone, and says so."""
     try:
-        found = estimate(question.case, estimator, advise=advise, by_node=by_node)
+        found = answer(question.case)
     except UntraceableError as error:
         source = question.case.source.without_graph(str(error))
         question = replace(question, case=replace(question.case, source=source))
-        found = estimate(question.case, estimator, advise=advise, by_node=by_node)
+        found = answer(question.case)
     return question, replace(found, notes=(*question.assumed, *found.notes))
 
 
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. Return 0 if the model fits, 1 if not."""
     others = machine.OtherPrograms()
-    question, found = answered(read_question(asked), advise=asked.output.advise)
+    question, found = answered(read_question(asked), partial(estimate, advise=asked.output.advise))
     if question.case.profile.here and found.step is not None and others.note:
         found = replace(found, notes=(*found.notes, others.note))
     if asked.output.write is not None:  # before a reader of standard output goes away
@@ -212,10 +205,9 @@ def _show(found: Estimate, output: OutputOptions) -> None:
 
 def _write_config(found: Estimate, question: Question, path: Path) -> None:
     from offload.tools.memest.show.write_config import config_yaml
-    from offload.tools.memest.systems.subject import ranks_of
 
     case = question.case
-    text = config_yaml(found, case.source, question.asked, str(path), ranks_of(case.profile))
+    text = config_yaml(found, case, question.asked, str(path))
     write_file(path, text.encode(), "--write")
     print(f"wrote {path}", file=sys.stderr)
 

@@ -17,29 +17,28 @@ from offload.tools.memest.source.model_source import SourceKind
 
 
 def estimate(
-    case: Case, estimator: Estimator | None = None, *, advise: bool = False, by_node: bool = False
-) -> Estimate:
+    case: Case, estimator: Estimator | None = None, *, advise: bool = False
+) -> Estimate:  # fmt: skip
     """Estimate a training or a generation, with changes that would make it fit if it does not.
 
     `estimator`: one that has seen the model before. `advise`: also what would make a step faster,
-    which takes longer. `by_node`: the reader makes nodes' memory of it, and shows no times of
-    several ranks.
+    which takes longer.
     """
     estimator = estimator or Estimator()
     found = estimator(case)
-    ranks = tuple(_ranks(case, by_node=by_node))
-    ranks += () if by_node else tuple(_exchange(case, found.experts))
-    notes = (*_notes(case), *found.notes, *_missing(case), *ranks)
+    ranks = _rank_notes(case, found.experts) if case.profile.ranks > 1 else ()
+    notes = (*case_notes(case), *found.notes, *_missing(case), *ranks)
     if not found.fits:
         return replace(found, notes=notes, changes=changes(case, found, estimator))
     better: tuple[Change, ...] = ()
-    if (found.is_slow or found.wears_out_ssds) and not by_node:
+    if found.is_slow or found.wears_out_ssds:
         better = improvements(case, found, estimator)
     advised = estimator.advice(case) if advise else ()
     return replace(found, notes=notes, changes=(*better, *advised))
 
 
-def _notes(case: Case) -> Iterator[str]:
+def case_notes(case: Case) -> Iterator[str]:
+    """Yield the notes that hold for every system: on the model, and on the hardware."""
     yield from case.source.notes
     if case.source.has_graph and case.source.traced is not None:
         yield case.source.traced(case.workload.sequence)
@@ -68,23 +67,37 @@ def _missing(case: Case) -> Iterator[str]:
         yield "no times: speeds are not known; `memest calibrate` measures this machine's"
 
 
-def _spread_notes(case: Case) -> Iterator[str]:
-    """Yield notes on the assumptions and omissions if experts are spread over ranks."""
-    if case.ep_size == 1:
-        return
+def _rank_notes(case: Case, found: ExpertEstimate | None) -> Iterator[str]:
+    """Yield notes on the rank that the numbers are of, and on what is unknown about the others."""
+    sharding, stage = case.sharding, case.config.zero.stage
+    groups = "" if sharding.replicas == 1 else f" in {sharding.replicas} shard groups"
+    same = sharding.of_experts(case.ep_size).world_size
+    experts = f"; each expert is on {same} of them" if case.ep_size > 1 else ""
     yield (
-        f"experts over {case.ep_size} ranks: the model's layers of experts are taken to be "
-        f"offload.moe.MoE(..., ep_size={case.ep_size}), with balanced routing"
+        f"memory and disk (but for the checkpoint) are of one of {case.profile.ranks} ranks"
+        f"{groups}, ZeRO stage {stage}{experts}"
     )
-    yield (
-        "not counted of experts over ranks: memory for tokens on their way; not timed: the "
-        "exchange of tokens, and gradients and parameters among ranks with the same experts"
-    )
+    if case.ep_size > 1:
+        yield (
+            f"experts over {case.ep_size} ranks: the model's layers of experts are taken to be "
+            f"offload.moe.MoE(..., ep_size={case.ep_size}), with balanced routing"
+        )
+        yield (
+            "not counted of experts over ranks: memory for tokens on their way; not timed: the "
+            "exchange of tokens, and gradients and parameters among ranks with the same experts"
+        )
+    if stage in (1, 2):
+        yield "under `no_sync` a rank holds whole gradients, which are not counted here"
+    if case.timed:
+        yield f"collectives are timed by the ratings of the links; latencies: {NCCL.source}"
+        yield from _exchange(case, found)
+    elif case.speeds is not None and case.source.has_graph:
+        yield "no times: the network between the ranks is not known; name a machine (--profile)"
 
 
 def _exchange(case: Case, found: ExpertEstimate | None) -> Iterator[str]:
     """Yield a note on the time of tokens on their way, which no step includes."""
-    network = case.speeds.network if case.speeds is not None and case.timed else None
+    network = case.speeds.network if case.speeds is not None else None
     if found is None or network is None or not found.sent_nbytes:
         return
     calls = 4 * found.tables * case.workload.passes
@@ -94,27 +107,3 @@ def _exchange(case: Case, found: ExpertEstimate | None) -> Iterator[str]:
         f"the exchange of tokens would take {duration(seconds)} of a step by the ratings of the "
         "links; the times above are without it"
     )
-
-
-def _ranks(case: Case, *, by_node: bool) -> Iterator[str]:
-    """Yield notes on the rank that the numbers are of, and on what is unknown about the others."""
-    if case.profile.ranks == 1:
-        return
-    sharding, stage = case.sharding, case.config.zero.stage
-    groups = "" if sharding.replicas == 1 else f" in {sharding.replicas} shard groups"
-    if not by_node:
-        same = sharding.of_experts(case.ep_size).world_size
-        experts = f"; each expert is on {same} of them" if case.ep_size > 1 else ""
-        yield (
-            f"memory and disk (but for the checkpoint) are of one of {case.profile.ranks} ranks"
-            f"{groups}, ZeRO stage {stage}{experts}"
-        )
-    yield from _spread_notes(case)
-    if stage in (1, 2):
-        yield "under `no_sync` a rank holds whole gradients, which are not counted here"
-    if by_node:
-        return
-    if case.timed:
-        yield f"collectives are timed by the ratings of the links; latencies: {NCCL.source}"
-    elif case.speeds is not None and case.source.has_graph:
-        yield "no times: the network between the ranks is not known; name a machine (--profile)"

@@ -17,19 +17,18 @@ from offload.process import machine
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
+from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.show import view
 from offload.tools.memest.source.model_source import ModelSource
-from offload.tools.memest.systems.subject import Ranks
 
 _MIB = 1 << 20
 _PRETRAINED_LR = 1e-5
 _DEFAULTS = OffloadConfig()
-_ALONE = Ranks()
 
 
 def config_yaml(
-    estimate: Estimate, source: ModelSource, asked: OffloadConfig, file_name: str,
-    ranks: Ranks = _ALONE,
+    estimate: Estimate, case: Case, asked: OffloadConfig, file_name: str
 ) -> str:  # fmt: skip
     """Return the text of a file that `offload.initialize(model, file_name)` takes, and `offload
     train` too if the model is a built-in one; for inference one that `offload.dispatch` takes.
@@ -37,7 +36,8 @@ def config_yaml(
     `asked`: the configuration before the machine was looked at; what neither model nor budgets
     decide stays as open as it is there.
     """
-    lines = [*_header(estimate, source, file_name, ranks), *_compute(estimate), *_budget(estimate)]
+    source = case.source
+    lines = [*_header(estimate, case, file_name), *_compute(estimate), *_budget(estimate)]
     lines += [*_nvme(estimate, asked), *_placement(estimate)]
     if estimate.inference is None:
         lines += _optimizer(estimate, asked, pretrained=source.is_pretrained)
@@ -50,7 +50,7 @@ def config_yaml(
 
 
 def _header(
-    estimate: Estimate, source: ModelSource, file_name: str, ranks: Ranks
+    estimate: Estimate, case: Case, file_name: str
 ) -> Iterator[str]:  # fmt: skip
     if not estimate.fits:
         yield f"# DOES NOT FIT: {view.missing_text(estimate)}"
@@ -68,8 +68,9 @@ def _header(
         for tier, place in view.places_of(estimate)
     )
     yield f"# predicted peaks: {', '.join(peaks)}"
-    if ranks.count > 1:
-        whose = f"one of {ranks.count} ranks"
+    profile = case.profile
+    if profile.ranks > 1:
+        whose = f"one of {profile.ranks} ranks"
         yield f"# all of this is of {whose}; start one process per rank (torchrun)"
     ep_size = 1 if estimate.experts is None else estimate.experts.ep_size
     if ep_size > 1:
@@ -79,23 +80,23 @@ def _header(
         yield f"# `offload generate FOLDER --config {_one_line(file_name)}`"
         yield ""
         return
-    if source.train_model is not None and estimate.fits and ep_size == 1:
-        yield from _train_lines(f"offload train {_one_line(file_name)}", ranks)
+    if case.source.train_model is not None and estimate.fits and ep_size == 1:
+        yield from _train_lines(f"offload train {_one_line(file_name)}", profile)
     else:
         yield "# Use:"
     yield f'#   engine = offload.initialize(model, "{_one_line(file_name)}")'
     yield ""
 
 
-def _train_lines(command: str, ranks: Ranks) -> Iterator[str]:
-    if ranks.count == 1:
+def _train_lines(command: str, profile: HardwareProfile) -> Iterator[str]:
+    if profile.ranks == 1:
         yield f"# Train with `{command}`, or in a loop of your own:"
         return
     nodes = ""
-    if ranks.nodes > 1:  # which have to find each other
-        nodes = f"--nnodes {ranks.nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 "
+    if profile.nodes > 1:  # which have to find each other
+        nodes = f"--nnodes {profile.nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 "
     yield f"# Train{' on every node' if nodes else ''} with"
-    yield f"#   torchrun {nodes}--nproc-per-node {ranks.per_node} -m {command}"
+    yield f"#   torchrun {nodes}--nproc-per-node {profile.ranks_per_node} -m {command}"
     yield "# or in a loop of your own:"
 
 
