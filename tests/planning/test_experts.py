@@ -26,26 +26,26 @@ from offload.planning.step.stand_ins import MOST_GROUPS, stand_ins
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import find_copies, step_traffic
 from offload.tiers.tier import Tier
-from offload.tools.memest.source.decoder_tree import decoder_tree
-from offload.tools.memest.source.family import FAMILIES
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.module_tree import shape_of
 from offload.zero.ranks.sharding import Sharding
 from tests.planning.test_step_time import FACTS, SPEEDS, let_all_be_done_at_once
+
+transformers = pytest.importorskip("transformers")
 
 HARDWARE = Hardware(0, 1 << 36, 1 << 36, 1 << 38)
 KEYS: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "num_local_experts": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "num_experts": 64,
     "num_experts_per_tok": 4, "intermediate_size": 64,
 }  # fmt: skip
 
 
 def model(chosen: int | None = 4, *, experts: bool = True, **keys: Any) -> ModelShape:
-    family = FAMILIES["qwen3_moe"]
-    tree = decoder_tree(family, family.keys({**KEYS, **keys}, "config.json"))
-    return replace(shape_of(tree, experts=experts), experts_per_token=chosen)
+    config = transformers.Qwen3MoeConfig(**{**KEYS, **keys})
+    with torch.device("meta"):
+        built = transformers.Qwen3MoeForCausalLM(config)
+    return replace(discover(built, experts=experts).shape(), experts_per_token=chosen)
 
 
 def plan_of(shape: ModelShape, **keys: Any) -> tuple[Plan, OffloadConfig]:
@@ -95,7 +95,7 @@ def test_a_token_is_computed_with_the_experts_chosen_for_it() -> None:
 
 
 def test_of_a_switch_with_few_tokens_half_of_the_bytes_do_not_move() -> None:
-    shape = model(1, num_local_experts=128)
+    shape = model(1, num_experts=128)
     plan, _ = plan_of(shape, **NVME)
     found = estimate_experts(plan, shape, Workload(1, 64), 4)
     assert found is not None
@@ -285,7 +285,7 @@ def test_a_small_model_is_simulated_group_by_group() -> None:
 
 
 def test_a_program_of_thousands_of_experts_is_short() -> None:
-    shape = model(num_hidden_layers=32, num_local_experts=128)
+    shape = model(num_hidden_layers=32, num_experts=128)
     plan, config = plan_of(shape)
     assert len(shape.groups) > 4000
     found = stand_ins(plan, shape, Workload(1, 64))

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.tools.memest.estimate.minimal_sets import minimal_sets
+from offload.tools.memest.estimate.changes import minimal_sets
 
 
 def knob(letter: str, *gains: int) -> list[tuple[str, int]]:

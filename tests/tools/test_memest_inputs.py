@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,10 +22,9 @@ from offload.planning.machine.disk_cache import cache_folder, remembered
 from offload.planning.plan.workload import Workload
 from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError, PathError, UnsupportedError
-from offload.tools.memest.source.builtin_model import builtin_shape
 from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated
-from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
+from offload.tools.memest.source.stated_sizes import StatedSizes, built_in_shape, parse_count
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
 from tests.tools.model_files import (
@@ -99,24 +100,39 @@ def test_a_misspelt_architecture_is_named_with_those_that_could_be_meant(tmp_pat
         read_model(str(write_config(tmp_path, model_type="lama", architectures=None)))
 
 
-def test_other_architectures_are_built_once_and_then_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_is_built_once_and_then_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_config(
-        tmp_path, {"model_type": "helium", "num_hidden_layers": 2, "hidden_size": 64,
-        "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "vocab_size": 64},
-    )  # fmt: skip
+    path = write_config(tmp_path)
     first = read_model(str(path))
-    assert any("takes seconds" in note for note in first.notes)
+    assert first.cache is not None
+    assert "once (a few seconds)" in capsys.readouterr().err
 
     def build_again(*_: Any) -> nn.Module:
         raise AssertionError("built a second time")
 
     monkeypatch.setattr("offload.tools.memest.source.read_model.build_on_meta", build_again)
     second = read_model(str(path))
-    assert second.shape == first.shape
-    assert not any("takes seconds" in note for note in second.notes)
+    assert (second.shape, second.cache) == (first.shape, first.cache)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_transformers_the_weights_beside_a_configuration_tell_its_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_config(tmp_path)
+    monkeypatch.setattr("offload.tools.memest.source.read_model.is_installed", lambda: False)
+    monkeypatch.setattr(
+        "offload.tools.memest.source.transformers_models.is_installed", lambda: False
+    )
+    with pytest.raises(ConfigError, match=r"without transformers; install it"):
+        read_model(str(path))
+    write_safetensors(tmp_path / "w.safetensors", entries_of(LLAMA_TENSORS))
+    for source in (read_model(str(path)), read_model(str(tmp_path))):
+        assert source.name == tmp_path.name
+        assert not source.has_graph
+        assert source.shape.numel == sum(math.prod(shape) for shape in LLAMA_TENSORS.values())
+        assert "sizes alone" in source.notes[0]
 
 
 def test_another_head_than_a_language_models_is_the_librarys_own_class(tmp_path: Path) -> None:
@@ -350,7 +366,7 @@ def test_a_function_is_built_without_memory() -> None:
         assert source.shape == discover(small_model()).shape()
     assert source.kind is SourceKind.FACTORY
     assert source.build is not None
-    assert all(param.is_meta for param in source.build(8).parameters())
+    assert all(param.is_meta for param in source.build().parameters())
 
 
 def test_a_function_of_the_current_folder_is_found(
@@ -381,22 +397,11 @@ def test_an_offload_configuration_names_the_built_in_model(text: str, tmp_path: 
     assert any("train:" in note for note in source.notes) is ("train" not in text)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"shape": "gpt", "layers": 3, "hidden": 256, "heads": 4},
-        {"tied": False, "hidden": 512, "heads": 8, "kv_heads": 2, "mlp": 777, "layers": 1},
-        {"hidden": 8, "heads": 2, "layers": 5},
-        {"hidden": 128, "heads": 4, "experts": 6, "experts_per_token": 3, "expert_mlp": 48},
-        {"shape": "gpt", "hidden": 128, "heads": 4, "mlp": 64, "experts": 5, "layers": 2},
-        {"hidden": 16, "heads": 2, "mlp": 24, "experts": 4},  # no groups of their own
-    ],
-)
-def test_the_built_in_model_is_described_as_it_is_built(values: dict[str, Any]) -> None:
-    config = OffloadConfig.load({"train": {"model": values, "sequence": 8}})
-    described = builtin_shape(ModelConfig(**values))
-    assert described == discover(build_meta_model(config)).shape()
+def test_experts_of_the_built_in_model_say_how_many_compute_a_token() -> None:
+    values = {"hidden": 128, "heads": 4, "experts": 6, "experts_per_token": 3, "expert_mlp": 48}
+    shape = built_in_shape(ModelConfig(**values))
+    assert shape.tables
+    assert shape.experts_per_token == 3
 
 
 # stated sizes
@@ -484,10 +489,13 @@ def test_sizes_that_contradict_are_refused(sizes: dict[str, Any], reason: str) -
 # what is loaded
 
 
-def test_a_known_configuration_is_counted_without_torch(tmp_path: Path) -> None:
+def test_what_is_known_already_is_read_without_torch(tmp_path: Path) -> None:
     write_config(tmp_path)
     write_safetensors(tmp_path / "w.safetensors", entries_of(LLAMA_TENSORS))
     (tmp_path / "o.yaml").write_text("precision: bf16")
+    for name in ("config.json", "o.yaml"):
+        read_model(str(tmp_path / name))
+    read_stated(StatedSizes(params=10**9))
     program = (
         "import sys\n"
         "from offload.tools.memest.source.read_model import *\n"
@@ -497,7 +505,10 @@ def test_a_known_configuration_is_counted_without_torch(tmp_path: Path) -> None:
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    environment = {"PYTHONPATH": child_environment()["PYTHONPATH"], "PATH": "/usr/bin:/bin"}
+    environment = {
+        "PYTHONPATH": child_environment()["PYTHONPATH"], "PATH": "/usr/bin:/bin",
+        "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
+    }  # fmt: skip
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
 
 

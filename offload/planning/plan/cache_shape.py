@@ -6,8 +6,7 @@ sliding window the last `window - 1`, one of linear attention a state that does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.zero.kv.sizes import CachedLayer
 
@@ -39,9 +38,3 @@ class CacheShape:
 def alike(layers: int, layer: CachedLayer) -> CacheShape:
     """The cache of a model whose layers all keep the same."""
     return CacheShape((layer,) * layers)
-
-
-def windows_of(types: Sequence[str], window: int | None, layer: CachedLayer) -> CacheShape:
-    """The cache of layers that differ only in their windows, by transformers' `layer_types`."""
-    windows = (window if each == "sliding_attention" else None for each in types)
-    return CacheShape(tuple(replace(layer, window=each) for each in windows))

@@ -40,8 +40,6 @@ def estimate(
 def case_notes(case: Case) -> Iterator[str]:
     """Yield the notes that hold for every system: on the model, and on the hardware."""
     yield from case.source.notes
-    if case.source.has_graph and case.source.traced is not None:
-        yield case.source.traced(case.workload.sequence)
     if case.source.shape.tables and not case.shape.tables:
         yield (
             "under micro_batches, and at stage 3 with other ranks, experts do not move one by one: "

@@ -1,25 +1,35 @@
-"""Changes that make a case fit: the smallest sets of them, each tried by planning anew."""
+"""Changes that make a case fit: the smallest sets of them, each tried by planning anew.
+
+A knob (`knobs`) is one thing that can be changed, its options from the mildest to the strongest
+change; a stronger option never helps less. A set takes one option of each of some knobs. It is
+minimal if it works, and neither without one of its options nor with a milder one in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import TypeVar
 
 from offload.config import OffloadConfig
+from offload.planning.activations.facts import ActivationFacts
 from offload.planning.choice.durations import three_digits
 from offload.planning.plan.estimate import Change, Estimate, StepEstimate
+from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_formats
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.knobs import Knob, Option, adapters, knobs, larger_batches
-from offload.tools.memest.estimate.lower_bound import cannot_fit
-from offload.tools.memest.estimate.minimal_sets import minimal_sets
 
-MOST_SHOWN = 5
+MOST_CHANGES_IN_A_SET, MOST_SHOWN = 3, 5
 _ENOUGH = 3  # with so many ways, larger sets of changes are not looked for
 _MOST_TRIES, _MOST_TRIES_ENORMOUS = 30, 14
 _ENORMOUS_NUMEL = 20 * 10**9
 _LARGE_CHUNK_NUMEL = 1 << 22
+R = TypeVar("R")
 
 
 def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
@@ -123,3 +133,68 @@ def _change(options: tuple[Option, ...], before: Estimate, after: Estimate) -> C
     if before.step is None or after.step is None:
         return Change(settings, text)
     return Change(settings, text, after.step.seconds / before.step.seconds)
+
+
+# ---------------------------------------------------------------- the search
+def minimal_sets(
+    knobs: Sequence[Sequence[R]], works: Callable[[tuple[R, ...]], bool], *, most_tries: int,
+    enough: int,
+) -> list[tuple[R, ...]]:  # fmt: skip
+    """Return minimal sets of one change, then of two, then of three; larger ones only while fewer
+    than `enough` are known. Deterministic; earlier knobs are tried first."""
+    answers: dict[tuple[tuple[int, int], ...], bool] = {}
+
+    def options_of(chosen: Mapping[int, int]) -> tuple[R, ...]:
+        return tuple(knobs[knob][option] for knob, option in chosen.items())
+
+    def try_set(chosen: Mapping[int, int]) -> bool:
+        key = tuple(chosen.items())
+        if key not in answers:
+            if len(answers) == most_tries:
+                raise _EnoughTriedError
+            answers[key] = works(options_of(chosen))
+        return answers[key]
+
+    found: list[dict[int, int]] = []  # the option of each knob
+    with suppress(_EnoughTriedError):  # sets not known to be minimal are left out
+        for size in range(1, MOST_CHANGES_IN_A_SET + 1):
+            for some in combinations(range(len(knobs)), size):
+                part_is_enough = any(set(each) <= set(some) for each in found)
+                if part_is_enough or (size > 1 and len(found) >= enough):
+                    continue
+                chosen = {knob: len(knobs[knob]) - 1 for knob in some}
+                if try_set(chosen):
+                    found.append(_mildest(chosen, try_set))
+    return [options_of(chosen) for chosen in found]
+
+
+class _EnoughTriedError(Exception):
+    """Ends a search that has tried enough."""
+
+
+def _mildest(chosen: dict[int, int], works: Callable[[Mapping[int, int]], bool]) -> dict[int, int]:
+    """Return the mildest options of the same knobs that work together, as `chosen` does."""
+    for knob in chosen:
+        mildest = bisect.bisect_left(
+            range(chosen[knob]), True, key=lambda option: works({**chosen, knob: option})
+        )
+        chosen = {**chosen, knob: mildest}
+    return chosen
+
+
+def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
+    """Whether no placement can hold the case, which takes no plan to see: its states, in their
+    smallest formats, are more than all places together, or one pass works on more than the place
+    where the model computes. False decides nothing."""
+    hardware, config = case.hardware, case.config
+    there = (hardware.device_nbytes, hardware.host_nbytes, hardware.nvme_free_nbytes)
+    working = facts.peak_nbytes
+    if config.placement.activations.tier != "device":
+        working = min(working, facts.peak_elsewhere_nbytes)
+    numel = 1 << 24  # of so many, the gaps between arrays are next to nothing
+    record = min(kept.nbytes(numel) for kept in record_formats(config).values()) / numel
+    gradient = 4 if config.sums_gradients else ITEMSIZE[config.precision]
+    weights = sum(least_nbytes(group, ITEMSIZE[config.precision]) for group in case.shape.groups)
+    states = int(weights + case.shape.numel_trainable * (gradient + record))
+    compute = hardware.device_nbytes or hardware.host_nbytes
+    return working > compute or states // case.sharding.ranks + working > sum(there)

@@ -1,53 +1,17 @@
-"""The key/value cache of a model, derived from its configuration or from its modules."""
+"""The key/value cache that transformers' modules fill, found by running them without values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.config.training import ModelConfig
-from offload.planning.plan.cache_shape import CacheShape, alike, windows_of
-from offload.tools.memest.source.config_keys import Keys
-from offload.tools.memest.source.decoder_tree import head_dim, kv_heads
-from offload.tools.memest.source.family import Family
+from offload.planning.plan.cache_shape import CacheShape
 from offload.zero.kv.sizes import CachedLayer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _LENGTHS = (2, 3)  # of sequences that modules are asked with: shorter than any window
-_USUAL_WINDOW_FROM = 28  # `max_window_layers` of Qwen
-
-
-def built_in_cache(model: ModelConfig) -> CacheShape:
-    """Return the cache of the model of `offload train`, if it were served with one."""
-    dim = model.hidden // model.heads
-    return alike(model.layers, CachedLayer(model.kv_head_count, dim, dim))
-
-
-def family_cache(family: Family, keys: Keys) -> CacheShape:
-    """Return the cache of a decoder of a known family, as transformers would create it."""
-    if family.is_gpt2:
-        heads = keys.size("n_head")
-        dim = keys.size("n_embd") // heads
-        layer = CachedLayer(heads, dim, dim)
-        return alike(keys.layers("n_layer"), layer)
-    layers, dim = keys.layers(), head_dim(keys)
-    window = keys.size("sliding_window") if keys.raw("sliding_window") is not None else None
-    types = keys.raw("layer_types")
-    if not isinstance(types, list):
-        types = list(_layer_types(family, keys, layers, window))
-    return windows_of([str(each) for each in types], window, CachedLayer(kv_heads(keys), dim, dim))
-
-
-def _layer_types(family: Family, keys: Keys, layers: int, window: int | None) -> Iterator[str]:
-    for layer in range(layers):
-        slides = window is not None and family.reads("sliding_window")
-        if family.alternates:
-            slides = layer % 2 == 0
-        elif keys.raw("use_sliding_window"):
-            slides = layer >= keys.size_or("max_window_layers", _USUAL_WINDOW_FROM)
-        yield "sliding_attention" if slides else "full_attention"
 
 
 def modules_cache(model: nn.Module) -> CacheShape | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.source.error_text import one_line
+from offload.tools.memest.source.input_files import one_line
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""Reads a model from a Hugging Face `config.json`, without torch if its family is known.
+"""Checks a Hugging Face `config.json` before transformers builds the model that it describes.
 
 Nothing is executed from a model folder: classes come from the installed transformers alone,
 `auto_map` (code beside the weights) is never followed.
@@ -6,7 +6,6 @@ Nothing is executed from a model folder: classes come from the installed transfo
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +14,18 @@ from typing import Any
 
 from offload.config.training import MOST_LAYERS, MOST_SIZE
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.source.config_keys import Keys
-from offload.tools.memest.source.decoder_tree import decoder_tree
-from offload.tools.memest.source.error_text import shown
-from offload.tools.memest.source.family import FAMILIES, Family
-from offload.zero.groups.module_tree import ModuleTree
+from offload.tools.memest.source.input_files import shown
 
 # `attn_implementation`, `_experts_implementation_internal`, ...: in transformers the name of a
 # repository there is code that is fetched and run.
 _CODE_KEY = re.compile(r"_*\w*implementation(_internal)?")
 _LAYERS_KEY = re.compile(r"(num|n)_(\w+_)?layers?|num_layers|depth")
 _SIZE_KEY = re.compile(r"\w+_(size|dim|rank)|(num|n|d)_\w+")
+# Sizes that every model needs: wrong ones are named here, where a library would fail far inside.
+_NEEDED = (
+    "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
@@ -40,23 +40,11 @@ class ModelConfiguration:
     architecture: str | None  # the class that is trained, if the file says so
 
     @property
-    def family(self) -> Family | None:
-        """The description of its family's modules; None if there is none that fits."""
-        family = FAMILIES.get(self.model_type)
-        if family is None or self.architecture not in (None, family.architecture):
-            return None
-        return None if self.values.get("add_cross_attention") else family
-
-    def keys(self, family: Family) -> Keys:
-        return family.keys(self.values, self.where)
-
-    @property
     def context(self) -> int | None:
-        """The longest sequence in tokens, if the file or its family states one."""
+        """The longest sequence in tokens, if the file states one."""
         inner = self.values.get("text_config")
-        family = FAMILIES.get(self.model_type)
-        stated = (self.values, inner, family.defaults if family is not None else None)
-        found = (first_size(each, CONTEXT_KEYS) for each in stated if isinstance(each, dict))
+        found = (first_size(each, CONTEXT_KEYS) for each in (self.values, inner)
+                 if isinstance(each, dict))  # fmt: skip
         return next((size for size in found if size is not None), None)
 
     @property
@@ -122,9 +110,15 @@ def check_sizes(values: Any, where: str) -> None:
         check_sizes(value, where)
         layers = _LAYERS_KEY.fullmatch(key)
         most = MOST_LAYERS if layers else MOST_SIZE
-        sized = layers or _SIZE_KEY.fullmatch(key)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if sized and number and most < value < math.inf:
+        if key in _NEEDED and value is not None:
+            if not number or value != value or (math.isfinite(value) and value != int(value)):
+                raise ConfigError(f"{where}: {key} is {shown(value)}; it must be a whole number")
+            wrong = not 1 <= value <= most
+        else:
+            sized = layers or _SIZE_KEY.fullmatch(key)
+            wrong = bool(sized) and number and most < value < math.inf
+        if wrong:
             raise ConfigError(f"{where}: {key} is {shown(value)}; it must be from 1 to {most}")
 
 
@@ -146,54 +140,22 @@ def check_configuration(values: Any, where: str) -> ModelConfiguration:
     ):
         raise ConfigError(f"{where}: architectures is {shown(architectures)}; a list of names")
     check_sizes(values, where)
+    _check_heads(values, where)
     first = architectures[0] if architectures else None
     return ModelConfiguration(where, values, model_type, first)
 
 
-def family_tree(configuration: ModelConfiguration) -> ModuleTree | None:
-    """Return the modules, without torch; None if the family is not described here."""
-    family = configuration.family
-    if family is None:
-        return None
-    keys = configuration.keys(family)
-    check_heads(keys)
-    if family.mixture:
-        _check_experts(keys)
-    return decoder_tree(family, keys)
-
-
-def _check_experts(keys: Keys) -> None:
-    chosen, experts = keys.size_or("num_experts_per_tok", 1), keys.size("num_local_experts")
-    if chosen > experts:
-        raise ConfigError(
-            f"{keys.where}: num_experts_per_tok {chosen} is more than the {experts} experts"
-        )
-
-
-def check_heads(keys: Keys) -> None:
+def _check_heads(values: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError unless the heads divide the width, and the groups divide the heads."""
-    hidden = keys.raw("hidden_size") and keys.size("hidden_size")
-    heads = keys.raw("num_attention_heads") and keys.size("num_attention_heads")
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if not hidden or not heads:
         return
-    if keys.raw("head_dim") is None and keys.raw("v_head_dim") is None and hidden % heads:
+    if not any(values.get(key) for key in ("head_dim", "v_head_dim")) and hidden % heads:
         raise ConfigError(
-            f"{keys.where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+            f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}"
         )
-    groups = keys.size_or("num_key_value_heads", heads)
-    if heads % groups:
+    groups = values.get("num_key_value_heads")
+    if groups and heads % groups:
         raise ConfigError(
-            f"{keys.where}: num_attention_heads {heads} is no multiple of "
-            f"num_key_value_heads {groups}"
+            f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
         )
-
-
-def unknown_architecture(configuration: ModelConfiguration, known: list[str]) -> ConfigError:
-    """Return the error for an unknown `model_type`, with the known ones that are spelt like it."""
-    like = difflib.get_close_matches(configuration.model_type, known, n=3)
-    hint = f"; did you mean {' or '.join(like)}?" if like else ""
-    return ConfigError(
-        f"{configuration.where}: the architecture {configuration.model_type[:60]!r} is unknown"
-        f"{hint} ({len(known)} are known: {', '.join(sorted(FAMILIES)[:6])}, ...; `pip install -U "
-        "transformers` may know more; code of a model folder is not executed)"
-    )

@@ -117,3 +117,15 @@ def _unique(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
         return values
 
     return build
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error message: as Python writes it, but not long."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's type and the beginning of its text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from offload.planning.machine import disk_cache
 from offload.planning.plan.cache_shape import CacheShape
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.tools.memest.source.error_text import one_line
+from offload.tools.memest.source.input_files import one_line
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -56,11 +56,14 @@ class ModelSource:
     notes: tuple[str, ...] = ()  # assumptions, ignored entries, long steps
     config: OffloadConfig | None = None  # of an offload YAML
     train_model: ModelConfig | None = None  # `train.model` that gives this model, if one does
-    # modules on the meta device whose trace is the model's for sequences of a length; loads torch
-    build: Callable[[int], nn.Module] | None = None
-    traced: Callable[[int], str] | None = None  # whose modules these are
+    build: Callable[[], nn.Module] | None = None  # of its modules on the meta device; loads torch
     precision: str | None = None  # that its weights are said to be in
-    cache: CacheShape | None = None  # of keys and values, where it is known
+    find_cache: Callable[[], CacheShape | None] | None = None  # of keys and values
+
+    @cached_property
+    def cache(self) -> CacheShape | None:
+        """The cache of keys and values, where it is known."""
+        return None if self.find_cache is None else self.find_cache()
 
     @property
     def has_graph(self) -> bool:
@@ -107,13 +110,13 @@ class ModelSource:
 
 
 def _traced(
-    build: Callable[[int], nn.Module], config: OffloadConfig, workload: Workload,
+    build: Callable[[], nn.Module], config: OffloadConfig, workload: Workload,
     device: str | None, trains: bool,
 ) -> ActivationFacts | str:  # fmt: skip
     """Return the facts, or the reason why the model's code cannot be followed."""
     from offload.planning.activations.trace import trace_activations, trace_forward
 
-    model = build(workload.sequence)
+    model = build()
     trace = trace_activations if trains else trace_forward
     try:
         return trace(model, config, workload, device=device)

@@ -7,26 +7,18 @@ import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from offload.config import OffloadConfig
 from offload.config.model import WrittenFor
 from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.integrations.transformers.hub_names import is_hub_name, not_local
 from offload.planning.choice.durations import counted
-from offload.planning.plan.cache_shape import CacheShape
 from offload.tiers.errors import ConfigError, PathError
-from offload.tools.memest.source.builtin_model import builtin_shape
-from offload.tools.memest.source.cache_shapes import built_in_cache, family_cache
-from offload.tools.memest.source.decoder_settings import own_model, traced_modules
 from offload.tools.memest.source.factory import build_named, is_named
-from offload.tools.memest.source.hugging_face import (
-    ModelConfiguration,
-    check_configuration,
-    family_tree,
-)
+from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json, refuse_code, status_of
 from offload.tools.memest.source.model_source import ModelSource, SourceKind, key_of
 from offload.tools.memest.source.safetensors_header import (
@@ -35,19 +27,23 @@ from offload.tools.memest.source.safetensors_header import (
     read_header,
     read_index,
 )
-from offload.tools.memest.source.stated_sizes import StatedSizes, model_of
+from offload.tools.memest.source.stated_sizes import (
+    StatedSizes,
+    built_in_cache,
+    built_in_model,
+    built_in_shape,
+    model_of,
+)
 from offload.tools.memest.source.transformers_models import (
     build_on_meta,
     fingerprint_parts,
+    is_installed,
+    library_cache,
     library_model,
 )
 from offload.tools.memest.source.weight_names import tree_of_names
-from offload.zero.experts.per_token import experts_per_token
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.groups.module_tree import shape_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _INDEX = "model.safetensors.index.json"
 _FILE_SUFFIXES = (".json", ".safetensors", ".yaml", ".yml")
@@ -90,23 +86,36 @@ def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
 
 def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
     """Return the model of a folder: from its config.json, else from its safetensors files."""
-    try:
-        names = {entry.name for entry in path.iterdir()}
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be listed: {error.strerror}") from None
+    names = _names_in(path)
     if "config.json" in names:
         return _read_json_file(path / "config.json", blocks)
-    if _INDEX in names:
-        return _read_json_file(path / _INDEX, blocks)
-    files = sorted(name for name in names if name.endswith(".safetensors"))
-    if files:
-        return _from_tensors(read_files([path / name for name in files]), path, blocks)
+    found = _weights_in(path, blocks)
+    if found is not None:
+        return found
     code = sorted(name for name in names if name.endswith(_CODE_SUFFIXES))
-    found = f"{code[0]} may hold code and is not opened" if code else f"{len(names)} other files"
+    said = f"{code[0]} may hold code and is not opened" if code else f"{len(names)} other files"
     raise ConfigError(
-        f"{path}: has neither config.json nor safetensors files ({found}); "
+        f"{path}: has neither config.json nor safetensors files ({said}); "
         "put the model's config.json there, or name another source"
     )
+
+
+def _names_in(folder: Path) -> set[str]:
+    try:
+        return {entry.name for entry in folder.iterdir()}
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be listed: {error.strerror}") from None
+
+
+def _weights_in(folder: Path, blocks: Sequence[str]) -> ModelSource | None:
+    """Return the model of a folder's safetensors files; None if it has none."""
+    names = _names_in(folder)
+    if _INDEX in names:
+        return _read_json_file(folder / _INDEX, blocks)
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    if not files:
+        return None
+    return _from_tensors(read_files([folder / name for name in files]), folder, blocks)
 
 
 def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
@@ -124,7 +133,7 @@ def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
         shape=shape,
         fingerprint="",  # code may change between two calls
         notes=() if shape.numel_trainable else (none_trained,),
-        build=lambda sequence: model,
+        build=lambda: model,
     )
 
 
@@ -135,7 +144,7 @@ def read_yaml(path: Path) -> ModelSource:
     if config.written_for is not None:
         return read_written_for(config, config.written_for)
     stated, model = "train" in config.model_fields_set, config.train.model
-    shape = builtin_shape(model, config.groups.blocks)
+    shape = built_in_shape(model, config.groups.blocks)
     notes = () if stated else ("no train: section: the built-in model at its default size",)
     return replace(
         _built_in(path.name, SourceKind.YAML, model, shape, notes),
@@ -186,19 +195,10 @@ def read_stated(sizes: StatedSizes) -> ModelSource:
 def _built_in(
     name: str, kind: SourceKind, model: ModelConfig, shape: ModelShape, notes: tuple[str, ...]
 ) -> ModelSource:
-    @cache
-    def build(sequence: int) -> nn.Module:
-        import torch
-
-        from offload.gpt import LanguageModel
-
-        with torch.device("meta"):
-            return LanguageModel(model)
-
-    fingerprint = key_of({"built-in": model.model_dump(mode="json")})
     return ModelSource(
-        name=name, kind=kind, shape=shape, fingerprint=fingerprint, notes=notes, train_model=model,
-        build=build, cache=built_in_cache(model),
+        name=name, kind=kind, shape=shape, notes=notes, train_model=model,
+        fingerprint=key_of({"built-in": model.model_dump(mode="json")}),
+        build=cache(partial(built_in_model, model)), find_cache=partial(built_in_cache, model),
     )  # fmt: skip
 
 
@@ -206,50 +206,35 @@ def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     values = read_json(path)
     if isinstance(values, dict) and "weight_map" in values:
         return _from_tensors(read_index(values, path), path, blocks)
+    return _read_configuration(values, path, blocks)
+
+
+def _read_configuration(values: Any, path: Path, blocks: Sequence[str]) -> ModelSource:
+    """Return the model that transformers builds; without transformers that of the weights beside
+    the configuration, of which only the sizes are known."""
     configuration = check_configuration(values, str(path))
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
-    return _from_configuration(configuration, name, blocks)
-
-
-def _from_configuration(
-    configuration: ModelConfiguration, name: str, blocks: Sequence[str]
-) -> ModelSource:
-    library = cache(lambda: build_on_meta(configuration))
-
-    def build(sequence: int) -> nn.Module:
-        own = own_model(configuration, sequence)
-        return library() if own is None else own
-
-    tree = family_tree(configuration)
-    kept: CacheShape | None = None
-    context, notes = configuration.context, configuration.notes
-    if tree is not None:
-        assert configuration.family is not None, "it has a tree"
-        values = {**configuration.family.defaults, **configuration.values}
-        shape = shape_of(tree, blocks)
-        if shape.tables:
-            shape = replace(shape, experts_per_token=experts_per_token(values))
-        kept = family_cache(configuration.family, configuration.keys(configuration.family))
-    else:
-        found, built = library_model(configuration, blocks, library)
-        shape, context, notes = found.shape, context or found.context, (*notes, *built)
-        kept = found.cache
-    if shape.numel > MOST_PARAMS:
+    weights = None if is_installed() else _weights_in(path.parent, blocks)
+    if weights is not None:
+        note = "sizes alone, from the weights: transformers is not installed (offload[hf])"
+        return replace(weights, name=name, notes=(note, *weights.notes))
+    build = cache(partial(build_on_meta, configuration))
+    found = library_model(configuration, blocks, build)
+    if found.shape.numel > MOST_PARAMS:
         raise ConfigError(
-            f"{configuration.where}: its sizes make {float(shape.numel):.3g} parameters; at most "
+            f"{path}: its sizes make {float(found.shape.numel):.3g} parameters; at most "
             f"{MOST_PARAMS:.0e} are counted"
         )
     return ModelSource(
         name=name or configuration.model_type,
         kind=SourceKind.CONFIGURATION,
-        shape=shape,
+        shape=found.shape,
         fingerprint=key_of(fingerprint_parts(configuration)),
-        context=context,
-        notes=notes,
-        build=cache(build),
-        traced=lambda sequence: traced_modules(configuration, sequence),
+        context=configuration.context or found.context,
+        notes=configuration.notes,
+        build=build,
         precision=configuration.precision,
-        cache=kept,
+        find_cache=partial(library_cache, configuration, build),
     )
 
 

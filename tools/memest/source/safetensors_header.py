@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.source.error_text import one_line, shown
-from offload.tools.memest.source.input_files import refuse_code
+from offload.tools.memest.source.input_files import one_line, refuse_code, shown
 
 
 @dataclass(frozen=True, slots=True)

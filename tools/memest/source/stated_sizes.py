@@ -1,20 +1,27 @@
-"""A model from a few numbers: a Llama-like shape with exactly the stated parameters."""
+"""The model that `offload train` builds, and one of it from a few numbers: a Llama-like shape with
+exactly the stated parameters."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE, MOST_WIDTH, ModelConfig
+from offload.planning.machine.disk_cache import remembered
+from offload.planning.plan.cache_shape import CacheShape, alike
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.source.builtin_model import builtin_tree
-from offload.tools.memest.source.error_text import shown
-from offload.tools.memest.source.tree_pieces import weights
+from offload.tools.memest.source.input_files import shown
+from offload.tools.memest.source.model_source import key_of
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.module_tree import shape_of
+from offload.zero.kv.kv_sizes import CachedLayer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+]?\d{1,3})?)\s*([kKmMbBgGtT]?)\s*")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -28,6 +35,43 @@ _LARGEST = {
 }  # fmt: skip
 
 
+def built_in_model(config: ModelConfig, other: int = 0) -> nn.Module:
+    """Return the model, with `other` more parameters that none of its modules has."""
+    import torch
+
+    from offload.gpt import LanguageModel
+
+    with torch.device("meta"):
+        model = LanguageModel(config)
+        if other:
+            model.other = torch.nn.Module()
+            model.other.weight = torch.nn.Parameter(torch.empty(other))
+    return model
+
+
+def built_in_shape(
+    config: ModelConfig, blocks: Sequence[str] = (), *, other: int = 0
+) -> ModelShape:
+    """Return the groups and units of `built_in_model`, kept on disk; if experts are groups of their
+    own, also how many compute a token."""
+
+    def find() -> ModelShape:
+        from offload.zero.groups.discovery import discover
+
+        shape = discover(built_in_model(config, other), blocks).shape()
+        return replace(shape, experts_per_token=config.experts_per_token) if shape.tables else shape
+
+    parts = {"built-in": config.model_dump(mode="json"), "blocks": list(blocks), "other": other}
+    return remembered("shapes", key_of(parts), ModelShape, find)
+
+
+def built_in_cache(model: ModelConfig) -> CacheShape:
+    """Return the cache of keys and values of the model, if it were served with one."""
+    dim = model.hidden // model.heads
+    return alike(model.layers, CachedLayer(model.kv_head_count, dim, dim))
+
+
+# ---------------------------------------------------------------- from numbers
 def parse_count(text: str) -> int:
     """Return a number of parameters: `7e9`, `7B`, `350M`, `1.5T`, `7_000_000_000`. Raise
     ConfigError if it is none."""
@@ -147,7 +191,7 @@ def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
 def _mlp_for(params: int, narrowest: ModelConfig) -> int:
     """Return the width of the widest MLP with which the model has at most `params` parameters."""
     per_width = 3 * narrowest.hidden * narrowest.layers
-    least = shape_of(builtin_tree(narrowest)).numel
+    least = _numel(narrowest)
     if least > params:
         raise ConfigError(
             f"--params {params:,}: {narrowest.layers} layers of width {narrowest.hidden} and a "
@@ -156,9 +200,16 @@ def _mlp_for(params: int, narrowest: ModelConfig) -> int:
     return 1 + (params - least) // per_width
 
 
+def _numel(config: ModelConfig) -> int:
+    """Return the parameters of a Llama-like model."""
+    hidden, kv_width = config.hidden, config.kv_head_count * (config.hidden // config.heads)
+    block = 2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * config.mlp_width + 2 * hidden
+    ends = 1 if config.tied else 2
+    return config.layers * block + ends * config.vocab * hidden + hidden
+
+
 def _with_rest(sizes: StatedSizes, config: ModelConfig, notes: tuple[str, ...]) -> StatedModel:
-    tree = builtin_tree(config)
-    numel = shape_of(tree).numel
+    numel = _numel(config)
     other = 0 if sizes.params is None else sizes.params - numel
     if other < 0:
         raise ConfigError(
@@ -166,9 +217,8 @@ def _with_rest(sizes: StatedSizes, config: ModelConfig, notes: tuple[str, ...]) 
             "or lower one of them"
         )
     if other:
-        tree.children["other"] = weights("Other", weight=(other,))
         notes = (*notes, f"{other:,} parameters that no part has are counted as `other`")
-    return StatedModel(config, shape_of(tree), notes)
+    return StatedModel(config, built_in_shape(config, other=other), notes)
 
 
 def _config(values: dict[str, object]) -> ModelConfig:

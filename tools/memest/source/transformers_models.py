@@ -1,4 +1,4 @@
-"""Models that only the installed transformers library knows, built on the meta device.
+"""Models of the installed transformers library, built on the meta device.
 
 Importing its modelling code takes seconds, so shapes are kept on disk. The library's own classes
 are all that is used: no code of a model folder, nothing from the network.
@@ -7,15 +7,14 @@ are all that is used: no code of a model folder, nothing from the network.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import difflib
 import inspect
 import io
 import logging
-import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.planning.machine.disk_cache import remembered
@@ -23,14 +22,13 @@ from offload.planning.plan.cache_shape import CacheShape
 from offload.process import machine
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tools.memest.source.cache_shapes import modules_cache
-from offload.tools.memest.source.error_text import one_line
 from offload.tools.memest.source.hugging_face import (
     CONTEXT_KEYS,
     ModelConfiguration,
     first_size,
     names_code,
-    unknown_architecture,
 )
+from offload.tools.memest.source.input_files import one_line
 from offload.tools.memest.source.model_source import key_of
 from offload.zero.groups.model_shape import ModelShape
 
@@ -43,7 +41,7 @@ _IGNORED = (
     "auto_map", "quantization_config", "torch_dtype", "dtype", "_name_or_path", "attribute_map",
     "use_kernels", "_use_kernels", "kernel_config", "allow_all_kernels", "trust_remote_code",
 )  # fmt: skip
-_BUILT = "the modules were built by transformers, which takes seconds; the next answer will not"
+_BUILDING = "building the model with transformers, once (a few seconds) ..."
 _SPECIAL = ("Infinity", "-Infinity", "NaN")
 
 
@@ -53,26 +51,39 @@ class LibraryModel:
 
     shape: ModelShape
     context: int | None  # longest sequence in tokens, where its configuration has one
-    cache: CacheShape | None  # None: it has none, or its code cannot be followed
+
+
+def is_installed() -> bool:
+    """Whether transformers can build models here."""
+    return None not in (machine.version_of("transformers"), machine.version_of("torch"))
 
 
 def library_model(
     configuration: ModelConfiguration, blocks: Sequence[str], build: Callable[[], nn.Module]
-) -> tuple[LibraryModel, tuple[str, ...]]:
-    """Return the model that `build` builds (`build_on_meta`), and a note if that took long."""
-    notes = []
+) -> LibraryModel:
+    """Return the model that `build` builds (`build_on_meta`), which standard error announces; or
+    what was found of it before."""
 
     def find() -> LibraryModel:
         from offload.zero.groups.discovery import discover
 
-        notes.append(_BUILT)
+        print(_BUILDING, file=sys.stderr, flush=True)
         model: Any = build()
         shape = discover(model, blocks).shape()
         context = first_size(vars(model.config.get_text_config()), CONTEXT_KEYS)
-        return LibraryModel(shape, context, modules_cache(model))
+        return LibraryModel(shape, context)
 
     key = key_of({**fingerprint_parts(configuration), "blocks": list(blocks)})
-    return remembered("shapes", key, LibraryModel, find), tuple(notes)
+    return remembered("shapes", key, LibraryModel, find)
+
+
+def library_cache(
+    configuration: ModelConfiguration, build: Callable[[], nn.Module]
+) -> CacheShape | None:
+    """Return the cache of keys and values that the model of `build` fills; None if it has none, or
+    if its code cannot be followed. Kept on disk, as it takes seconds."""
+    key = key_of(fingerprint_parts(configuration))
+    return remembered("caches", key, CacheShape | None, lambda: modules_cache(build()))
 
 
 def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
@@ -82,14 +93,20 @@ def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
 
 
 def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
-    """Build the model without memory. Raise ConfigError if transformers does not accept it."""
-    _require_known(configuration)
+    """Build the model without memory. Raise ConfigError if transformers is not installed, or does
+    not accept it."""
+    if not is_installed():
+        raise ConfigError(
+            f"{configuration.where}: the modules of {configuration.model_type} are not known here "
+            "without transformers; install it (`pip install 'offload[hf]'`), or put the "
+            "safetensors files beside the configuration"
+        )
     with _quiet_and_offline():
         import torch
         import transformers
 
         if configuration.model_type not in transformers.CONFIG_MAPPING:
-            raise unknown_architecture(configuration, list(transformers.CONFIG_MAPPING))
+            raise _unknown_architecture(configuration, list(transformers.CONFIG_MAPPING))
         try:
             config_class = transformers.CONFIG_MAPPING[configuration.model_type]
             config = config_class.from_dict(_decoded(configuration.values))
@@ -121,6 +138,17 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
+def _unknown_architecture(configuration: ModelConfiguration, known: list[str]) -> ConfigError:
+    """Return the error for an unknown `model_type`, with the known ones that are spelt like it."""
+    like = difflib.get_close_matches(configuration.model_type, known, n=3)
+    hint = f"; did you mean {' or '.join(like)}?" if like else ""
+    return ConfigError(
+        f"{configuration.where}: the architecture {configuration.model_type[:60]!r} is unknown"
+        f"{hint} (transformers {machine.version_of('transformers')} has {len(known)}; `pip install "
+        "-U transformers` may know more; code of a model folder is not executed)"
+    )
+
+
 def _decoded(value: Any) -> Any:
     """Return a copy without the ignored keys, and with the floats that transformers writes as
     `{"__float__": "Infinity"}`."""
@@ -130,36 +158,6 @@ def _decoded(value: Any) -> Any:
         kept = {k: v for k, v in value.items() if k not in _IGNORED and not names_code(k)}
         return {key: _decoded(inner) for key, inner in kept.items()}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _require_known(configuration: ModelConfiguration) -> None:
-    """Raise ConfigError, before any heavy import, for a type that the library does not name."""
-    for name in ("torch", "transformers"):
-        if machine.version_of(name) is None:
-            raise ConfigError(
-                f"{configuration.where}: the modules of {configuration.model_type} are not known "
-                f"here without {name}; install transformers (`pip install 'offload[hf]'`)"
-            )
-    known = _named_types()
-    if known and configuration.model_type not in known:
-        raise unknown_architecture(configuration, sorted(known))
-
-
-def _named_types() -> set[str]:
-    """Return every string in the library's tables of configurations: more than its types, never
-    fewer.
-
-    The result is empty if the tables are not in the place that they have in transformers 5.
-    """
-    spec = importlib.util.find_spec("transformers")
-    folders = spec.submodule_search_locations if spec is not None else None
-    named: set[str] = set()
-    for name in ("auto_mappings.py", "configuration_auto.py"):
-        path = Path(next(iter(folders or [""]))) / "models" / "auto" / name
-        if not path.is_file():
-            return set()
-        named.update(re.findall(r'\(?"([\w.-]+)"(?:, |: )"\w+Config"', path.read_text("utf-8")))
-    return named
 
 
 @contextlib.contextmanager
