@@ -418,14 +418,13 @@ def test_experts_of_the_built_in_model_say_how_many_compute_a_token() -> None:
         {"params": 10**12},
         {"params": 125_000_000, "hidden": 768, "tied": True},
         {"params": 3 * 10**9, "layers": 26},
-        {"params": 8 * 10**9, "layers": 32, "hidden": 4096, "mlp": 11008},
     ],
 )
-def test_stated_parameters_are_met_exactly(sizes: dict[str, Any]) -> None:
+def test_stated_parameters_are_met_by_the_width_of_the_mlp(sizes: dict[str, Any]) -> None:
     source = read_stated(StatedSizes(**sizes))
-    assert source.shape.numel == sizes["params"]
     model = source.train_model
     assert model is not None
+    assert 0 <= sizes["params"] - source.shape.numel < 3 * model.hidden * model.layers
     for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab"):
         assert sizes.get(name) in (None, getattr(model, name))
 
@@ -434,7 +433,6 @@ def test_llama_2_follows_from_its_size_depth_and_width() -> None:
     source = read_stated(StatedSizes(params=6_738_415_616, layers=32, hidden=4096))
     assert source.train_model is not None
     assert source.train_model.mlp == 11008
-    assert not any("other" in note for note in source.notes)
 
 
 def test_sizes_without_a_count_are_taken_as_they_are() -> None:
@@ -474,7 +472,7 @@ def test_what_is_no_count_is_refused(text: str) -> None:
         ({"params": 10**9, "hidden": -5}, "--hidden -5"),
         ({"params": 10**9, "kv_heads": 10**9}, "--kv-heads"),
         ({"params": 10**6, "layers": 32, "hidden": 4096}, r"already have [\d,]+; lower"),
-        ({"params": 10**9, "layers": 32, "hidden": 4096, "mlp": 11008}, "the other sizes already"),
+        ({"params": 10**9, "layers": 32, "hidden": 4096, "mlp": 11008}, "follows from --params"),
         ({"layers": 2, "hidden": 100, "heads": 7}, "not a multiple of heads"),
         ({"layers": 2, "hidden": 96, "heads": 4, "kv_heads": 3}, "kv_heads"),
         ({"layers": 2, "hidden": 33}, "even size"),
@@ -501,7 +499,7 @@ def test_what_is_known_already_is_read_without_torch(tmp_path: Path) -> None:
         "from offload.tools.memest.source.read_model import *\n"
         "for name in ('config.json', 'w.safetensors', 'o.yaml', '.'):\n"
         "    assert read_model(name).shape.numel\n"
-        "assert read_stated(StatedSizes(params=10**9)).shape.numel == 10**9\n"
+        "assert read_stated(StatedSizes(params=10**9)).shape.numel > 9 * 10**8\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

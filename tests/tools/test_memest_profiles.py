@@ -13,10 +13,15 @@ from offload.planning.machine.speeds import Speeds
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.hardware import profiles
-from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus, visible
 from offload.tools.memest.hardware.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
 from offload.tools.memest.hardware.profiles import MATMUL_SHARE, SYSTEM_NBYTES, with_ram
-from offload.tools.memest.hardware.read_profile import _with_nvme, read_profile, this_machine
+from offload.tools.memest.hardware.read_profile import (
+    LocalGpu,
+    local_gpus,
+    read_profile,
+    this_machine,
+    visible,
+)
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -45,7 +50,7 @@ def test_all_parts_that_were_asked_for_are_there() -> None:
 
 @pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"])
 def test_a_part_is_found_however_it_is_written(name: str) -> None:
-    profile = read_profile(gpu=name, ram="64GiB", nvme="Gen4 SSD")
+    profile = read_profile(gpu=name, ram="64GiB", ssd="Gen4 SSD")
     assert profile.gpu is not None
     assert profile.gpu.name == "RTX 4090"
 
@@ -88,8 +93,8 @@ def test_what_the_system_keeps_can_be_said() -> None:
 
 
 def test_speeds_are_shared_out_and_stay_below_the_peaks() -> None:
-    one = read_profile(gpu="A100-80", ram="512GiB", nvme="4 x Gen4 server SSD").speeds()
-    four = read_profile(gpu="A100-80", ram="512GiB", nvme="4 x Gen4 server SSD", gpus=4).speeds()
+    one = read_profile(gpu="A100-80", ram="512GiB", ssd="4 x Gen4 server SSD").speeds()
+    four = read_profile(gpu="A100-80", ram="512GiB", ssd="4 x Gen4 server SSD", gpus=4).speeds()
     assert one is not None
     assert four is not None
     assert one.matmul_flops_per_s["bf16"] == pytest.approx(312e12 * MATMUL_SHARE)
@@ -114,7 +119,7 @@ def test_a_bare_size_says_that_its_speed_is_assumed() -> None:
     text = " ".join(profile.notes)
     assert "assumed to be that of an RTX 3090" in text
     assert f"assumed to be that of a {GEN4.name}" in text
-    named = read_profile(gpu="RTX 3090", ram="64GiB", nvme="Gen4 SSD")
+    named = read_profile(gpu="RTX 3090", ram="64GiB", ssd="Gen4 SSD")
     assert not any("assumed" in note for note in named.notes)
 
 
@@ -141,7 +146,7 @@ def test_measured_speeds_hold_where_it_computes_here_and_named_drives_replace_th
     here = replace(this_machine(), gpu=None, gpu_nbytes=0)
     assert here.speeds() is None
     assert here.speeds(measured) == measured
-    other = _with_nvme(here, "2 x Gen4 SSD").speeds(measured)
+    other = replace(here, ssds=(GEN4, GEN4)).speeds(measured)
     assert other is not None
     assert other.matmul_flops_per_s == measured.matmul_flops_per_s
     assert other.nvme_read_bytes_per_s == pytest.approx(2 * 7.45e9 * profiles.SSD_SHARE)
@@ -168,8 +173,11 @@ def test_no_gpu_means_that_the_cpu_computes() -> None:
         ({"ram": "-3GiB"}, "--ram"),
         ({"ram": "9999PiB"}, "--ram"),
         ({"ram": "1e30"}, "--ram"),
-        ({"nvme": "floppy"}, "no such part"),
-        ({"nvme": "0 x Gen4 SSD"}, "0 drives"),
+        ({"nvme": "floppy"}, "--nvme"),
+        ({"nvme": "Gen4 SSD"}, "name it with --ssd"),
+        ({"ssd": "floppy"}, "no such part"),
+        ({"ssd": "1TiB"}, "write a size like 24GiB with --nvme"),
+        ({"ssd": "0 x Gen4 SSD"}, "0 drives"),
         ({"gpu": "H100", "gpus": 0}, "--gpus 0"),
         ({"gpu": "none", "gpus": 2}, "--gpus"),
         ({"nodes": 0}, "--nodes 0"),
@@ -230,7 +238,7 @@ def test_nothing_here_imports_torch() -> None:
 
 def test_a_disk_beside_a_gpu_that_is_elsewhere_is_assumed_as_fast_as_a_usual_one() -> None:
     profile = read_profile(gpu="RTX 4090", ram="64GiB")
-    speeds, named = profile.speeds(), read_profile(gpu="RTX 4090", ram="64GiB", nvme="Gen4 SSD")
+    speeds, named = profile.speeds(), read_profile(gpu="RTX 4090", ram="64GiB", ssd="Gen4 SSD")
     assert profile.nvme_nbytes > 0
     assert speeds is not None
     assert speeds.nvme_read_bytes_per_s == named.speeds().nvme_read_bytes_per_s  # type: ignore[union-attr]

@@ -147,7 +147,7 @@ def rows_of(profile: HardwareProfile, config: OffloadConfig) -> list[Row]:
 
 
 def desktop(**more: int) -> HardwareProfile:
-    return read_profile(gpu="RTX 4090", ram="192GiB", nvme="Gen4 SSD", **more)
+    return read_profile(gpu="RTX 4090", ram="192GiB", ssd="Gen4 SSD", **more)
 
 
 def test_eight_billion_on_a_desktop_need_offload(config: OffloadConfig) -> None:

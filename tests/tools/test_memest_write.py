@@ -13,7 +13,7 @@ import pytest
 from offload.config import OffloadConfig
 from offload.process.machine import mount_of, swap_folder
 from offload.tools.memest.cli import main
-from offload.tools.memest.commands.files import check_target, write_file
+from offload.tools.memest.commands.output import check_target, write_file
 from tests.tools.model_files import write_config
 
 TINY = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256"]

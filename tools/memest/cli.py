@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import gc
 import inspect
 import sys
@@ -15,9 +16,60 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from offload import __version__
-from offload.cli.errors import EXIT_BAD_INPUT, failing_io
-from offload.tools.memest.commands.cli_group import DEFAULT, MemestGroup
+from offload.cli.errors import EXIT_BAD_INPUT, TidyGroup, failing_io, guarded, print_error
 from offload.tools.memest.commands.options import EstimateOptions
+
+DEFAULT = "estimate"
+# typer brings its own click, or uses the one that is installed: this is whichever it is
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class MemestGroup(TidyGroup):
+    """Commands of which one may be left unnamed.
+
+    Whatever is no command and no option of the group belongs to that one. A model in a folder
+    that has a command's name is `./check`. Expected errors end in a message and exit code 2: 1
+    means that a model does not fit.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the default command if none is named."""
+        own = {name for param in self.get_params(ctx) for name in param.opts}
+        if args and args[0] not in self.commands and args[0] not in own:
+            args = [DEFAULT, *args]
+        if not args:  # answered with the help
+            return super().parse_args(ctx, args)
+        rest: list[str] = _one_line(lambda: super(MemestGroup, self).parse_args(ctx, args))
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; OffloadError and Ctrl-C become `typer.Exit`."""
+        return guarded(
+            lambda: _one_line(lambda: super(MemestGroup, self).invoke(ctx)),
+            debug=bool(ctx.obj),
+            failed=EXIT_BAD_INPUT,
+        )
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[MODEL] [OPTIONS] | COMMAND [ARGS]..."]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the options of the default command, then the other commands."""
+        shown = copy.copy(self)
+        shown.commands = {n: c for n, c in self.commands.items() if n != DEFAULT}
+        shown.params = [*self.commands[DEFAULT].params, *self.params]
+        super(MemestGroup, shown).format_help(ctx, formatter)
+
+
+def _one_line(run: Callable[[], Any]) -> Any:
+    """Return `run()`; words that no command or option takes end like any other invalid input."""
+    try:
+        return run()
+    except _UsageError as error:
+        said = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        print_error(f"{said[:1].lower()}{said[1:].removesuffix('.')}")
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+
 
 _HELP = """Say what training a model takes: memory by place, seconds per step, and what to change.
 
@@ -125,7 +177,7 @@ def compare(asked: EstimateOptions) -> int:
 @_command("profiles")
 def profiles() -> None:
     """List the GPUs, links, SSDs and machines known by name, with their sources."""
-    from offload.tools.memest.commands.run_profiles import print_profiles
+    from offload.tools.memest.commands.run_machine import print_profiles
 
     print_profiles()
 
@@ -151,7 +203,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure this machine's speeds again, and store them."""
-    from offload.tools.memest.commands.run_calibrate import measure_again
+    from offload.tools.memest.commands.run_machine import measure_again
 
     measure_again(paths or [])
 

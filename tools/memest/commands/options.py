@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.commands.files import check_target
+from offload.tools.memest.commands.output import check_target
 
 
 def _given(panel: str, text: str, *names: str, **more: Any) -> Any:

@@ -1,17 +1,19 @@
-"""Writes an answer in the requested format, to standard output or a file."""
+"""Writes answers and configurations: files as a whole, and only if that is allowed."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import secrets
+import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.tiers.errors import ConfigError
-from offload.tools.memest.commands.files import write_file
-from offload.tools.memest.commands.options import Format, OutputOptions
+from offload.tiers.errors import ConfigError, PathError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,24 +24,24 @@ _FILE_COLUMNS = 100  # of a table in a file
 
 
 def show_answer(
-    output: OutputOptions, *, table: Callable[[], RenderableType],
+    kind: str, out: Path | None, *, table: Callable[[], RenderableType],
     values: Callable[[], dict[str, Any]], page: Callable[[], Page] | None = None,
 ) -> None:  # fmt: skip
-    """Show the answer in the requested format, the only one that is computed. Raise ConfigError for
-    a page of what has none."""
-    if output.chosen is Format.TABLE:
-        if output.out is None:
+    """Write the answer as `kind` (table, json, html), the only one that is computed, to the file of
+    --out or to standard output. Raise ConfigError for a page of what has none."""
+    if kind == "table":
+        if out is None:
             _print(table())
         else:
-            _deliver(_text(table()), output.out)
-    elif output.chosen is Format.JSON:
-        _deliver(json.dumps(values(), indent=2, allow_nan=False) + "\n", output.out)
+            _deliver(_text(table()), out)
+    elif kind == "json":
+        _deliver(json.dumps(values(), indent=2, allow_nan=False) + "\n", out)
     else:
         from offload.pages.page import to_html
 
         if page is None:
             raise ConfigError("this command has no page; use --format table or --format json")
-        _deliver(to_html(page(), by="memest"), output.out)
+        _deliver(to_html(page(), by="memest"), out)
 
 
 def _print(table: RenderableType) -> None:
@@ -66,3 +68,40 @@ def _deliver(answer: str, out: Path | None) -> None:
         write_file(out, content, "--out")
     else:
         sys.stdout.write(content.decode())
+
+
+def check_target(path: Path, option: str, *, replace: bool) -> None:
+    """Raise PathError, before any work is done, if `path` cannot be written.
+
+    `replace`: whether a file that is there may be.
+    """
+    if path.is_dir():
+        raise PathError(f"{option} {path}: it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise PathError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not replace and path.is_file():
+        raise PathError(f"{option} {path}: there is such a file; add --force to replace it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PathError(f"{option} {path}: not allowed to write there")
+
+
+def write_file(path: Path, content: bytes, option: str) -> None:
+    """Replace `path` as a whole, never half of it. Raise PathError if the system refuses."""
+    try:
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            path.write_bytes(content)  # /dev/stdout, a pipe: nothing that could be replaced
+        else:
+            _replace(path, content)
+    except OSError as error:
+        raise PathError(f"{option} {path}: cannot be written: {error.strerror or error}") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    target = path.resolve()  # a link stays one
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_bytes(content)
+        beside.replace(target)
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)

@@ -42,7 +42,10 @@ def run_compare(asked: EstimateOptions) -> int:
     ours = replace(ours, notes=tuple(dict.fromkeys([*ours.notes, *case_notes(case)])))
     model = case.shape if case.ep_size > 1 else case.source.shape
     rows = compare(model, estimator.facts(case, ours.config), ours, case.profile)
-    show_answer(output, table=lambda: _table(ours, rows), values=lambda: _values(ours, rows))
+    show_answer(
+        output.chosen, output.out,
+        table=lambda: _table(ours, rows), values=lambda: _values(ours, rows),
+    )  # fmt: skip
     return 0 if ours.fits else DOES_NOT_FIT
 
 

@@ -17,7 +17,6 @@ from offload.planning.plan.kv_plan import kv_in_tiers
 from offload.planning.plan.workload import Generation, Workload
 from offload.process import machine
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.commands.files import write_file
 from offload.tools.memest.commands.options import (
     EstimateOptions,
     MachineOptions,
@@ -25,7 +24,7 @@ from offload.tools.memest.commands.options import (
     OutputOptions,
     WorkOptions,
 )
-from offload.tools.memest.commands.output import show_answer
+from offload.tools.memest.commands.output import show_answer, write_file
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case, Question
 from offload.tools.memest.hardware.profiles import HardwareProfile, without_gpus
@@ -198,7 +197,7 @@ def _show(found: Estimate, output: OutputOptions) -> None:
     from offload.tools.memest.show.render_table import to_table
 
     show_answer(
-        output, table=lambda: to_table(found), values=lambda: to_dict(found),
+        output.chosen, output.out, table=lambda: to_table(found), values=lambda: to_dict(found),
         page=lambda: estimate_page(found),
     )  # fmt: skip
 

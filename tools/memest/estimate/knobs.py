@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from offload.config import OffloadConfig
 from offload.planning.plan.estimate import Estimate
@@ -82,6 +83,11 @@ def _set(text: str, settings: Mapping[str, str]) -> Option:
     return Option(dict(settings), text, apply)
 
 
+def _changing(settings: Mapping[str, str], text: str, **fields: Any) -> Option:
+    """Return an option that sets fields of a case."""
+    return Option(settings, text, lambda case: replace(case, **fields))
+
+
 def _recompute(case: Case) -> Knob:
     now = case.config.placement.activations.checkpoint
     key = "placement.activations.checkpoint"
@@ -113,39 +119,36 @@ def _micro_batches(case: Case, peak_at: str) -> Knob:
 
 def _batch(case: Case) -> Knob:
     """Return options with smaller and more passes: the same step, for a user's own loop."""
-    options = []
     work = case.workload
-    for parts in divisors(work.batch)[1:]:
+
+    def split(parts: int) -> Option:
         batch, passes = work.batch // parts, work.passes * parts
         text = f"{passes} passes of {batch} instead of {work.passes} of {work.batch} per step"
-        options.append(Option({"--batch": str(batch), "--accumulate": str(passes)}, text,
-                          lambda case, b=batch, p=passes: _passes(case, b, p)))  # type: ignore[misc]  # fmt: skip
-    return options
+        accumulate = _set("", {"gradient_accumulation_steps": str(passes)})
+
+        def apply(case: Case) -> Case | None:
+            changed = accumulate.apply(case)
+            workload = replace(case.workload, batch=batch, passes=passes)
+            return None if changed is None else replace(changed, workload=workload)
+
+        return Option({"--batch": str(batch), "--accumulate": str(passes)}, text, apply)
+
+    return [split(parts) for parts in divisors(work.batch)[1:]]
 
 
 def _sequences(case: Case) -> Knob:
     """Return options with fewer sequences at a time, for a user who has them all."""
     asked = case.generation
     assert asked is not None, "of inference"
-    options = []
-    for parts in divisors(asked.batch)[1:]:
+
+    def split(parts: int) -> Option:
         fewer = replace(asked, batch=asked.batch // parts)
         text = f"{parts} batches of {fewer.batch}, one after the other"
-        options.append(
-            Option(
-                {"--batch": str(fewer.batch)}, text,
-                lambda case, fewer=fewer: replace(  # type: ignore[misc]
-                    case, generation=fewer, workload=fewer.usual
-                ),
-            )
-        )  # fmt: skip
-    return options
+        return _changing(
+            {"--batch": str(fewer.batch)}, text, generation=fewer, workload=fewer.usual
+        )
 
-
-def _passes(case: Case, batch: int, passes: int) -> Case | None:
-    changed = _set("", {"gradient_accumulation_steps": str(passes)}).apply(case)
-    workload = replace(case.workload, batch=batch, passes=passes)
-    return None if changed is None else replace(changed, workload=workload)
+    return [split(parts) for parts in divisors(asked.batch)[1:]]
 
 
 def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Knob]:
@@ -220,16 +223,14 @@ _RANK = 16  # of adapters, as is usual
 def larger_batches(case: Case) -> Knob:
     """Return options with more sequences for each time that states are read and written; the
     strongest first."""
-    options = []
-    for times in (8, 4, 2):
-        workload = replace(case.workload, batch=times * case.workload.batch)
-        options.append(
-            Option(
-                {"--batch": str(workload.batch)}, f"{workload.batch} sequences per pass",
-                lambda case, workload=workload: replace(case, workload=workload),  # type: ignore[misc]
-            )
-        )  # fmt: skip
-    return options
+    work = case.workload
+    return [
+        _changing(
+            {"--batch": str(batch)}, f"{batch} sequences per pass",
+            workload=replace(work, batch=batch),
+        )
+        for batch in (8 * work.batch, 4 * work.batch, 2 * work.batch)
+    ]  # fmt: skip
 
 
 def adapters(case: Case) -> Knob:
@@ -238,20 +239,14 @@ def adapters(case: Case) -> Knob:
     shape = case.source.shape
     if shape.numel_trainable != shape.numel or shape.tables or case.source.kind is SourceKind.YAML:
         return ()
-    with_them = replace(case.source, shape=shape.with_adapters(_RANK))
-    in_4_bits = _set("", {"storage.weights": "nf4"})
     text = f"LoRA adapters of rank {_RANK} are trained, the weights are frozen"
-
-    def frozen(case: Case) -> Case:
-        return replace(case, source=with_them)
-
+    source = replace(case.source, shape=shape.with_adapters(_RANK))
+    frozen = _changing({}, f"{text} (docs/peft.md)", source=source)
+    in_4_bits = _set(f"{text} and in 4 bits (QLoRA, docs/peft.md)", {"storage.weights": "nf4"})
     return (
-        Option({}, f"{text} (docs/peft.md)", frozen),
-        Option(
-            in_4_bits.settings, f"{text} and in 4 bits (QLoRA, docs/peft.md)",
-            lambda case: in_4_bits.apply(frozen(case)),
-        ),
-    )  # fmt: skip
+        frozen,
+        replace(in_4_bits, apply=lambda case: in_4_bits.apply(replace(case, source=source))),
+    )
 
 
 # ---------------------------------------------------------------- hardware

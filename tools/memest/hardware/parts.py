@@ -196,12 +196,3 @@ MACHINES = (
     MachinePart("GH200", _BY_NAME["GH200"], 1, 480 * GB, 72, 512 * GB, 1, None, 0,
                 25 * GB, "NVIDIA GH200 data sheet: 480 GB LPDDR5X"),
 )  # fmt: skip
-
-
-def machine_named(name: str) -> MachinePart:
-    """Return the machine of exactly that name. Raise KeyError if there is none."""
-    return {machine.name: machine for machine in MACHINES}[name]
-
-
-def gpu_named(name: str) -> GpuPart:
-    return _BY_NAME[name]

@@ -1,18 +1,19 @@
-"""Reads the hardware that options describe into a profile."""
+"""Reads the hardware that options describe, and this machine's, into a profile."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
+import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes, parse_bytes
-from offload.tools.memest.hardware.local_gpus import LocalGpu, local_gpus
 from offload.tools.memest.hardware.parts import GEN4, GPUS, MACHINES, SSDS, TB, GpuPart, MachinePart
 from offload.tools.memest.hardware.profiles import (
     SYSTEM_NBYTES,
@@ -22,6 +23,9 @@ from offload.tools.memest.hardware.profiles import (
     without_gpus,
 )
 
+_QUERY_TIMEOUT_S = 30.0
+_QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")  # in MiB
+_DRIVES = re.compile(r"(?:(\d+)\s*x\s*)?(.+)")
 FILE_SYSTEM_SHARE = 0.95  # ext4 keeps 5 % for the administrator
 _LEAST_MEMORY, _MOST_MEMORY = 256 << 20, 1 << 50
 _LEAST_DISK, _MOST_DISK = 1 << 30, 1 << 60
@@ -35,9 +39,9 @@ def read_profile(
     """Return the hardware that options describe; what they leave open is taken from this machine.
 
     `gpu`, or `profile`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`;
-    `ram`: a size, of which `reserve` (a size, 0 in a container) is kept for the system; `nvme`: a
-    size, a drive (`Gen4 SSD`) or several (`4 x Gen4 SSD`); `ssd`: the drives, of which `nvme` then
-    says how much is free. Raise ConfigError, naming the option, for anything else.
+    `ram`: a size, of which `reserve` (a size, 0 in a container) is kept for the system; `ssd`:
+    drives (`Gen4 SSD`, `4 x Gen4 SSD`); `nvme`: how much of the disk is free, by default all.
+    Raise ConfigError, naming the option, for anything else.
     """
     named = gpu if profile is None else profile
     open_ = ram is None or (nvme is None and ssd is None)
@@ -80,6 +84,44 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
         here=True,
         own_ram=True,
     )
+
+
+@dataclass(frozen=True)
+class LocalGpu:
+    """A GPU that CUDA would show to this process."""
+
+    name: str
+    nbytes: int
+    free_nbytes: int
+
+
+def local_gpus(program: str = "nvidia-smi") -> list[LocalGpu]:
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` selects, in the driver's order; none without
+    one."""
+    try:
+        listed = subprocess.run(
+            [program, *_QUERY], capture_output=True, text=True, check=True, timeout=_QUERY_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in listed.stdout.splitlines()]
+    gpus = [
+        LocalGpu(name, int(total) << 20, int(free) << 20)
+        for name, total, free in rows
+        if total.isdecimal() and free.isdecimal()  # "[N/A]": memory shared with the CPU
+    ]
+    return visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(gpus: list[LocalGpu], setting: str | None) -> list[LocalGpu]:
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` selects; of names that are not numbers (UUIDs),
+    only their count is used."""
+    if setting is None:
+        return gpus
+    names = [each.strip() for each in setting.split(",") if each.strip()]
+    if not all(name.isdecimal() for name in names):
+        return gpus[: sum(name != "-1" for name in names)]
+    return [gpus[int(name)] for name in names if int(name) < len(gpus)]
 
 
 def _free_disk(paths: Sequence[Path]) -> int:
@@ -181,39 +223,29 @@ def _with_reserve(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
 
 def _with_drives(profile: HardwareProfile, nvme: str | None, ssd: str | None) -> HardwareProfile:
     if ssd is not None:
-        drives = _with_nvme(profile, ssd, "--ssd")
-        if nvme is None:
-            return drives
-        if not drives.ssds:
-            raise ConfigError(f"--ssd {ssd}: name a drive; its size is --nvme {nvme}")
-        return replace(drives, nvme_nbytes=_with_nvme(profile, nvme).nvme_nbytes)
-    if nvme is not None:
-        return _with_nvme(profile, nvme)
-    if not profile.here and profile.nvme_nbytes and not profile.ssds:
+        profile = _with_named_drives(profile, ssd)
+    elif nvme is None and not profile.here and profile.nvme_nbytes and not profile.ssds:
         return with_assumed_drive(profile, profile.nvme_nbytes)
-    return profile
+    if nvme is None:
+        return profile
+    if find_part(nvme, SSDS) is not None:
+        raise ConfigError(f"--nvme {nvme}: is a drive, not a size; name it with --ssd")
+    nbytes = 0 if nvme.strip() == "0" else read_size(nvme, "--nvme", _LEAST_DISK, _MOST_DISK)
+    if ssd is None and nbytes:
+        return with_assumed_drive(profile, nbytes)
+    return replace(profile, nvme_nbytes=nbytes, ssds=profile.ssds if nbytes else ())
 
 
-def _with_nvme(
-    profile: HardwareProfile, text: str, option: str = "--nvme"
-) -> HardwareProfile:  # fmt: skip
-    count, _, rest = text.partition("x")
-    several = int(count) if rest and count.strip().isdecimal() else 1
-    name = rest if rest and count.strip().isdecimal() else text
+def _with_named_drives(profile: HardwareProfile, text: str) -> HardwareProfile:
+    match = _DRIVES.fullmatch(text.strip())
+    count, name = (int(match[1] or 1), match[2]) if match is not None else (1, text)
     part = find_part(name, SSDS)
-    if part is not None:
-        if not 1 <= several <= 1024:
-            raise ConfigError(f"{option} {text}: {several} drives; write 1 to 1024")
-        free = int(part.nbytes * several * FILE_SYSTEM_SHARE)
-        return replace(profile, nvme_nbytes=free, ssds=(part,) * several)
-    if not name.strip()[:1].isdigit():
-        raise ConfigError(f"{option} {text}: {unknown_part(name, SSDS)}")
-    nbytes = 0
-    if name.strip() != "0":
-        nbytes = read_size(name, option, _LEAST_DISK, _MOST_DISK) * several
-    if not nbytes:
-        return replace(profile, nvme_nbytes=0, ssds=())
-    return with_assumed_drive(profile, nbytes)
+    if part is None:
+        raise ConfigError(f"--ssd {text}: {unknown_part(name, SSDS)} with --nvme")
+    if not 1 <= count <= 1024:
+        raise ConfigError(f"--ssd {text}: {count} drives; write 1 to 1024")
+    free = int(part.nbytes * count * FILE_SYSTEM_SHARE)
+    return replace(profile, nvme_nbytes=free, ssds=(part,) * count)
 
 
 def with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile:

@@ -186,10 +186,10 @@ def _name_it(source: str | None) -> str:
 
 def read_stated(sizes: StatedSizes) -> ModelSource:
     """Return a model of a few stated sizes. Raise ConfigError if they contradict each other."""
-    stated = model_of(sizes)
-    name = f"{counted(stated.shape.numel)} parameters"
-    found = _built_in(name, SourceKind.STATED, stated.config, stated.shape, stated.notes)
-    return replace(found, context=sizes.context)
+    model, notes = model_of(sizes)
+    shape = built_in_shape(model)
+    name = f"{counted(shape.numel)} parameters"
+    return _built_in(name, SourceKind.STATED, model, shape, notes)
 
 
 def _built_in(

@@ -1,5 +1,4 @@
-"""The model that `offload train` builds, and one of it from a few numbers: a Llama-like shape with
-exactly the stated parameters."""
+"""The model that `offload train` builds, and a Llama-like one of it from a few numbers."""
 
 from __future__ import annotations
 
@@ -31,37 +30,30 @@ _CONTEXT = 1 << 17  # rotary positions: costs nothing
 _ASPECT = 128  # hidden / layers where neither is stated: about that of Llama's 7 B to 70 B
 _LARGEST = {
     "params": MOST_PARAMS, "layers": MOST_LAYERS, "mlp": MOST_SIZE, "vocab": MOST_SIZE,
-    "context": 1 << 31,
 }  # fmt: skip
 
 
-def built_in_model(config: ModelConfig, other: int = 0) -> nn.Module:
-    """Return the model, with `other` more parameters that none of its modules has."""
+def built_in_model(config: ModelConfig) -> nn.Module:
+    """Return the model of `offload train`, on the meta device."""
     import torch
 
     from offload.gpt import LanguageModel
 
     with torch.device("meta"):
-        model = LanguageModel(config)
-        if other:
-            model.other = torch.nn.Module()
-            model.other.weight = torch.nn.Parameter(torch.empty(other))
-    return model
+        return LanguageModel(config)
 
 
-def built_in_shape(
-    config: ModelConfig, blocks: Sequence[str] = (), *, other: int = 0
-) -> ModelShape:
+def built_in_shape(config: ModelConfig, blocks: Sequence[str] = ()) -> ModelShape:
     """Return the groups and units of `built_in_model`, kept on disk; if experts are groups of their
     own, also how many compute a token."""
 
     def find() -> ModelShape:
         from offload.zero.groups.discovery import discover
 
-        shape = discover(built_in_model(config, other), blocks).shape()
+        shape = discover(built_in_model(config), blocks).shape()
         return replace(shape, experts_per_token=config.experts_per_token) if shape.tables else shape
 
-    parts = {"built-in": config.model_dump(mode="json"), "blocks": list(blocks), "other": other}
+    parts = {"built-in": config.model_dump(mode="json"), "blocks": list(blocks)}
     return remembered("shapes", key_of(parts), ModelShape, find)
 
 
@@ -81,13 +73,12 @@ def parse_count(text: str) -> int:
             f"{text[:40]!r} is no number of parameters; write for example 7e9, 7B or 350M"
         )
     number, unit = match.groups()
-    exact, factor = number.replace("_", ""), _FACTORS[unit.lower()]
-    value = float(exact) * factor
+    value = float(number.replace("_", "")) * _FACTORS[unit.lower()]
     if not 1 <= value <= MOST_PARAMS:
         raise ConfigError(
             f"{text.strip()[:40]!r} is no number of parameters from 1 to {MOST_PARAMS:.0e}"
         )
-    return int(exact) * factor if exact.isdigit() else round(value)
+    return round(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +93,9 @@ class StatedSizes:
     mlp: int | None = None
     vocab: int | None = None
     tied: bool = False
-    context: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("params", "layers", "hidden", "heads", "kv_heads", "mlp", "vocab", "context"):
+        for name in ("params", "layers", "hidden", "heads", "kv_heads", "mlp", "vocab"):
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
             least, most = _LEAST.get(name, 1), _LARGEST.get(name, MOST_WIDTH)
             if value is not None and not least <= value <= most:
@@ -115,35 +105,31 @@ class StatedSizes:
                 "which size? give --params, or --layers and --hidden, for example "
                 "--params 7e9 --layers 32 --hidden 4096"
             )
+        if self.params is not None and self.mlp is not None:
+            raise ConfigError(
+                f"--mlp {self.mlp}: the width of the MLP follows from --params; leave one of them "
+                "out"
+            )
 
 
-@dataclass(frozen=True)
-class StatedModel:
-    """A model of the stated sizes. `shape` may have parameters that `train.model` lacks."""
-
-    config: ModelConfig
-    shape: ModelShape
-    notes: tuple[str, ...]
-
-
-def model_of(sizes: StatedSizes) -> StatedModel:
-    """Return a model with exactly `sizes.params` parameters. Raise ConfigError if the sizes
-    contradict each other."""
+def model_of(sizes: StatedSizes) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Return a model with the most parameters up to `sizes.params` that its MLP can have, and notes
+    on what is assumed. Raise ConfigError if the sizes contradict each other."""
     layers, hidden, notes = _depth_and_width(sizes)
     heads = sizes.heads or _heads_for(hidden, sizes.kv_heads)
     base = {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": sizes.kv_heads,
         "vocab": sizes.vocab or _vocab_for(sizes, hidden), "tied": sizes.tied,
-        "max_sequence": sizes.context or _CONTEXT,
+        "max_sequence": _CONTEXT,
     }  # fmt: skip
-    if sizes.mlp is not None or sizes.params is None:
+    if sizes.params is None:
         config = _config({**base, "mlp": sizes.mlp})
     else:
         config = _config({**base, "mlp": _mlp_for(sizes.params, _config({**base, "mlp": 1}))})
         notes = (*notes, f"the MLP is {config.mlp_width} wide, for {sizes.params:,} parameters")
     if sizes.vocab is None:
         notes = (*notes, f"a vocabulary of {config.vocab:,} is assumed")
-    return _with_rest(sizes, config, notes)
+    return config, notes
 
 
 def _depth_and_width(sizes: StatedSizes) -> tuple[int, int, tuple[str, ...]]:
@@ -206,19 +192,6 @@ def _numel(config: ModelConfig) -> int:
     block = 2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * config.mlp_width + 2 * hidden
     ends = 1 if config.tied else 2
     return config.layers * block + ends * config.vocab * hidden + hidden
-
-
-def _with_rest(sizes: StatedSizes, config: ModelConfig, notes: tuple[str, ...]) -> StatedModel:
-    numel = _numel(config)
-    other = 0 if sizes.params is None else sizes.params - numel
-    if other < 0:
-        raise ConfigError(
-            f"--params {sizes.params:,}: the other sizes already make {numel:,}; leave out --mlp, "
-            "or lower one of them"
-        )
-    if other:
-        notes = (*notes, f"{other:,} parameters that no part has are counted as `other`")
-    return StatedModel(config, built_in_shape(config, other=other), notes)
 
 
 def _config(values: dict[str, object]) -> ModelConfig:
