@@ -384,7 +384,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*TINY, "--gpu", "24EiB"], "is not a unit of bytes"),
     ([*TINY, "--ram", "99999999999TiB"], "--ram"),
     ([*TINY, "--ram", "1KiB"], "--ram 1KiB"),
-    ([*TINY, "--nvme", "lots"], "--nvme lots"),
+    ([*TINY, "--nvme", "lots"], "--nvme:"),
     ([*TINY, "--ssd", "Gen9 SSD"], "--ssd Gen9 SSD"),
     ([*TINY, "--gpus", "2", "--gpu", "none"], "--gpus"),
     ([*TINY, "--gpu", "24GiB", "--gpus", "0"], "--gpus 0"),

@@ -170,14 +170,6 @@ def used_text(place: PlaceEstimate) -> str:
     return f"{used} ({share(filled(place))})" if place.capacity_nbytes else used
 
 
-def peak_text(place: PlaceEstimate) -> str:
-    """Return `12.0 GiB (50 %)`, for use beside a stated capacity; `-` for nothing."""
-    if not place.peak_nbytes:
-        return "-"
-    part = f" ({share(filled(place))})" if place.capacity_nbytes else ""
-    return f"{format_bytes(place.peak_nbytes)}{part}"
-
-
 def filled(place: PlaceEstimate) -> float:
     """Return the used share of the capacity; infinity for bytes in a place without capacity."""
     if not place.capacity_nbytes:
@@ -263,12 +255,6 @@ def settings_of(change: Change) -> tuple[str, ...]:
         f"{key} {value}" if key.startswith("--") else f"-o {key}={value}"
         for key, value in change.settings.items()
     )
-
-
-def step_cells(step_s: float | None, tokens_per_s: float | None) -> tuple[str, str]:
-    """Return a step and tokens per second, or `-`."""
-    step = "-" if step_s is None else duration(step_s)
-    return step, "-" if tokens_per_s is None else per_second(tokens_per_s)
 
 
 def what_text(estimate: Estimate) -> str:
