@@ -33,7 +33,7 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
 from offload.tools.memest.show.estimate_page import estimate_page, stretches
 from offload.tools.memest.show.render_json import SCHEMA, to_dict
-from offload.tools.memest.show.render_table import to_table
+from offload.tools.memest.show.tables import page_table
 from tests.tools.estimates import GiB, estimate, memory
 
 EXPERTS = ExpertEstimate(
@@ -65,7 +65,7 @@ def held(*nbytes: int, capacity: int = 24 * GiB) -> Estimate:
 
 def text_of(case: Estimate, width: int) -> str:
     console = Console(width=width, file=io.StringIO(), force_terminal=False, color_system=None)
-    console.print(to_table(case))
+    console.print(page_table(estimate_page(case)))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert isinstance(text, str)
     return text
@@ -163,9 +163,9 @@ def test_the_table_keeps_every_number_at_any_width(case: Estimate, width: int) -
 def test_the_table_says_what_is_short_and_what_each_change_costs() -> None:
     text = text_of(CASES["does not"], 80)
     assert text.startswith("does not fit: RAM is 32.0 GiB short")
-    assert "+42 %  -o placement.optimizer=nvme" in text
+    assert re.search(r"\+42 % +-o placement.optimizer=nvme", text)
     assert "--ram 96GiB" in text
-    assert "-16 %  -o optimizer.states=int8 -o micro_batches=4" in text
+    assert re.search(r"-16 % +-o optimizer.states=int8 -o micro_batches=4", text)
 
 
 def test_the_table_says_by_how_much_where_two_figures_look_alike() -> None:
@@ -314,7 +314,7 @@ def test_table_and_page_have_the_same_numbers_and_those_are_json_s(case: Estimat
 @every_case
 def test_a_class_has_its_colour_on_the_terminal(case: Estimate) -> None:
     console = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(to_table(case))
+    console.print(page_table(estimate_page(case)))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     for name in MemoryClass:
         red, green, blue = (int(DARK[name][i : i + 2], 16) for i in (1, 3, 5))

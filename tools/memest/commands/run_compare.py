@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from offload.pages.page import Cell, Table
 from offload.planning.plan.estimate import Estimate
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
@@ -21,7 +22,7 @@ from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.other_systems import Row, compare
 from offload.tools.memest.show import view
 from offload.tools.memest.show.render_json import places
-from offload.tools.memest.show.tables import bullets, ruled
+from offload.tools.memest.show.tables import bullets, cell_table
 
 _TITLES = {Tier.DEVICE: "GPU memory", Tier.HOST: "RAM of a node", Tier.NVME: "Disk of a node"}
 
@@ -53,22 +54,23 @@ def _table(ours: Estimate, rows: Sequence[Row]) -> RenderableType:
     capacities = {t: p.capacity_nbytes for row in rows for t, p in row.places.items()}
     tiers = [tier for tier in Tier if tier in capacities]
     heads = (f"{_TITLES[tier]}\nof {format_bytes(capacities[tier])}" for tier in tiers)
-    table = ruled("system", *heads, "fits", left=["fits"])
-    for row in rows:
-        peaks = {tier: place.peak_nbytes for tier, place in row.places.items()}
-        table.add_row(
-            row.system,
-            *(
-                Text(
-                    format_bytes(peaks[tier]) if peaks.get(tier) else "-",
-                    style="red" if tier in row.full else "",
-                )
-                for tier in tiers
-            ),
-            Text("yes", style="green") if row.fits else Text("no", style="red"),
-        )
+    cells: list[list[str | Cell]] = [
+        [
+            str(row.system),
+            *(_peak_cell(row, tier) for tier in tiers),
+            Cell("yes", state="good") if row.fits else Cell("no", state="bad"),
+        ]
+        for row in rows
+    ]
     title = f"{view.model_text(ours, ours.model)}\n{ours.hardware}, {view.workload_text(ours)}"
-    return Group(Text(title), table, "", *bullets(ours.notes))
+    table = Table(("system", *heads, "fits"), cells, left=frozenset({0, len(tiers) + 1}))
+    return Group(Text(title), cell_table(table), "", *bullets(ours.notes))
+
+
+def _peak_cell(row: Row, tier: Tier) -> Cell:
+    place = row.places.get(tier)
+    text = format_bytes(place.peak_nbytes) if place and place.peak_nbytes else "-"
+    return Cell(text, state="bad" if tier in row.full else "")
 
 
 def _values(ours: Estimate, rows: Sequence[Row]) -> dict[str, Any]:

@@ -194,10 +194,11 @@ def _workload_notes(
 def _show(found: Estimate, output: OutputOptions) -> None:
     from offload.tools.memest.show.estimate_page import estimate_page
     from offload.tools.memest.show.render_json import to_dict
-    from offload.tools.memest.show.render_table import to_table
+    from offload.tools.memest.show.tables import page_table
 
     show_answer(
-        output.chosen, output.out, table=lambda: to_table(found), values=lambda: to_dict(found),
+        output.chosen, output.out, table=lambda: page_table(estimate_page(found)),
+        values=lambda: to_dict(found),
         page=lambda: estimate_page(found),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Tables, lists and JSON on a terminal, as all commands print them."""
+"""Answers on a terminal, 80 columns or wider: tables, lists, whole pages without their pictures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,60 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from rich import box
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from offload.display.console import PlainConsole, Prose
+from offload.pages import page as pages
+from offload.pages.colours import DARK
+
+_STYLES = {"good": "green", "bad": "red", "": "default"}
+
+
+def page_table(page: pages.Page) -> RenderableType:
+    """Return everything that a page says, verdict first."""
+    return Group(*_parts(page))
+
+
+def _parts(page: pages.Page) -> Iterator[RenderableType]:
+    yield Text(page.verdict, style=f"bold {_STYLES[page.state] if page.state else 'yellow'}")
+    if not page.about[0].startswith(page.title):
+        yield Text(page.title)
+    yield from (Text(text) for text in page.about)
+    yield ""
+    figures = plain({"style": "dim", "no_wrap": True}, {"justify": "right", "no_wrap": True}, {})
+    for figure in page.figures:
+        figures.add_row(figure.name, figure.value, figure.aside)
+    yield figures
+    for section in page.sections:
+        if section.tables or section.lines:
+            yield ""
+            yield Text(section.title, style="bold")
+        yield from (cell_table(table) for table in section.tables)
+        yield from bullets(section.lines, indent="  ")
+
+
+def cell_table(table: pages.Table) -> Table:
+    """Return a page's table for a terminal."""
+    found = ruled(*table.heads, left=[table.heads[index] for index in table.left])
+    for row in table.rows:
+        found.add_row(*(_cell(each) for each in row))
+    if not any(table.heads):
+        found.show_header = False
+    return found
+
+
+def _cell(cell: str | pages.Cell) -> RenderableType:
+    if isinstance(cell, str):
+        return Text(cell)
+    style = f"{'bold ' if cell.strong else ''}{_STYLES[cell.state]}"
+    text = Text(cell.text, style=style)
+    if cell.meaning:
+        return Text.assemble(("■ ", DARK[cell.meaning]), text)
+    if cell.code:
+        return Group(Prose(" ".join(cell.code), command=True), Prose(cell.text))
+    return text
 
 
 def ruled(*columns: str, title: str = "", left: Collection[str] = ()) -> Table:
