@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from offload.checkpoint.foreign.dcp_folder import DcpFolder
 from offload.checkpoint.foreign.exporting import check_new, pending_output
-from offload.checkpoint.format import bounded_json
 from offload.checkpoint.format.composing import Composer, fields_of
 from offload.checkpoint.format.disk import check_room
 from offload.checkpoint.format.folder import PendingFolder
@@ -45,6 +44,7 @@ from offload.integrations.dcp_export import (
 from offload.integrations.dcp_foreign import foreign
 from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped
 from offload.kernels.variants import Master
+from offload.process import bounded_json
 from offload.tiers.errors import CheckpointError
 from offload.zero.step.records import RecordFormat
 

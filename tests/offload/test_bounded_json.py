@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from offload.checkpoint.foreign.model_files import INDEX, read_json, weight_files
-from offload.checkpoint.format import bounded_json
 from offload.checkpoint.format.plain_values import unpacked
 from offload.deepspeed.saved import LoopState, last_tag
 from offload.errors import CheckpointError, ConfigError, StorageError
+from offload.process import bounded_json
 from offload.tools.memest.source.input_files import read_json as read_memest
 from tests.offload.test_checkpoint_forged import in_time
 

@@ -19,12 +19,13 @@ from safetensors.torch import save_file
 
 import offload
 from offload import checkpoint
-from offload.checkpoint.format import blocks, bounded_json, manifest
+from offload.checkpoint.format import blocks, manifest
 from offload.checkpoint.format.locks import lock_folder, unlock
 from offload.checkpoint.format.manifest import FileRecord, Manifest
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
 from offload.errors import CheckpointError, StorageError
+from offload.process import bounded_json
 from tests.offload.engine_cases import (
     HOST,
     TinyLM,

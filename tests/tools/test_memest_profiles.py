@@ -227,7 +227,7 @@ def test_gpus_are_read_as_the_driver_lists_them(
 def test_nothing_here_imports_torch() -> None:
     program = (
         "import sys\n"
-        "from offload.tools.memest.systems import compare, largest\n"
+        "from offload.tools.memest.estimate import other_systems\n"
         "from offload.tools.memest.hardware.read_profile import read_profile\n"
         "read_profile(gpu='H100').speeds()\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"

@@ -28,10 +28,10 @@ from torch import nn
 from offload.checkpoint.engine.module_state import ModuleState
 from offload.checkpoint.engine.run_merging import check_names, merged, on_first
 from offload.checkpoint.engine.shards import on_all
-from offload.checkpoint.format import bounded_json
 from offload.checkpoint.format.manifest import RunRecord
 from offload.checkpoint.format.plain_values import packed
 from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
+from offload.process import bounded_json
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.recompute.random_state import Generator, is_generator, named_generators, state_of

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.format import bounded_json
 from offload.checkpoint.format.disk import storage_errors, write_text
+from offload.process import bounded_json
 from offload.tiers.errors import CheckpointError, ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

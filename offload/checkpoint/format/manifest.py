@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import xxhash
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from offload.checkpoint.format import bounded_json
 from offload.checkpoint.format.blocks import DIGITS, blocks_in, new_generation
 from offload.display.plain_text import plain
+from offload.process import bounded_json
 from offload.tiers.errors import CheckpointError
 
 MANIFEST = "manifest.json"

@@ -12,7 +12,6 @@ from types import TracebackType
 
 import xxhash
 
-from offload.checkpoint.format.bounded_json import MOST_NBYTES
 from offload.checkpoint.format.checked_files import REMEDY, TRIES, CheckedFiles
 from offload.checkpoint.format.disk import (
     OpenFile,

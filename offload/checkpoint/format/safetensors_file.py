@@ -24,9 +24,7 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.format import bounded_json
 from offload.checkpoint.format.blocks import BlockHashes
-from offload.checkpoint.format.bounded_json import MOST_NBYTES
 from offload.checkpoint.format.manifest import (
     ITEMSIZE,
     BufferRecord,
@@ -36,6 +34,8 @@ from offload.checkpoint.format.manifest import (
 )
 from offload.checkpoint.format.write_behind import Stream, WriteBehind
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX
+from offload.process import bounded_json
+from offload.process.bounded_json import MOST_NBYTES
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 

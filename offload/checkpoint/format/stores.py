@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.format.bounded_json import MOST_NBYTES
 from offload.checkpoint.format.disk import (
     check_room,
     make_call,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.format import bounded_json
+from offload.process import bounded_json
 from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.units import format_bytes
 

@@ -17,7 +17,7 @@ from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.input_files import shown
 from offload.tools.memest.source.model_source import key_of
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.kv.kv_sizes import CachedLayer
+from offload.zero.kv.sizes import CachedLayer
 
 if TYPE_CHECKING:
     from torch import nn
