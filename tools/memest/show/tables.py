@@ -27,7 +27,7 @@ def _parts(page: pages.Page) -> Iterator[RenderableType]:
     yield Text(page.verdict, style=f"bold {_STYLES[page.state] if page.state else 'yellow'}")
     if not page.about[0].startswith(page.title):
         yield Text(page.title)
-    yield from (Text(text) for text in page.about)
+    yield from (Text(part) for text in page.about for part in text.split(" · "))
     yield ""
     figures = plain({"style": "dim", "no_wrap": True}, {"justify": "right", "no_wrap": True}, {})
     for figure in page.figures:

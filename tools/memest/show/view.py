@@ -273,11 +273,6 @@ def homes_of(estimate: Estimate) -> Iterator[tuple[str, str]]:
             yield str(name), each.describe()
 
 
-def homes_text(estimate: Estimate) -> str:
-    """Return `parameters device; gradients host; ...`"""
-    return "; ".join(f"{name} {where}" for name, where in homes_of(estimate))
-
-
 def figures(estimate: Estimate) -> tuple[Figure, ...]:
     """Return the key figures: time first, then the wear of disks."""
     if estimate.inference is not None:
