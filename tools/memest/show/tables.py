@@ -15,7 +15,7 @@ from offload.display.console import PlainConsole, Prose
 from offload.pages import page as pages
 from offload.pages.colours import DARK
 
-_STYLES = {"good": "green", "bad": "red", "": "default"}
+_STYLES = {"good": "green", "bad": "red", "": ""}
 
 
 def page_table(page: pages.Page) -> RenderableType:
@@ -54,8 +54,8 @@ def cell_table(table: pages.Table) -> Table:
 def _cell(cell: str | pages.Cell) -> RenderableType:
     if isinstance(cell, str):
         return Text(cell)
-    style = f"{'bold ' if cell.strong else ''}{_STYLES[cell.state]}"
-    text = Text(cell.text, style=style)
+    bold = "bold " if cell.strong else ""
+    text = Text(cell.text, style=f"{bold}{_STYLES[cell.state]}".strip())
     if cell.meaning:
         return Text.assemble(("■ ", DARK[cell.meaning]), text)
     if cell.code:
