@@ -51,7 +51,6 @@ def _measure(file: SwapFile, backend: IOBackend, nbytes: int) -> Bandwidth:
 
 def _pass(file: SwapFile, backend: IOBackend, buffer: memoryview, *, write: bool) -> float:
     """Seconds to move all of `buffer`."""
-
     submit = backend.submit_write if write else backend.submit_read
     started = time.perf_counter()
     moves: list[Transfer[None]] = [

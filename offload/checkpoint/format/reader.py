@@ -37,6 +37,7 @@ from offload.checkpoint.format.safetensors_file import (
     parse_header,
 )
 from offload.display.progress import progress
+from offload.process.bounded_json import MOST_NBYTES
 from offload.tiers.errors import CheckpointError, NoCheckpointError, StorageError
 from offload.tiers.units import format_bytes
 

@@ -28,6 +28,7 @@ from offload.checkpoint.format.manifest import MANIFEST, OPTIMIZER, PARAMETERS, 
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_text
 from offload.display.progress import progress
+from offload.process.bounded_json import MOST_NBYTES
 from offload.tiers.errors import CheckpointError, PathError, StorageError
 
 _BLOCK_NBYTES = 8 << 20
