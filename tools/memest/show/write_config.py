@@ -8,8 +8,8 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
+from offload.config.model import WrittenFor
 from offload.config.training import ModelConfig, TrainConfig
-from offload.config.written_for import WrittenFor
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import home_nbytes, needed_nbytes
 from offload.planning.plan.sizes import class_of
