@@ -14,7 +14,6 @@ import resource
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -265,12 +264,6 @@ def peak_rss_nbytes(root: Path = _ROOT) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def forget_peak_rss() -> None:
-    """Let `peak_rss_nbytes` begin anew, where the kernel allows it."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:

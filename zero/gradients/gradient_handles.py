@@ -18,6 +18,7 @@ large gradients would keep the C library's heap from returning those.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -223,8 +224,7 @@ class GradientHandles:
         """Return a handle for the next gradient of a parameter."""
         param = self._params[key]
         source = GradientSource(self, self._states[key[0]], key[1], param)
-        shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
-        return PagedTensor(source, shape, param.device)
+        return PagedTensor(source, _without_values(param.shape, param.dtype), param.device)
 
     def _put(self, key: Place) -> GradientSource:
         """Let a parameter have a gradient, whose handle is its `.grad`."""
@@ -582,6 +582,11 @@ class GradientHandles:
             f"{source.name} has no value any more: optimizer.in_backward has updated with it, and "
             "gave its memory back (its norm is known); set in_backward: false to read gradients"
         )
+
+
+@functools.lru_cache(maxsize=4096)  # one for all blocks; a third of the time of a handle
+def _without_values(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=torch.device("meta"))
 
 
 # ---------------------------------------------------------------- operations on whole gradients
