@@ -117,19 +117,6 @@ def leave_room(patch: pytest.MonkeyPatch, pages: int) -> None:
     patch.setattr(activation_returns, "DEVICE_NBYTES", pages * PAGE)
 
 
-def test_a_saved_tensors_memory_is_written_over_only_when_its_copy_has_left(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leave_room(monkeypatch, 1)
-    saved = filled(1)
-    bench.park(saved)
-    bench.reuse(saved)
-    bench.finish()
-    assert torch.equal(saved, filled(REUSED))
-    slot = bench.tier._backlog.window.lease.tensor[: 4 * PAGE]
-    assert torch.equal(slot, filled(1))
-
-
 def test_a_thread_that_makes_room_lets_the_stream_wait_that_the_memory_belongs_to(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,21 +130,6 @@ def test_a_thread_that_makes_room_lets_the_stream_wait_that_the_memory_belongs_t
     slots = [bench.record(number).pieces[0].slot for number in range(2)]
     assert [int(slot.tensor[0]) for slot in slots if slot is not None] == [1, 2]
     del parked, later
-
-
-def test_what_was_copied_ahead_and_dies_in_any_thread_is_written_over_after_its_arrival(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parked = bench.park_away(filled(0), filled(1))
-    leave_room(monkeypatch, 1)
-    last = parked.pop().tensor()
-    ahead = bench.record(0).ahead
-    assert ahead is not None
-    on_another_stream(bench.world, parked.clear)
-    bench.reuse(ahead.memory)
-    bench.finish()
-    assert torch.equal(ahead.memory, filled(REUSED))
-    assert torch.equal(last, filled(1))
 
 
 def test_what_was_copied_ahead_for_one_stream_is_not_given_to_another(bench: Bench) -> None:
