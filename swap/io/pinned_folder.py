@@ -40,13 +40,15 @@ class PinnedFolder:
         except ValueError as error:  # NUL
             raise PathError(f"nvme.paths: {str(named)!r} cannot be a folder: {error}") from None
         except FileNotFoundError:
-            why = (
-                f"{named} is a link to {self.path}, which does not exist; make that folder, or "
-                "name another" if named.is_symlink() else
-                f"{self.path} does not exist and neither does {self.path.parent}; is the drive "
-                "mounted? Only the last part of a path is created"
-            )  # fmt: skip
-            raise PathError(f"nvme.paths: {why}") from None
+            if named.is_symlink():
+                raise PathError(
+                    f"nvme.paths: {named} is a link to {self.path}, which does not exist; make "
+                    "that folder, or name another"
+                ) from None
+            raise PathError(
+                f"nvme.paths: {self.path} does not exist and neither does {self.path.parent}; is "
+                "the drive mounted? Only the last part of a path is created"
+            ) from None
         except OSError as error:
             raise _refusal(self.path, error) from None
 
