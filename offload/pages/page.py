@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.display.plain_text import without_controls
-from offload.pages.colours import DARK, LIGHT
-from offload.pages.pictures import Picture
+from offload.pages.pictures import DARK, LIGHT, Picture
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """A cell of a table. `code` comes before the text, each on a line of its own; `meaning` is that
-    of the colour before it (`pages.colours`); `state` is good, bad or empty."""
+    of the colour before it (`pages.pictures`); `state` is good, bad or empty."""
 
     text: str
     code: Sequence[str] = ()

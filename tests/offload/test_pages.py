@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offload.pages.colours import CLASSES, DARK, LIGHT, WORK
 from offload.pages.page import Cell, Figure, Page, Section, Table, to_html
+from offload.pages.pictures import CLASSES, DARK, LIGHT, WORK
 from offload.planning.plan.estimate import MemoryClass
 
 both = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])

@@ -371,12 +371,6 @@ def test_the_command_that_resumes_can_be_pasted(
     assert found.endswith(" -o optimizer.lr=1 --run-dir 'runs/a b' --resume")
 
 
-def test_accumulated_micro_steps_average_the_loss(make_config: Any, tmp_path: Path) -> None:
-    config = make_config({"steps": 1}, gradient_accumulation_steps=4)
-    result, _ = run_quietly(config, tmp_path / "run")
-    assert 4 < result.first_loss < 7  # about log(256)
-
-
 def test_the_engine_is_closed_when_the_loop_fails(make_config: Any, tmp_path: Path) -> None:
     engines = []
 
@@ -461,15 +455,10 @@ def checkpoints_in(path: Path) -> list[str]:
 def test_the_last_checkpoints_stay_and_of_the_older_ones_every_so_manieth(
     make_config: Any, tmp_path: Path
 ) -> None:
-    config = make_config({"checkpoint_every": 1, "steps": 9, "keep_last": 2, "keep_every": 3})
+    config = make_config({"checkpoint_every": 2, "steps": 9, "keep_last": 2, "keep_every": 4})
     run_quietly(config, tmp_path / "run", initialize=offload.initialize)
-    assert checkpoints_in(tmp_path / "run") == [f"step-00000{n}" for n in (3, 6, 8, 9)]
-
-
-def test_the_last_step_is_saved(make_config: Any, tmp_path: Path) -> None:
-    config = make_config({"checkpoint_every": 4})
-    run_quietly(config, tmp_path / "run", initialize=offload.initialize)
-    assert checkpoints_in(tmp_path / "run") == ["step-000004", "step-000006"]
+    # the last step is saved in any case
+    assert checkpoints_in(tmp_path / "run") == [f"step-00000{n}" for n in (4, 8, 9)]
 
 
 def test_a_torn_checkpoint_is_passed_over_and_replaced(make_config: Any, tmp_path: Path) -> None:

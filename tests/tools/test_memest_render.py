@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from offload.pages.colours import DARK
 from offload.pages.page import to_html
+from offload.pages.pictures import DARK
 from offload.planning.plan.estimate import (
     Estimate,
     LinkTime,

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from offload.display.console import PlainConsole, Prose
 from offload.pages import page as pages
-from offload.pages.colours import DARK
+from offload.pages.pictures import DARK
 
 _STYLES = {"good": "green", "bad": "red", "": ""}
 
