@@ -22,7 +22,7 @@ from offload.planning.plan.sizes import CLASSES, pages
 from offload.planning.plan.workload import Workload
 from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.program import write_program
-from offload.planning.step.stand_ins import MOST_GROUPS, stand_ins
+from offload.planning.step.representatives import MOST_GROUPS, stand_ins
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import find_copies, step_traffic
 from offload.tiers.tier import Tier

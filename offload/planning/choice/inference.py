@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.estimate import InferenceEstimate, StepEstimate
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.step.program import pieces_of
-from offload.planning.step.stand_ins import stand_ins
+from offload.planning.step.representatives import stand_ins
 from offload.planning.step.step_time import estimate_step, forward_work_s
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from offload.planning.activations.heap_holes import heap_holes_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
-from offload.planning.plan.nvme_most import nvme_most
+from offload.planning.plan.upper_bounds import nvme_most
 from offload.planning.plan.plan import Plan, needed_nbytes, spare_nbytes, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds, stored_nbytes
 from offload.planning.step.collective_sequence import collective_sequence

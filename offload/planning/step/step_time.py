@@ -31,7 +31,7 @@ from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.step.collective_sequence import Collective, collective_sequence
 from offload.planning.step.moves import Move
 from offload.planning.step.program import Action, Verb, pieces_of, working_groups
-from offload.planning.step.stand_ins import StandIns
+from offload.planning.step.representatives import StandIns
 from offload.planning.step.traffic import StepTraffic, is_straight, step_traffic
 from offload.planning.step.work_time import ForwardWork, forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError

@@ -43,7 +43,7 @@ from offload.planning.step.program import (
     working_groups,
     write_program,
 )
-from offload.planning.step.stand_ins import StandIns, stand_ins
+from offload.planning.step.representatives import StandIns, stand_ins
 from offload.swap.states.trace import Trace
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier

@@ -6,7 +6,7 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import lay_out_plan
-from offload.planning.plan.nvme_most import nvme_most
+from offload.planning.plan.upper_bounds import nvme_most
 from offload.planning.plan.plan import Hardware, Plan
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
