@@ -18,7 +18,7 @@ from torch import Tensor
 
 import offload
 from offload.errors import ChecksumError, NoSpaceError, StorageError, StuckError
-from offload.planning.plan import activation_plan
+from offload.planning.plan import plan
 from offload.swap.activations import activations
 from tests.aio import needs_libaio
 from tests.faults.faulty_files import FATAL, KINDS, MENDED, FaultyFiles
@@ -85,7 +85,7 @@ class Case:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small models' activations are parked, too."""
     monkeypatch.setattr(activations, "LEAST_NBYTES", 1)
-    monkeypatch.setattr(activation_plan, "LEAST_WINDOW_NBYTES", 64 << 10)
+    monkeypatch.setattr(plan, "LEAST_WINDOW_NBYTES", 64 << 10)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import offload
 import offload.memory.tier_manager
-import offload.planning.plan.activation_plan
+import offload.planning.plan.plan
 import offload.swap.activations.activation_returns
 import offload.swap.activations.activations
 import offload.tiered_model
@@ -74,7 +74,7 @@ def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWor
     plan_for_a_gpu(patch, kernels_missing=None)
     patch.setattr(offload.swap.activations.activations, "LEAST_NBYTES", 1)
     patch.setattr(offload.swap.activations.activation_returns, "DEVICE_NBYTES", 8 * KIB)
-    patch.setattr(offload.planning.plan.activation_plan, "LEAST_WINDOW_NBYTES", 16 * KIB)
+    patch.setattr(offload.planning.plan.plan, "LEAST_WINDOW_NBYTES", 16 * KIB)
     # asked of each block once, at length, and not of its streams
     patch.setattr(offload.zero.recompute.micro_batches, "refuse_mixing", lambda *args, **keys: None)
     world = CheckedWorld(patch, **options)

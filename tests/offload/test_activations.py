@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-import offload.planning.plan.activation_plan
+import offload.planning.plan.plan
 import offload.swap.activations.activations
 import offload.tiered_model
 from offload.errors import BudgetError, UnsupportedError
@@ -114,7 +114,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is worth moving, and a window holds a fraction of what is saved."""
     monkeypatch.setattr(offload.swap.activations.activations, "LEAST_NBYTES", 1)
-    monkeypatch.setattr(offload.planning.plan.activation_plan, "LEAST_WINDOW_NBYTES", 64 * KIB)
+    monkeypatch.setattr(offload.planning.plan.plan, "LEAST_WINDOW_NBYTES", 64 * KIB)
 
 
 @pytest.fixture

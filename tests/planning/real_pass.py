@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.pass_watch import PassWatch
-from offload.planning.activations.sample_run import Run, default_run
 from offload.planning.activations.saved_elsewhere import SavedElsewhere
-from offload.planning.activations.trace import as_the_engine, facts_of
+from offload.planning.activations.trace import Run, as_the_engine, default_run, facts_of
 from offload.planning.activations.traced_blocks import watched_blocks
 from offload.planning.plan.workload import Workload
 from offload.zero.groups.discovery import discover

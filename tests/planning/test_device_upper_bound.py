@@ -11,7 +11,7 @@ import pytest
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.evaluator import NO_LIBRARIES, Candidate
-from offload.planning.choice.plan_reasons import reasons
+from offload.planning.choice.plan_text import reasons
 from offload.planning.choice.planner import chosen_config, make_plan
 from offload.planning.choice.solver import solve
 from offload.planning.machine.baseline import Baseline

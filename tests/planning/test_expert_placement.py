@@ -12,7 +12,7 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.planning.choice.evaluator import AS_FAST
-from offload.planning.choice.plan_reasons import reasons
+from offload.planning.choice.plan_text import reasons
 from offload.planning.choice.planner import chosen_config, make_plan
 from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.plan.experts import idle_nbytes

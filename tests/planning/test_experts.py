@@ -1,4 +1,4 @@
-"""Experts in a plan: what a step touches, memory that one of them needs, and stand-ins for many."""
+"""Experts in a plan: what a step touches, memory that one of them needs, and representatives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload.planning.plan.sizes import CLASSES, pages
 from offload.planning.plan.workload import Workload
 from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.program import write_program
-from offload.planning.step.representatives import MOST_GROUPS, stand_ins
+from offload.planning.step.representatives import MOST_GROUPS, representatives
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import find_copies, step_traffic
 from offload.tiers.tier import Tier
@@ -232,7 +232,7 @@ def test_tokens_of_all_ranks_come_to_the_experts_of_one() -> None:
     found = estimate_experts(plan, unknown, Workload(1, 8), 2)
     assert found is not None
     assert found.sent_nbytes is None
-    used = stand_ins(plan, shape.spread(4), Workload(1, 8)).used
+    used = representatives(plan, shape.spread(4), Workload(1, 8)).used
     tables = shape.spread(4).tables.values()
     assert {sum(used[i] for i in t) for t in tables} == {touched_whole(64, 4, 32, 4)}
 
@@ -248,16 +248,16 @@ def test_stage_3_gathers_no_experts_that_are_spread() -> None:
     assert 0 < found.gathered_nbytes < more.gathered_nbytes / 4
 
 
-# ---------------------------------------------------------------- stand-ins
+# ---------------------------------------------------------------- representatives
 @pytest.mark.parametrize("work", [None, Workload(1, 8), Workload(1, 8, passes=3), Workload(9, 99)])
-def test_stand_ins_add_up_and_each_is_of_one_home(work: Workload | None) -> None:
+def test_representatives_add_up_and_each_is_of_one_home(work: Workload | None) -> None:
     placement = "placement={parameters: {host: 40%, nvme: 60%}, optimizer: {host: 50%, nvme: 50%}}"
     shape = model()
     config = OffloadConfig.load(
         {"budget": {"host": "256MiB", "nvme": "8GiB"}, "optimizer": {"chunk": 4096}}, [placement]
     )
     plan = make_plan(config, shape, HARDWARE)
-    found = stand_ins(plan, shape, work, most_groups=64)
+    found = representatives(plan, shape, work, most_groups=64)
     pass_tokens = work.batch * work.sequence if work else 0
     for table in shape.tables.values():
         inside = [index for index in table if index in found.alike]
@@ -279,7 +279,7 @@ def test_stand_ins_add_up_and_each_is_of_one_home(work: Workload | None) -> None
 
 def test_a_small_model_is_simulated_group_by_group() -> None:
     plan, _ = plan_of(shape := model())
-    found = stand_ins(plan, shape, None)
+    found = representatives(plan, shape, None)
     assert found.model.units == shape.units
     assert set(found.alike.values()) == {1}
 
@@ -288,7 +288,7 @@ def test_a_program_of_thousands_of_experts_is_short() -> None:
     shape = model(num_hidden_layers=32, num_experts=128)
     plan, config = plan_of(shape)
     assert len(shape.groups) > 4000
-    found = stand_ins(plan, shape, Workload(1, 64))
+    found = representatives(plan, shape, Workload(1, 64))
     program = write_program(config, found.model, 1)
     assert len(program.actions) <= 4 * 2 * MOST_GROUPS
 
@@ -308,7 +308,7 @@ def test_bundles_move_the_bytes_that_single_experts_move(
     work = Workload(2, 512)
     single = step_traffic(plan, config, shape, None, work).total
     one = estimate_step(plan, config, shape, FACTS, work, SPEEDS)
-    monkeypatch.setattr(stand_ins, "__defaults__", (64,))
+    monkeypatch.setattr(representatives, "__defaults__", (64,))
     many = step_traffic(plan, config, shape, None, work)
     assert max(many.experts.alike.values()) > 1
     assert many.total.read == pytest.approx(single.read, rel=0.01 if host == "64MiB" else 0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from offload.config import OffloadConfig
-from offload.planning.plan.cache_shape import alike
-from offload.planning.plan.kv_plan import kv_held
+from offload.planning.plan.kv_plan import alike, kv_held
 from offload.zero.kv.sizes import CachedLayer
 
 

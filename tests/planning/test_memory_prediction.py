@@ -26,7 +26,7 @@ LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
 FAST = {"tiny": 2}
 FAST_RSS = {"small": 1}  # whose ledger is judged, too
 LONG = {"tiny": 10, "small": 12, "60M": 10, "151M": 6, "300M": 4}
-# The constants of `heap_holes` were fitted to the RAM of those above; these they have not seen.
+# `fragmentation_nbytes` was fitted to the RAM of those above; these it has not seen.
 HELD_OUT = {"small": 4, "60M": 4, "151M": 3, "300M": 1}
 LONG_CASES = [(size, seed) for size, count in LONG.items() for seed in range(count)]
 LONG_CASES += [(size, 100 + seed) for size, count in HELD_OUT.items() for seed in range(count)]

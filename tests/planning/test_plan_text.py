@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from offload.config import OffloadConfig
-from offload.planning.choice.expert_text import expert_facts, expert_rows
-from offload.planning.choice.plan_text import Planned, _time, describe
+from offload.planning.choice.plan_text import Planned, _time, describe, expert_facts, expert_rows
 from offload.planning.choice.solver import solve
 from offload.planning.machine.preflight import Preflight
 from offload.planning.plan.estimate import LinkTime, StepEstimate

@@ -18,9 +18,9 @@ from offload.errors import BudgetError
 from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.evaluator import NO_LIBRARIES
+from offload.planning.choice.placement_search import share_of
 from offload.planning.choice.planner import chosen_config, make_plan, resolved_config, shortfalls
 from offload.planning.choice.solver import RunFacts, Solution, solve
-from offload.planning.choice.splits import share_of
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.workload import Workload

@@ -25,8 +25,7 @@ from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Workload
 from offload.planning.step import step_time, traffic
-from offload.planning.step.moves import Bytes
-from offload.planning.step.program import Verb, write_program
+from offload.planning.step.program import Bytes, Verb, write_program
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import STRAIGHT_ROWS, step_traffic
 from offload.planning.step.work_time import pass_s

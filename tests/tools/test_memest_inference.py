@@ -13,7 +13,7 @@ from offload.config import OffloadConfig
 from offload.planning.activations.generation_facts import generation_facts
 from offload.planning.activations.trace import trace_forward
 from offload.planning.choice.planner import make_plan
-from offload.planning.plan.cache_shape import CacheShape
+from offload.planning.plan.kv_plan import CacheShape
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import UnsupportedError

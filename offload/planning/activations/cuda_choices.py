@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from offload.planning.activations.replaced_forward import replaced_forward
+from offload.planning.activations.traced_blocks import replaced_forward
 from offload.zero.groups.discovery import Unit
 
 _aten = torch.ops.aten

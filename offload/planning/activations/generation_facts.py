@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import ActivationFacts, HeapFacts
-from offload.planning.plan.cache_shape import CacheShape
-from offload.planning.plan.kv_plan import KVHeld, kv_held
+from offload.planning.plan.kv_plan import CacheShape, KVHeld, kv_held
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.workload import Generation, Workload
 

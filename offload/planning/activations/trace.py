@@ -15,7 +15,8 @@ are not seen.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,7 +29,6 @@ from offload.planning.activations.compiler_free import without_compiler
 from offload.planning.activations.cuda_choices import choosing_for_cuda
 from offload.planning.activations.facts import NO_WORK, ActivationFacts, HeapFacts
 from offload.planning.activations.pass_watch import PassWatch
-from offload.planning.activations.sample_run import Run, default_run, forward_run
 from offload.planning.activations.saved_elsewhere import SavedElsewhere
 from offload.planning.activations.traced_blocks import CannotSkipError, watched_blocks
 from offload.planning.activations.valueless import WithoutValues
@@ -39,6 +39,10 @@ from offload.zero.groups.discovery import Unit, discover, managed
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.recompute.micro_batches import MicroBatching
 from offload.zero.recompute.recompute import Recomputation
+
+# Calls the model on inputs of its own making; gives the loss.
+Run = Callable[[nn.Module, Workload], Tensor]
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -154,6 +158,67 @@ def _passes(
     if not watch.looked_alike:
         raise CannotSkipError
     return watch
+
+
+def default_run(model: nn.Module) -> Run:
+    """Choose inputs by the names of forward's parameters, or raise UnsupportedError."""
+    names = inspect.signature(model.forward).parameters.keys()
+    if {"tokens", "targets"} <= names:
+        return lambda model, workload: _loss(model(_tokens(workload), _tokens(workload)))
+    if {"input_ids", "labels"} <= names:
+        more = _uncached(names)
+        return lambda model, workload: _loss(
+            model(input_ids=_tokens(workload), labels=_tokens(workload), **more)
+        )
+    raise UnsupportedError(
+        f"{_takes(model)}, which take input_ids and labels (or tokens and targets); give a "
+        "function run(model, workload) that calls it and returns the loss"
+    )
+
+
+def forward_run(model: nn.Module) -> Run:
+    """Like `default_run`, for a generating pass. The run returns the logits of each sequence's last
+    token, or of all tokens if the model cannot omit the others. Nothing is cached."""
+    names = inspect.signature(model.forward).parameters.keys()
+    if "decoder_input_ids" in names:
+        raise UnsupportedError(
+            f"{type(model).__name__} has an encoder and a decoder: what generating takes is "
+            "predicted for models of one stack alone"
+        )
+    if "tokens" in names:
+        return lambda model, workload: _logits(model(_tokens(workload)))
+    if "input_ids" in names:
+        more = _uncached(names)
+        if "logits_to_keep" in names:
+            more["logits_to_keep"] = 1
+        return lambda model, workload: _logits(model(input_ids=_tokens(workload), **more))
+    raise UnsupportedError(f"{_takes(model)}, which take input_ids (or tokens)")
+
+
+def _takes(model: nn.Module) -> str:
+    names = sorted(inspect.signature(model.forward).parameters)
+    return (
+        f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: what to call it "
+        "with is known for language models alone"
+    )
+
+
+def _uncached(names: Collection[str]) -> dict[str, Any]:
+    return {"use_cache": False} if "use_cache" in names else {}
+
+
+def _loss(output: Any) -> Tensor:
+    loss: Tensor = output.loss
+    return loss
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = output.logits
+    return logits
+
+
+def _tokens(workload: Workload) -> Tensor:
+    return torch.zeros(workload.batch, workload.sequence, dtype=torch.long)
 
 
 @contextmanager

@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offload.planning.activations.facts import NOTHING, ActivationFacts
-from offload.planning.activations.heap_holes import heap_holes_nbytes
+from offload.planning.activations.facts import NOTHING, ActivationFacts, fragmentation_nbytes
 from offload.planning.choice.link_time import slowest_link_s
-from offload.planning.choice.placement_search import PlacementSearch
-from offload.planning.choice.splits import neighbours
+from offload.planning.choice.placement_search import PlacementSearch, neighbours
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.activation_plan import least_window
 from offload.planning.plan.builder import PlanBuilder, placed_classes, reserve_nbytes
 from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
 from offload.planning.plan.experts import Held, idle_nbytes
-from offload.planning.plan.plan import Hardware, Plan, ram_nbytes
+from offload.planning.plan.plan import Hardware, Plan, least_window, ram_nbytes
 from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
 from offload.planning.plan.sizes import PLACED, PlacedClass, Placements, class_of
 from offload.planning.plan.workload import Workload
@@ -327,7 +324,7 @@ class PlacementEvaluator:
     def passing_nbytes(self) -> int:
         """RAM of a pass on a CPU: tensors and the holes between them."""
         away = self._config.placement.activations.tier == "nvme"
-        return self._peak_nbytes(self._config) + heap_holes_nbytes(self._facts, leaves=away)
+        return self._peak_nbytes(self._config) + fragmentation_nbytes(self._facts, leaves=away)
 
     def _peak_nbytes(self, config: OffloadConfig) -> int:
         """The peak of activations where the model computes."""

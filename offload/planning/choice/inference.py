@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.estimate import InferenceEstimate, StepEstimate
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.step.program import pieces_of
-from offload.planning.step.representatives import stand_ins
+from offload.planning.step.representatives import representatives
 from offload.planning.step.step_time import estimate_step, forward_work_s
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _break_even_batch(
     to move, or if no batch size is enough.
     """
     link_s = max((link.seconds for link in decode.links if link.nbytes), default=0.0)
-    experts = stand_ins(planned.best.plan, planned.model, generation.usual)
+    experts = representatives(planned.best.plan, planned.model, generation.usual)
     config, one, two = planned.best.config, facts.decode, twice.decode
 
     def is_enough(batch: int) -> bool:

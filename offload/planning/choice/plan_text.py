@@ -1,4 +1,4 @@
-"""The text of a plan, as `offload plan` prints it."""
+"""The text of a plan, as `offload plan` prints it; memest shows the same facts of experts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.choice.durations import duration
-from offload.planning.choice.expert_text import EXPERT_HEADS, expert_facts, expert_rows
-from offload.planning.choice.plan_reasons import reasons
+from offload.planning.choice.durations import counted, duration, three_digits
 from offload.planning.choice.solver import Candidate, Solution
 from offload.planning.machine.preflight import Preflight
-from offload.planning.plan.plan import Plan, breakdown, needed_nbytes
-from offload.planning.plan.sizes import class_of
+from offload.planning.plan.experts import ExpertEstimate
+from offload.planning.plan.plan import Plan, breakdown, home_nbytes, needed_nbytes
+from offload.planning.plan.sizes import PlacedClass, class_of
 from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.config.model import StorageConfig
     from offload.planning.plan.estimate import InferenceEstimate, StepEstimate
-    from offload.planning.plan.experts import ExpertEstimate
     from offload.planning.plan.workload import Workload
 
 _CLASSES = (
     StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER, StateClass.STAGING,
     StateClass.ACTIVATIONS,
 )  # fmt: skip
+_FASTER = {Tier.HOST: Tier.DEVICE, Tier.NVME: Tier.HOST}
+EXPERT_HEADS = ("moved in a step or pass", "expected", "if all were touched")
 
 
 @dataclass(frozen=True)
@@ -273,3 +274,88 @@ def _differences(best: Candidate, other: Candidate) -> Iterator[str]:
         yield f"checkpoint {str(checkpoint).lower()}"
     if other.config.micro_batches != best.config.micro_batches:
         yield f"micro_batches {other.config.micro_batches}"
+
+
+# ---------------------------------------------------------------- why a class is where it is
+def reasons(solution: Solution) -> dict[PlacedClass, str]:
+    """Return a sentence for each class: the tier it does not fit, and the cost of moving it."""
+    return {
+        state_class: _reason(solution, state_class, placement)
+        if f"placement.{state_class}" in solution.open_keys
+        else "as the configuration says"
+        for state_class, placement in solution.best.plan.placements.items()
+    }
+
+
+def _reason(solution: Solution, state_class: PlacedClass, placement: Placement) -> str:
+    plan = solution.best.plan
+    slowest = placement.tiers[-1]
+    above = _FASTER.get(slowest)
+    if above is None or (above is Tier.DEVICE and not plan.gpu):
+        return f"fits into {slowest}: nothing has to move"
+    missing = _missing(plan, state_class, slowest, above)
+    fitting = [other for other in solution.best.elsewhere(state_class) if other.fits]
+    other = min(fitting, key=lambda other: other.seconds, default=None)
+    parts = [
+        f"{format_bytes(missing)} more of {above} would hold it all" if missing > 0
+        else f"{above} has room, but a step would not be faster"
+    ]  # fmt: skip
+    if other is not None and other.step is not None:
+        slower = other.seconds / solution.best.seconds - 1
+        where = other.plan.placements[state_class].describe()
+        parts.append(f"on {where} a step takes {slower:+.1%}")
+    return "; ".join(parts)
+
+
+def _missing(plan: Plan, state_class: PlacedClass, tier: Tier, above: Tier) -> int:
+    """Bytes that the tier above lacks to hold the part of the class that is in `tier`."""
+    left = plan.room_nbytes(above) - needed_nbytes(plan, above)
+    return home_nbytes(plan, state_class, tier) - left
+
+
+# ---------------------------------------------------------------- experts
+def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
+    """Sentences on the number of experts and on how many of them take part."""
+    there = f"{found.experts:,} experts in {found.tables:,} tables"
+    if found.chosen is None:
+        return (
+            f"{there} with {counted(found.numel)} parameters; how many are chosen for a token is "
+            "not known: all are counted as touched",
+            *_spread_facts(found),
+        )
+    in_pass = f"{_share(found.touched_pass)} in a pass of {found.tokens:,} tokens"
+    in_step = f", {_share(found.touched_step)} in a step" if len(found.moved) > 1 else ""
+    return (
+        f"{there} with {counted(found.numel)} parameters; a token is sent to {found.chosen} of "
+        f"each table, and computed with {counted(found.active_numel)} parameters of the model",
+        f"expected to be touched, if routers prefer none: {in_pass}{in_step}",
+        "bytes as if no copy of an expert were kept anywhere",
+        *_spread_facts(found),
+    )
+
+
+def _spread_facts(found: ExpertEstimate) -> Iterator[str]:
+    if found.ep_size == 1:
+        return
+    yield (
+        f"ep_size {found.ep_size}, of offload.moe.MoE: a rank has {found.experts_per_rank:,} of "
+        f"the experts, {counted(found.numel // found.ep_size)} parameters of them; the bytes above "
+        f"are its own, the tokens those of {found.ep_size} ranks"
+    )
+    if found.sent_nbytes is not None:
+        yield (
+            f"a rank sends {format_bytes(found.sent_nbytes)} to others in a step (all_to_all: "
+            "tokens, results and their gradients); blocks that are recomputed, half as much again"
+        )
+
+
+def expert_rows(found: ExpertEstimate) -> Iterator[tuple[str, str, str]]:
+    """Rows of the bytes that move, and that would if all experts were touched; without copies."""
+    for each in found.moved:
+        yield each.name, format_bytes(each.touched_nbytes), format_bytes(each.all_nbytes)
+    yield "together", format_bytes(found.touched_nbytes), format_bytes(found.all_nbytes)
+
+
+def _share(fraction: float) -> str:
+    percent = 100 * fraction
+    return ">99.9 %" if 99.95 <= percent < 100 else f"{three_digits(percent)} %"

@@ -24,7 +24,7 @@ from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.planning.choice.evaluator import AS_FAST, PlacementEvaluator
 from offload.planning.choice.evaluator import Candidate as Candidate
 from offload.planning.choice.evaluator import RunFacts as RunFacts
-from offload.planning.choice.splits import share_of
+from offload.planning.choice.placement_search import share_of
 from offload.planning.plan.estimate import short_weights
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.tuning import rated_bandwidth

@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config.fields import Percent
-from offload.planning.plan.activation_plan import least_window, share_out
-from offload.planning.plan.device_most import within_use
 from offload.planning.plan.device_plan import plan_device
 from offload.planning.plan.kv_plan import plan_kv
-from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
+from offload.planning.plan.plan import Hardware, Plan, least_window, needed_nbytes, share_out
 from offload.planning.plan.shared_plan import plan_shared
 from offload.planning.plan.sizes import (
     CLASSES,
@@ -43,6 +41,7 @@ from offload.planning.plan.sizes import (
     with_records,
 )
 from offload.planning.plan.tuning import Streamed, choose, chunk_in_memory
+from offload.planning.plan.upper_bounds import within_use
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
@@ -119,8 +118,9 @@ class PlanBuilder:
             sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes,
             decoded_window_nbytes=self.decoded_window_nbytes, expected={},
             device=plan_device(
-                placements, self._kinds, self.sizes, self.hardware, self.budgets[Tier.DEVICE]
-            ),
+                placements, self._kinds, self.sizes, self.budgets[Tier.DEVICE],
+                self.hardware.kernels_missing,
+            ) if self.gpu else None,
             sharding=self.hardware.sharding, shared=self.shared[moves], kv=self.kv,
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan, dealt))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from offload.kernels.floats import NORM_BLOCK, norm_blocks
 from offload.planning.plan.sizes import (
@@ -20,9 +19,6 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.step.records import ALIGN_NBYTES
-
-if TYPE_CHECKING:
-    from offload.planning.plan.plan import Hardware
 
 # Where a buffer is filled, one leaves, and two more let a burst of small gradients through.
 _RING_BUFFERS = 4
@@ -52,18 +48,17 @@ class DevicePlan:
 
 
 def plan_device(
-    placements: Placements, kinds: Mapping[GroupBytes, int], sizes: Sizes, hardware: Hardware,
-    budget_nbytes: int,
+    placements: Placements, kinds: Mapping[GroupBytes, int], sizes: Sizes, budget_nbytes: int,
+    kernels_missing: str | None,
 ) -> DevicePlan | None:  # fmt: skip
-    """Plan the memory of kernels on the device; None without a GPU or if kernels cannot run.
-    `kinds` maps a group of each kind to their number.
+    """Plan the memory of kernels on the GPU; None if kernels cannot run (`kernels_missing` says
+    why). `kinds` maps a group of each kind to their number.
 
     `placements` are the requested ones; gradients and optimizer states without one never go to the
     device. Raises UnsupportedError if they have one there and no kernel can run.
     """
-    _check_kernels(placements, hardware)
-    _check_codes(kinds, hardware)
-    if not hardware.device_nbytes or hardware.kernels_missing is not None:
+    if kernels_missing is not None:
+        _check_unneeded(placements, kinds, kernels_missing)
         return None
     together = max((group.layout.shard_trainable for group in kinds), default=0)
     leave = together > 0 and tiers_of(placements, StateClass.GRADIENTS) != {Tier.DEVICE}
@@ -81,23 +76,20 @@ def plan_device(
     )
 
 
-def _check_kernels(placements: Placements, hardware: Hardware) -> None:
-    missing = hardware.kernels_missing
+def _check_unneeded(
+    placements: Placements, groups: Iterable[GroupBytes], kernels_missing: str
+) -> None:  # fmt: skip
+    """Raise UnsupportedError for what only kernels on the GPU can do."""
     for placed, home in placements.items():
-        needs = class_of(placed) is not StateClass.PARAMETERS and Tier.DEVICE in home.tiers
-        if hardware.device_nbytes and missing and needs:
+        if class_of(placed) is not StateClass.PARAMETERS and Tier.DEVICE in home.tiers:
             raise UnsupportedError(
-                f"placement.{placed}: device needs kernels on the GPU, and {missing}; or set "
-                f"placement.{placed}: host"
+                f"placement.{placed}: device needs kernels on the GPU, and {kernels_missing}; or "
+                f"set placement.{placed}: host"
             )
-
-
-def _check_codes(groups: Iterable[GroupBytes], hardware: Hardware) -> None:
-    missing = hardware.kernels_missing
-    if hardware.device_nbytes and missing and any(group.decoded for group in groups):
+    if any(group.decoded for group in groups):
         raise UnsupportedError(
-            f"storage.weights: codes are decoded by kernels on the GPU, and {missing}; or remove "
-            "storage"
+            f"storage.weights: codes are decoded by kernels on the GPU, and {kernels_missing}; or "
+            "remove storage"
         )
 
 

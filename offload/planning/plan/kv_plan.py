@@ -8,7 +8,7 @@ host          two pages on their way to or from nvme
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,14 +16,53 @@ from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.model_shape import ModelShape
+from offload.zero.kv.sizes import CachedLayer
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.plan.cache_shape import CacheShape
 
 KV_PAGE_NBYTES = 4 << 20  # about: requests for files of this size keep disks busy
 _WINDOW_SHARE = 8  # pages are at most this part of a window
 _OPEN_SHARE = 8  # open pages are at most this part of a layer's keys and values, where it is known
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The caches of the layers in order; layers without a cache are left out.
+
+    As transformers' `DynamicCache`: a layer of full attention keeps every token, one with a sliding
+    window the last `window - 1`, one of linear attention a state that does not grow.
+    """
+
+    layers: tuple[CachedLayer, ...]
+
+    def kept_numel(self, tokens: int) -> int:
+        """The elements that are kept of one sequence of `tokens`."""
+        return sum(layer.kept_numel(tokens) for layer in self.layers)
+
+    def read_numel(self, tokens: int) -> int:
+        """The elements that a pass of one token reads."""
+        return sum(layer.read_numel(tokens) for layer in self.layers)
+
+    @property
+    def token_numel(self) -> int:
+        """The elements of one token in all layers."""
+        return sum(layer.token_numel for layer in self.layers)
+
+    def largest_numel(self, tokens: int) -> int:
+        """The elements of the layer that keeps most of a sequence of `tokens`."""
+        return max((layer.read_numel(tokens) for layer in self.layers), default=0)
+
+
+def alike(layers: int, layer: CachedLayer) -> CacheShape:
+    """The cache of a model whose layers all keep the same."""
+    return CacheShape((layer,) * layers)
+
+
+def windows_of(types: Sequence[str], window: int | None, layer: CachedLayer) -> CacheShape:
+    """The cache of layers that differ only in their windows, by transformers' `layer_types`."""
+    windows = (window if each == "sliding_attention" else None for each in types)
+    return CacheShape(tuple(replace(layer, window=each) for each in windows))
 
 
 @dataclass(frozen=True)

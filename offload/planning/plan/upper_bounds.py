@@ -1,4 +1,6 @@
-"""The most that nvme can hold at a time, however slow its writes are.
+"""The most that nvme and a GPU can hold at a time under a plan.
+
+On nvme, however slow its writes are:
 
 A piece has one valid version there. An extent beyond that is a new version while it is written, or
 an old one while it is still read (`swap/block_store.py`), and each of these moves has memory of its
@@ -22,21 +24,35 @@ of uses, arrivals or updates.
 A save in the background keeps old versions beyond that until it has read them, in the room that
 speculative updates would have for theirs (`spare_nbytes`; `SpeculativeUpdates.lend`). They are
 counted where `offload train` saves (`kept_nbytes`); a plan does not know whether another loop does.
+
+On a GPU: the states at home there, and beside them
+
+    mirrors      of parameters that live elsewhere: all of them at a time; and the values of those
+                 that are stored in codes
+    sums         of gradients there, in fp32: of more passes per step than were planned for; one
+                 that begins has its first, 16-bit gradient beside it
+    one unit     once more: where copies come and go, the holes that they leave do not always fit
+
+The device tier is taken in one piece, so where its budget is open it is this, not all that is left
+of the GPU: the rest is then there for activations, and for other programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from offload.planning.plan.plan import Plan
-from offload.planning.plan.sizes import CLASSES
+from offload.planning.plan.plan import Plan, gathered_nbytes
+from offload.planning.plan.sizes import CLASSES, GroupBytes, pages
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
+from offload.tiers.units import round_up
 
 _REPLACED = (StateClass.PARAMETERS, StateClass.OPTIMIZER)  # while the old version is still valid
+_BLOCK_NBYTES = 2 << 20  # what PyTorch's allocator takes of a GPU at a time, for large tensors
 
 
-def nvme_most(
+def nvme_upper_bound(
     plan: Plan, saved_nbytes: int, old_nbytes: int = 0, kept_nbytes: int = 0
 ) -> Mapping[StateClass, int]:  # fmt: skip
     """The most bytes by class, with versions on their way as STAGING, within the budget: moves
@@ -61,3 +77,34 @@ def _sources_nbytes(plan: Plan) -> int:
     if not plan.gpu:  # it computes there
         kept += plan.sums_nbytes + (plan.shared.workspace_nbytes if plan.shared else 0)
     return max(0, plan.budgets[Tier.HOST] - kept)
+
+
+def within_use(plan: Plan) -> Plan:
+    """Return `plan` with its GPU budget limited to what it can use."""
+    room = plan.budgets[Tier.DEVICE]
+    budgets = {**plan.budgets, Tier.DEVICE: min(room, device_upper_bound(plan))}
+    return replace(plan, budgets=budgets, device_room_nbytes=room)
+
+
+def device_upper_bound(plan: Plan) -> int:
+    """The most bytes of GPU memory in use, rounded up to PyTorch's allocation size; never less than
+    is needed."""
+    elsewhere = [
+        group.parameters
+        for group, tier in zip(plan.groups, plan.parameters, strict=True)
+        if tier is not Tier.DEVICE
+    ]
+    sums = [
+        _sum_nbytes(group)
+        for group, tier in zip(plan.groups, plan.gradients, strict=True)
+        if tier is Tier.DEVICE
+    ]
+    decoded = sum(group.decoded for group in plan.groups)
+    most = plan.total(Tier.DEVICE) + sum(elsewhere) + decoded + sum(sums) + gathered_nbytes(plan)
+    return round_up(most, _BLOCK_NBYTES)
+
+
+def _sum_nbytes(group: GroupBytes) -> int:
+    """The bytes of an fp32 sum beside the planned gradient; 0 if that is already such a sum."""
+    nbytes = pages(group.layout.shard_trainable * 4)
+    return nbytes if nbytes > group.gradients else 0

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.plan import Plan
-from offload.planning.step.moves import Bytes, Move
-from offload.planning.step.program import Verb
+from offload.planning.step.program import Bytes, Move, Verb
 from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import ModelShape
 

@@ -4,7 +4,7 @@ its files.
     ledger    device   homes there, mirrors (GPU), buffers of kernels (GPU)
               host     homes there, staging buffers, gradient sums, window of activations, copies of
                        what lives on nvme (`traffic`)
-              nvme     at most: homes there, new versions beside the old ones (`nvme_most`),
+              nvme     at most: homes there, new versions beside the old ones (`nvme_upper_bound`),
                        activations
               where the model computes, with other ranks: whole parameters of the last groups used,
                        gradients on their way to their owners
@@ -25,11 +25,11 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from offload.planning.activations.heap_holes import heap_holes_nbytes
+from offload.planning.activations.facts import fragmentation_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
-from offload.planning.plan.upper_bounds import nvme_most
 from offload.planning.plan.plan import Plan, needed_nbytes, spare_nbytes, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds, stored_nbytes
+from offload.planning.plan.upper_bounds import nvme_upper_bound
 from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.traffic import find_copies
 from offload.tiers.ledger import StateClass
@@ -233,11 +233,11 @@ class PlannedMemory:
         return min(self._facts.peak_nbytes, self._facts.peak_elsewhere_nbytes + stayed)
 
     @property
-    def _heap_holes(self) -> int:
+    def _fragmentation(self) -> int:
         """The bytes of holes in the C library's heap, if the model computes on a CPU."""
         if self._plan.gpu:
             return 0
-        return heap_holes_nbytes(self._facts, leaves=self._plan.activations is not None)
+        return fragmentation_nbytes(self._facts, leaves=self._plan.activations is not None)
 
     @property
     def _parked(self) -> int:
@@ -290,7 +290,7 @@ class PlannedMemory:
             MemoryClass.CACHE: states[MemoryClass.CACHE] + cache,
             MemoryClass.FRAMEWORK: self._framework,
         }
-        steps[MemoryClass.FRAGMENTATION] += self._heap_holes
+        steps[MemoryClass.FRAGMENTATION] += self._fragmentation
         loading = {
             **states,
             MemoryClass.GRADIENTS: 0,
@@ -347,7 +347,7 @@ class PlannedMemory:
         tried = tried_groups(self._planned, self._config)
         old = sum(each.files for each in tried.values())
         kept = spare_nbytes(self._planned).files if self._saves_beside else 0
-        most = nvme_most(self._planned, self._activations_on_disk, old, kept)
+        most = nvme_upper_bound(self._planned, self._activations_on_disk, old, kept)
         for state_class, nbytes in most.items():
             by_class[MemoryClass(str(state_class))] += nbytes
         by_class[MemoryClass.CACHE] += self._kv_in(Tier.NVME)

@@ -27,20 +27,20 @@ MOST_GROUPS = 512  # that a step is simulated with
 
 
 @dataclass(frozen=True)
-class StandIns:
-    """A model whose units use only stand-ins, and the number of groups that each stands for. Groups
-    that are no experts stand for themselves."""
+class Representatives:
+    """A model whose units use only representatives, and the number of groups that each stands for.
+    Groups that are no experts stand for themselves."""
 
     model: ModelShape
-    alike: Mapping[int, int]  # groups by stand-in
+    alike: Mapping[int, int]  # groups by representative
     used: Mapping[int, int]  # of these, in one pass
     updated: Mapping[int, int]  # of these, in one step
 
 
-def stand_ins(
+def representatives(
     plan: Plan, model: ModelShape, workload: Workload | None, most_groups: int = MOST_GROUPS
-) -> StandIns:
-    """Select stand-ins. `workload` is None if every expert is touched."""
+) -> Representatives:
+    """Select representatives. `workload` is None if every expert is touched."""
     alone = [index for index, group in enumerate(model.groups) if not group.table]
     alike, updated, used = (dict.fromkeys(alone, 1) for _ in range(3))
     chosen = None if workload is None else model.experts_per_token
@@ -68,7 +68,7 @@ def stand_ins(
         for unit in model.units
     )
     kept = tuple(unit for unit in units if unit.groups or not unit.table)
-    return StandIns(replace(model, units=kept), alike, used, updated)
+    return Representatives(replace(model, units=kept), alike, used, updated)
 
 
 def _bundles(plan: Plan, table: Sequence[int], most: int | None) -> Iterator[tuple[int, int]]:

@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.estimate import LinkTime, Span, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.step.collective_sequence import Collective, collective_sequence
-from offload.planning.step.moves import Move
-from offload.planning.step.program import Action, Verb, pieces_of, working_groups
-from offload.planning.step.representatives import StandIns
+from offload.planning.step.program import Action, Move, Verb, pieces_of, working_groups
+from offload.planning.step.representatives import Representatives
 from offload.planning.step.traffic import StepTraffic, is_straight, step_traffic
 from offload.planning.step.work_time import ForwardWork, forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
@@ -94,8 +93,9 @@ def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -
 
 
 def forward_work_s(
-    cost: PassCost, experts: StandIns, config: OffloadConfig, rows: int, pieces: int, speeds: Speeds
-) -> float:
+    cost: PassCost, experts: Representatives, config: OffloadConfig, rows: int, pieces: int,
+    speeds: Speeds,
+) -> float:  # fmt: skip
     """Seconds of work in a pass without gradients whose products have `rows` rows."""
     model, working = experts.model, working_groups(experts.model)
     straight = is_straight(rows, gpu=speeds.gpu)

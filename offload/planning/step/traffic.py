@@ -34,16 +34,18 @@ from offload.planning.plan.plan import Plan, spare_host_nbytes, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, RecordKind, own_numel, pages, record_kinds
 from offload.planning.step.activation_traffic import add_activations
 from offload.planning.step.held_copies import Copyable, HeldCopies
-from offload.planning.step.moves import Bytes, Fetch, Move
 from offload.planning.step.program import (
     Action,
+    Bytes,
+    Fetch,
+    Move,
     StepProgram,
     Verb,
     pieces_of,
     working_groups,
     write_program,
 )
-from offload.planning.step.representatives import StandIns, stand_ins
+from offload.planning.step.representatives import Representatives, representatives
 from offload.swap.states.trace import Trace
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
@@ -67,8 +69,8 @@ _ALIKE = 0.002  # of them: no prediction tells less
 class StepTraffic:
     """The moves of one step in a long run."""
 
-    moves: tuple[Move, ...]  # of actions with stand-ins
-    experts: StandIns
+    moves: tuple[Move, ...]  # of actions of representatives
+    experts: Representatives
     total: Bytes = field(default_factory=Bytes)
 
 
@@ -77,7 +79,7 @@ def step_traffic(
     workload: Workload,
 ) -> StepTraffic:  # fmt: skip
     """The bytes of one step. Without `facts`, activations are left out."""
-    experts = stand_ins(plan, model, workload)
+    experts = representatives(plan, model, workload)
     room = plan.budgets[Tier.HOST] - plan.total(Tier.HOST)
     run = StepRun(
         plan, config, experts, workload.passes, room, None if facts is None else facts.kv,
@@ -138,8 +140,8 @@ class StepRun:
     """
 
     def __init__(
-        self, plan: Plan, config: OffloadConfig, experts: StandIns, passes: int, room_nbytes: int,
-        kv: KVHeld | None = None, straight: Collection[int] = (),
+        self, plan: Plan, config: OffloadConfig, experts: Representatives, passes: int,
+        room_nbytes: int, kv: KVHeld | None = None, straight: Collection[int] = (),
     ) -> None:  # fmt: skip
         """`straight` is the groups that are computed with as they are stored."""
         passes = min(passes, _MOST_PASSES)
@@ -521,6 +523,6 @@ def find_copies(
     In a long run every expert is touched and leaves copies."""
     if not plan.copies_on_host:
         return PeakCopies({}, 0, staged=False)
-    experts = stand_ins(plan, model, None, _MOST_COPIED)
+    experts = representatives(plan, model, None, _MOST_COPIED)
     run = StepRun(plan, config, experts, passes, room_nbytes, kv)
     return PeakCopies(run.host.most, run.host.high_water_nbytes, run.stages)

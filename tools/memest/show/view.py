@@ -10,9 +10,9 @@ from offload.pages.page import Figure
 from offload.planning.choice.durations import counted as counted
 from offload.planning.choice.durations import duration as duration
 from offload.planning.choice.durations import three_digits
-from offload.planning.choice.expert_text import EXPERT_HEADS as EXPERT_HEADS
-from offload.planning.choice.expert_text import expert_facts as expert_facts
-from offload.planning.choice.expert_text import expert_rows as expert_rows
+from offload.planning.choice.plan_text import EXPERT_HEADS as EXPERT_HEADS
+from offload.planning.choice.plan_text import expert_facts as expert_facts
+from offload.planning.choice.plan_text import expert_rows as expert_rows
 from offload.planning.plan.estimate import (
     Change,
     Estimate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.planning.plan.cache_shape import CacheShape
+from offload.planning.plan.kv_plan import CacheShape
 from offload.zero.kv.sizes import CachedLayer
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE, MOST_WIDTH, ModelConfig
 from offload.planning.machine.disk_cache import remembered
-from offload.planning.plan.cache_shape import CacheShape, alike
+from offload.planning.plan.kv_plan import CacheShape, alike
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.input_files import shown
 from offload.tools.memest.source.model_source import key_of

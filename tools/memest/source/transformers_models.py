@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.planning.machine.disk_cache import remembered
-from offload.planning.plan.cache_shape import CacheShape
+from offload.planning.plan.kv_plan import CacheShape
 from offload.process import machine
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tools.memest.source.cache_shapes import modules_cache
