@@ -43,7 +43,6 @@ DISK: dict[str, Any] = {
     "nvme_mixed_bytes_per_s": 1.5e9,
     "io_lost_s_per_byte": 1e-10,
     "update_disk_share": 0.8,
-    "request_s": 1e-4,
 }
 
 
@@ -142,7 +141,7 @@ def test_numbers_that_are_none_are_not_believed(
 ) -> None:
     machine_speeds([tmp_path])
     for file in kept(tmp_path):
-        change(file, "request_s", "host_bytes_per_s", value)
+        change(file, "update_disk_share", "host_bytes_per_s", value)
     assert known_speeds([tmp_path]) is None
 
 
@@ -354,18 +353,6 @@ def test_measuring_leaves_the_global_random_numbers_alone() -> None:
     assert rate > 0
     assert call_s > 0
     assert touching["fp16"] == touching["fp32"] > 0  # too slow to be tried: fp32 stands for it
-
-
-def test_calls_without_gradients_are_measured_in_a_store_of_weights() -> None:
-    import torch
-
-    from offload.planning.machine.call_times import measure_calls
-
-    before = torch.get_rng_state()
-    found = measure_calls(torch.device("cpu"))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert found.operation_s > 0
-    assert min(found.use_s, found.coded_s) >= 0  # differences of what was measured beside others
 
 
 def test_a_format_without_a_fast_kernel_is_not_tried_at_length() -> None:

@@ -15,12 +15,12 @@ import offload
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
 from offload.planning.choice.solver import RunFacts, _choices
-from offload.planning.plan.checkpoint_size import checkpoint_nbytes
 from offload.planning.plan.experts import active_numel, estimate_experts, touched, touched_whole
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.sizes import CLASSES, pages
 from offload.planning.plan.workload import Workload
 from offload.planning.step.collective_sequence import collective_sequence
+from offload.planning.step.memory import checkpoint_nbytes
 from offload.planning.step.program import write_program
 from offload.planning.step.representatives import MOST_GROUPS, representatives
 from offload.planning.step.step_time import estimate_step

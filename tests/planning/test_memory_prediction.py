@@ -18,7 +18,7 @@ import pytest
 import offload
 from offload.gpt import build_meta_model
 from offload.planning.machine.baseline import Baseline, machine_baseline
-from offload.planning.plan.checkpoint_size import checkpoint_nbytes
+from offload.planning.step.memory import checkpoint_nbytes
 from offload.tiers.tier import Tier
 from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 

@@ -363,14 +363,13 @@ def test_corrected_speeds_predict_what_was_measured():
 def test_a_machine_twice_as_fast_takes_half_the_time_for_everything():
     own = replace(
         SPEEDS, compute_bytes_per_s_in={"bf16": 3e10}, operation_s=1e-5, io_lost_s_per_byte=1e-11,
-        request_s=1e-4, optimizer_lost_share=0.9, forward_operation_s=2e-6, coded_product_s=4e-5,
+        optimizer_lost_share=0.9,
     )  # fmt: skip
     twice = own.times(2)
     assert twice.times(0.5) == own
     assert twice.compute_bytes_per_s_in == {"bf16": 6e10}
     assert twice.matmul_flops_per_s["fp32"] == 2 * own.matmul_flops_per_s["fp32"]
-    assert (twice.operation_s, twice.request_s) == (5e-6, 5e-5)
-    assert (twice.forward_operation_s, twice.coded_product_s) == (1e-6, 2e-5)
+    assert (twice.operation_s, twice.io_lost_s_per_byte) == (5e-6, 5e-12)
     assert twice.optimizer_lost_share == 0.9  # a share is no speed
 
 

@@ -18,7 +18,6 @@ from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
-from offload.planning.activations.trace import trace_forward
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate
@@ -27,7 +26,7 @@ from offload.planning.plan.workload import Workload
 from offload.planning.step import step_time, traffic
 from offload.planning.step.program import Bytes, Verb, write_program
 from offload.planning.step.step_time import estimate_step
-from offload.planning.step.traffic import STRAIGHT_ROWS, step_traffic
+from offload.planning.step.traffic import step_traffic
 from offload.planning.step.work_time import pass_s
 from offload.swap.io.io_request import IORequest
 from offload.swap.io.threads_backend import ThreadsBackend
@@ -422,30 +421,3 @@ def test_memory_that_is_fresh_every_time_costs_a_pass_its_clearing() -> None:
     cost = PassCost(int(1e9), int(1e7), 100)
     more = pass_s(replace(cost, fresh_nbytes=1 << 30), "fp32", speeds)
     assert more - pass_s(cost, "fp32", speeds) == pytest.approx(1.073741824)
-
-
-# ---------------------------------------------------------------- without gradients
-def test_a_pass_without_gradients_counts_its_own_calls() -> None:
-    keys = {"storage": {"weights": "int4", "group_size": 32}, "precision": "bf16"}
-    config = OffloadConfig.load({**BASE, **keys}).for_inference()
-    meta = build_meta_model(config).requires_grad_(False)
-    shape = discover(meta, config.groups.blocks).shape().stored(config.stored)
-    facts = trace_forward(meta, config, Workload(1, 1))
-    plan = make_plan(config, shape, Hardware(0, 1 << 34, 1 << 34, 1 << 34))
-    free = replace(SPEEDS, operation_s=0.0)
-
-    def seconds(rows: int, **costs: float) -> float:
-        speeds = replace(free, **costs)
-        return estimate_step(plan, config, shape, facts, Workload(rows, 1), speeds).seconds
-
-    matrices = sum(param.stored is not None for group in shape.groups for param in group.params)
-    uses = sum(len(unit.groups) for unit in shape.units)
-    few, many = (seconds(rows) for rows in (1, STRAIGHT_ROWS + 1))
-    operations = facts.forward.operations
-    assert seconds(1, operation_s=2e-3) - few == pytest.approx(operations * 2e-3)
-    of_both = seconds(1, operation_s=2e-3, forward_operation_s=1e-3)
-    assert of_both - few == pytest.approx(operations * 1e-3)
-    assert seconds(1, use_s=1e-3) - few == pytest.approx(uses * 1e-3)
-    # the embedding's rows are looked up, not multiplied
-    assert seconds(1, coded_product_s=1e-3) - few == pytest.approx((matrices - 1) * 1e-3)
-    assert seconds(STRAIGHT_ROWS + 1, coded_product_s=1e-3) == pytest.approx(many)

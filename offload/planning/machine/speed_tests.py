@@ -32,7 +32,6 @@ from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.planning.activations.live_bytes import HEAP_LIMIT_NBYTES
 from offload.planning.activations.trace import DTYPES
-from offload.planning.machine.call_times import measure_calls
 from offload.planning.machine.optimizer_variants import (
     PLAIN,
     SPLIT_BF16,
@@ -73,7 +72,6 @@ _IN_MEMORY, _MEMORY_NBYTES = ("tmpfs", "ramfs"), 512 << 20  # what such a file t
 _FILL_S = 2.5  # files are as large as what can be written in this time
 _PART_S = 2.5  # no part of a file takes longer: a drive may become slow after its first GiB
 _BESIDE_NBYTES = 64 << 20  # of each file, in each direction, while products run
-_SMALL_NBYTES = 64 << 10  # requests whose own cost is seen
 _CHUNK_NUMEL, _CHUNK_NBYTES = 1 << 20, 12 << 20  # parameters of a chunk and its record
 _PIPELINE_CHUNKS = 12
 _LEAST_FREE = 4  # files are at most this part of what is free
@@ -119,7 +117,6 @@ def measure_compute() -> ComputeSpeeds:
     to_device, to_host = _copy_rates(device) if gpu else (0.0, 0.0)
     products = {name: matmul_rate(dtype, device) for name, dtype in DTYPES.items()}
     operation_s, touching = measure_models(products, device)
-    calls = measure_calls(device)
     return ComputeSpeeds(
         gpu=gpu,
         matmul_flops_per_s=products,
@@ -131,9 +128,6 @@ def measure_compute() -> ComputeSpeeds:
         },
         operation_s=operation_s,
         fresh_s_per_byte=0.0 if gpu else _fresh_s_per_byte(),
-        forward_operation_s=calls.operation_s,
-        use_s=calls.use_s,
-        coded_product_s=calls.coded_s,
         host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
         optimizer_lost_share=lost,
@@ -367,7 +361,6 @@ class _Disk:
         write, read, mixed = (
             statistics.median(each[how].rate for each in rounds) for how in ("w", "r", "rw")
         )
-        small_s = statistics.median(self._small_s() for _ in range(_ROUNDS))
         lost, share = 0.0, 1.0
         if beside_compute:
             lost = self._lost_s_per_byte()
@@ -375,24 +368,17 @@ class _Disk:
         return DiskSpeeds(
             nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write,
             nvme_mixed_bytes_per_s=mixed, io_lost_s_per_byte=lost, update_disk_share=share,
-            request_s=max(0.0, small_s - _SMALL_NBYTES / read),
         )  # fmt: skip
 
     def _fill(self) -> None:
         """Write all blocks once: first writes take up to twice as long, and are rare in a run."""
-        self._move("w", self._nbytes, _BLOCK_NBYTES, _FILL_S)
+        self._move("w", self._nbytes, _FILL_S)
         self._nbytes = self._next["w"]
         self._next["w"] = self._nbytes // 2 // _BLOCK_NBYTES * _BLOCK_NBYTES
 
     def _round(self, nbytes: int) -> dict[str, _Moved]:
         ways = ("w", "r", "rw")
-        return {how: self._move(how, nbytes, _BLOCK_NBYTES, _PART_S) for how in ways}
-
-    def _small_s(self) -> float:
-        """Seconds per small read, with many in flight."""
-        count = max(1, min(64, self._nbytes // _SMALL_NBYTES))
-        moved = self._move("r", count * _SMALL_NBYTES, _SMALL_NBYTES, _PART_S)
-        return _SMALL_NBYTES / moved.rate
+        return {how: self._move(how, nbytes, _PART_S) for how in ways}
 
     def _pipeline_rate(self) -> float:
         """Bytes per second of read | step | write, chunk by chunk beside products, as in an update
@@ -439,35 +425,35 @@ class _Disk:
         turn = 2 * part * len(self._files)
 
         def move() -> None:
-            self._move("rw", part, _BLOCK_NBYTES, math.inf)
+            self._move("rw", part, math.inf)
 
         return statistics.median(together.lost_s for together in _beside(product, move)) / turn
 
-    def _move(self, how: str, nbytes: int, block_nbytes: int, most_s: float) -> _Moved:
+    def _move(self, how: str, nbytes: int, most_s: float) -> _Moved:
         """Move the next `nbytes` of each file in each direction in `how` (r, w or rw); stop early
         if that takes longer than `most_s`."""
         waiting: list[Transfer[None]] = []
         started = time.perf_counter()
-        most = _IN_FLIGHT_NBYTES // block_nbytes
+        most = _IN_FLIGHT_NBYTES // _BLOCK_NBYTES
         count = 0
-        for _ in range(nbytes // block_nbytes):
+        for _ in range(nbytes // _BLOCK_NBYTES):
             if count and time.perf_counter() - started > most_s:
                 break
             for direction in how:
-                offset = self._offset(direction, block_nbytes)
+                offset = self._offset(direction, _BLOCK_NBYTES)
                 for file in self._files:
                     slot = count % most
                     count += 1
                     if len(waiting) >= most:
                         waiting.pop(0).wait()
-                    part = self._buffer[slot * block_nbytes : (slot + 1) * block_nbytes]
+                    part = self._buffer[slot * _BLOCK_NBYTES : (slot + 1) * _BLOCK_NBYTES]
                     waiting.append(self._submit(direction, file, part, offset))
         all_of(waiting).wait()
         for file in self._files:
             if not file.o_direct:  # what only the page cache has is not moved yet
                 os.fdatasync(file.fd)
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return _Moved(count * block_nbytes, time.perf_counter() - started)
+        return _Moved(count * _BLOCK_NBYTES, time.perf_counter() - started)
 
     def _offset(self, direction: str, nbytes: int) -> int:
         """Return the offset of the next `nbytes` to read or write."""

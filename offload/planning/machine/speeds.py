@@ -32,11 +32,6 @@ class ComputeSpeeds:
     # what a byte costs that is written for the first time in memory that the system has just given;
     # of small storages it is in `compute_bytes_per_s`
     fresh_s_per_byte: Number = 0.0
-    # `operation_s` of a pass without gradients, and what one costs that uses a group of a store, or
-    # multiplies straight from codes; 0: not measured
-    forward_operation_s: Number = 0.0
-    use_s: Number = 0.0
-    coded_product_s: Number = 0.0
     host_bytes_per_s: Positive  # the optimizer's traffic over the memory bus, all cores
     optimizer_parameters_per_s: Rates = field(default_factory=dict)
     # measured rate by format of states (fp32, bf16, int8); absent: bound by the bus
@@ -55,7 +50,6 @@ class DiskSpeeds:
     nvme_mixed_bytes_per_s: Positive = 0.0  # both directions at once, together; 0: not measured
     io_lost_s_per_byte: Number = 0.0  # that compute loses to each byte moved beside it
     update_disk_share: Number = 1.0  # of those rates that an update gets behind a forward
-    request_s: Number = 0.0  # one read or write of nvme, beside its bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +72,7 @@ class Speeds(ComputeSpeeds, DiskSpeeds):
         return replace(self, **scaled, **costs)
 
 
-_COSTS = (
-    "operation_s", "forward_operation_s", "use_s", "coded_product_s", "io_lost_s_per_byte",
-    "request_s", "fresh_s_per_byte",
-)  # fmt: skip
+_COSTS = ("operation_s", "io_lost_s_per_byte", "fresh_s_per_byte")
 
 # Where nothing is measured: only the ratios matter, to say which link is the slowest.
 NOMINAL = Speeds(

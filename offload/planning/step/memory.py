@@ -25,6 +25,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from offload.kernels.rules import StateFormat
 from offload.planning.activations.facts import fragmentation_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes, spare_nbytes, tried_groups
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from offload.zero.groups.model_shape import ModelShape
 
 _FILE_GROWTH_NBYTES = 256 << 20  # as `swap/block_store.py` lengthens a file
+# Beside a parameter's values: its entry in the manifest, and one in the header of each file.
+_NAMED_NBYTES, _TENSOR_NBYTES = 230, 120
 _MOST_LATE = 3  # groups whose update within backward is still to come
 ByClass = dict[MemoryClass, int]
 
@@ -101,8 +104,6 @@ class PlannedMemory:
         return held.pages.get(tier, 0) + (held.computing if tier is computes else 0)
 
     def estimate(self) -> MemoryEstimate:
-        from offload.planning.plan.checkpoint_size import checkpoint_nbytes
-
         places = {Tier.HOST: self._ram()}
         if self._plan.gpu:
             places[Tier.DEVICE] = self._gpu()
@@ -403,6 +404,22 @@ def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:
         else:
             states += nbytes
     return master, states
+
+
+def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> int:
+    """The bytes of the files of one checkpoint, with all ranks' experts: the states without padding
+    and about what their names take. The model's persistent buffers, which are not in a
+    `ModelShape`, are left out. Two checkpoints exist while one replaces another."""
+    kept, total = plan.record_formats[Tier.HOST], 0
+    if not config.optimizer.states.uniform:
+        kept = RecordFormat(kept.master, kept.states, StateFormat.FP32)
+    for group in model.groups:
+        for spec in group.layout.params:
+            states = sum(_record_split(kept, spec.numel)) if spec.trainable else 0
+            saved = 1 + (len(kept.fields) if spec.trainable else 0)
+            named = _NAMED_NBYTES + saved * (_TENSOR_NBYTES + len(spec.names[0]))
+            total += group.ep_size * (spec.numel * ITEMSIZE[config.precision] + states + named)
+    return total
 
 
 def _no_bytes() -> ByClass:

@@ -32,7 +32,7 @@ from offload.planning.step.collective_sequence import Collective, collective_seq
 from offload.planning.step.program import Action, Move, Verb, pieces_of, working_groups
 from offload.planning.step.representatives import Representatives
 from offload.planning.step.traffic import StepTraffic, is_straight, step_traffic
-from offload.planning.step.work_time import ForwardWork, forward_s, gradient_s, pass_s, update_s
+from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
 from offload.zero.groups.model_shape import ModelShape
 
@@ -100,15 +100,12 @@ def forward_work_s(
     model, working = experts.model, working_groups(experts.model)
     straight = is_straight(rows, gpu=speeds.gpu)
     weights: dict[str, float] = defaultdict(float)
-    products = 0.0
     for group, used in experts.used.items():
         for param in model.groups[group].params if group in working else ():
             coded = param.stored is not None and straight
             name = param.stored.name if param.stored is not None and coded else config.precision
             weights[name] += used * param.numel
-            products += used * coded
-    work = ForwardWork(weights, pieces, sum(experts.used.values()), products)
-    return forward_s(cost, work, config.precision, speeds)
+    return forward_s(cost, weights, pieces, config.precision, speeds)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -28,19 +27,12 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardWork:
-    """The weights of a forward without gradients. Each of the batch's `pieces` reads them anew."""
-
-    weights: Mapping[str, float]  # elements, by the format that they are multiplied in
-    pieces: int = 1
-    uses: float = 0.0  # of groups
-    coded: float = 0.0  # matrices that are multiplied straight from codes
-
-
-def forward_s(cost: PassCost, work: ForwardWork, precision: str, speeds: Speeds) -> float:
-    """Seconds of a forward without gradients: few rows take as long as reading weights."""
-    weights, pieces = work.weights, work.pieces
+def forward_s(
+    cost: PassCost, weights: Mapping[str, float], pieces: int, precision: str, speeds: Speeds
+) -> float:
+    """Seconds of a forward without gradients: few rows take as long as reading weights. `weights`
+    are elements by the format that they are multiplied in; each of the batch's `pieces` reads them
+    anew."""
     numel = pieces * sum(weights.values())
     rows = cost.flops / (2 * numel) if numel else 0.0
     touched = max(0.0, cost.touched_nbytes - numel * ITEMSIZE[precision])
@@ -48,8 +40,7 @@ def forward_s(cost: PassCost, work: ForwardWork, precision: str, speeds: Speeds)
     work_s = touched / rate + cost.fresh_nbytes * speeds.fresh_s_per_byte
     for name, each in weights.items():
         work_s += pieces * each * _weight_s(rows, name, precision, speeds)
-    calls_s = cost.operations * (speeds.forward_operation_s or speeds.operation_s)
-    calls_s += work.uses * speeds.use_s + pieces * work.coded * speeds.coded_product_s
+    calls_s = cost.operations * speeds.operation_s
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
