@@ -24,11 +24,13 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from offload.tiers.eviction import furthest_first
 from offload.tiers.ledger import StateClass
-from offload.tiers.memory_tier import Lease, MemoryTier
+
+if TYPE_CHECKING:
+    from offload.tiers.memory_tier import Lease, MemoryTier
 
 # Copies for which a look at all of them finds one more to give up. Of fewer the one used last is
 # known at any time: a look takes little, and what it found may not be the furthest any more.

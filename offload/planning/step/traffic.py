@@ -23,17 +23,26 @@ taken from the simulated steps, too.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.kv_plan import KV_PAGE_NBYTES, KVHeld
 from offload.planning.plan.plan import Plan, spare_host_nbytes, tried_groups
-from offload.planning.plan.sizes import ITEMSIZE, RecordKind, own_numel, pages, record_kinds
+from offload.planning.plan.sizes import (
+    ITEMSIZE,
+    GroupBytes,
+    RecordKind,
+    own_numel,
+    pages,
+    record_kinds,
+)
 from offload.planning.step.activation_traffic import add_activations
-from offload.planning.step.held_copies import Copyable, HeldCopies
+from offload.planning.step.planned_states import PlannedState, pool_of
 from offload.planning.step.program import (
     Action,
     Bytes,
@@ -46,19 +55,23 @@ from offload.planning.step.program import (
     write_program,
 )
 from offload.planning.step.representatives import Representatives, representatives
-from offload.swap.states.trace import Trace
+from offload.swap.io.io_request import Priority
+from offload.swap.states.slot_pool import SlotPool
+from offload.tiers.eviction import MADE_HERE
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
+from offload.zero.groups.fetching import Fetcher
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.planning.activations.facts import ActivationFacts
     from offload.planning.plan.workload import Workload
+    from offload.tiers.memory_tier import Lease
 
-_Take = Callable[[HeldCopies, Copyable], bool]  # a demand or an offer
 _MOST_PASSES = 3  # that are simulated: the first, one between, the last
-_MOST_CHUNKS = 1000  # whose copies are looked at one by one
+_MOST_CHUNKS = 128  # whose copies are looked at one by one: each takes time
+_MOST_CHUNKS_HELD = 1000  # ... where only what they hold is asked for
 _MOST_COPIED = 2048  # groups whose copies are looked at one by one
 STRAIGHT_ROWS = 4  # `kernels.weight_products.MOST_ROWS`, which needs numba
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
@@ -142,6 +155,7 @@ class StepRun:
     def __init__(
         self, plan: Plan, config: OffloadConfig, experts: Representatives, passes: int,
         room_nbytes: int, kv: KVHeld | None = None, straight: Collection[int] = (),
+        most_chunks: int = _MOST_CHUNKS,
     ) -> None:  # fmt: skip
         """`straight` is the groups that are computed with as they are stored."""
         passes = min(passes, _MOST_PASSES)
@@ -150,20 +164,46 @@ class StepRun:
         self._tried = tried_groups(plan, config)
         self._program = write_program(config, experts.model, passes, self._tried)
         self._itemsize = ITEMSIZE[config.precision]
-        self._trace = Trace()
-        self.host = HeldCopies(room_nbytes, self._trace)
-        device = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
-        self._device = HeldCopies(device if plan.gpu else 0, self._trace)
-        self._name_states()
+        self._fetcher = Fetcher(plan.prefetch)
+        self._fetcher.updates = self
+        self._trace = self._fetcher.trace
+        self.memory, self.host = pool_of(room_nbytes)
+        self.host.uses_left = lambda: self._trace.uses_left
+        room = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
+        _, self._device = pool_of(room if plan.gpu else 0)
+        self._items: dict[int, _PlannedGroup] = {}
+        self._numbered: list[int] = []  # the groups by their items' numbers
+        self._weights: dict[int, PlannedState] = {}
+        self._mirrors: dict[int, PlannedState] = {}  # on a GPU
+        self._decoded: dict[int, PlannedState] = {}  # where the home has codes
+        self._gradients: dict[int, PlannedState] = {}
+        self._records: dict[int, list[PlannedState]] = {}  # on nvme
+        self._kinds: dict[int, list[RecordKind]] = {}
+        on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
+        together = max(1, -(-on_nvme // most_chunks))
+        for index in experts.alike:
+            self._add_parameters(index)
+            self._add_trained(index, together)
+        self._tables: dict[str, list[_PlannedGroup]] = defaultdict(list)
+        for unit in experts.model.units:
+            if unit.table:
+                self._tables[unit.table] += [self._items[group] for group in unit.groups]
+        self._announced = ""  # the table whose experts the forward chose last
         self._straight = straight
-        self._seats = dict(_seats(experts.model, kv))  # of caches, by the group before them
+        self._seats = {seat.group: seat for seat in self._all_seats(kv)}
+        self._moved = Bytes()  # by the current action
         self._fetches: list[Fetch] = []
+        self._locked: list[PlannedState] = []
         self._current: set[int] = set()  # groups whose mirror on the device is valid
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         self._has_gradients: set[int] = set()  # groups, since the first step
         self._pending: set[int] = set()
+        self._used_up: set[int] = set()  # groups whose gradients are read only if a step is redone
+        self._old: list[Lease] = []  # of what that would go back to
+        self._updates = False  # whether the current action is an update
         self._staged = False  # a record had no copy
         self._working: int | None = None
+        self._pass = -1
         self._passes = passes
         # what lies in a file was planned; sums that were not planned stay in memory
         self._trainable = {  # of a GPU's gradients; reduced: this rank's part
@@ -173,42 +213,86 @@ class StepRun:
         self._load()
         self.moves = self._settled(config)
 
-    def _name_states(self) -> None:
-        """Name the states of each group in the same way as the runtime."""
-        plan = self._plan
-        self._weights: dict[int, Copyable] = {}
-        self._decoded: dict[int, Copyable] = {}  # where the home has codes
-        self._gradients: dict[int, Copyable] = {}
-        self._records: dict[int, list[Copyable]] = {}  # on nvme
-        self._kinds: dict[int, list[RecordKind]] = {}
-        on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
-        together = max(1, -(-on_nvme // _MOST_CHUNKS))
-        for index, alike in self._experts.alike.items():
-            group, tiers = plan.groups[index], plan.records[index]
-            name = "" if group.name == "(root)" else group.name
-            self._weights[index] = Copyable(
-                f"{name} parameters", index, alike * group.parameters, StateClass.PARAMETERS,
-                passes=1.0 if plan.trains else alike / max(1, self._experts.used[index]),
-            )  # fmt: skip
-            if group.decoded:
-                self._decoded[index] = replace(
-                    self._weights[index], nbytes=alike * group.decoded, is_decoded=True
-                )
-            self._gradients[index] = Copyable(
-                f"{name} gradients", index, self._experts.updated[index] * group.gradients,
-                StateClass.GRADIENTS,
-            )  # fmt: skip
-            numbers = [n for n, tier in enumerate(tiers) if tier is Tier.NVME]
-            joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
-            self._records[index] = [
-                Copyable(
-                    f"{name} optimizer chunk {some[0]}", index,
-                    alike * sum(group.records[n] for n in some), StateClass.OPTIMIZER, len(some),
-                )
-                for some in joined
-            ]  # fmt: skip
-            self._kinds[index] = list(record_kinds(group, tiers, plan.chunk_numel))
+    # ---------------------------------------------------------------- states, named as in a run
+    def _add_parameters(self, index: int) -> None:
+        plan, alike, group = self._plan, self._experts.alike[index], self._plan.groups[index]
+        # uses until one of those that it stands for is used again
+        passes = 1.0 if plan.trains else alike / max(1, self._experts.used[index])
+        name, number = f"{_name_of(group)} parameters", self._fetcher.next_number
 
+        def next_use() -> float:
+            return passes * self._fetcher.next_use(number)
+
+        def state(nbytes: int, pool: SlotPool, next_use: Callable[[], float]) -> PlannedState:
+            return PlannedState(name, alike * nbytes, StateClass.PARAMETERS, pool, next_use)
+
+        self._weights[index] = state(group.parameters, self.host, next_use)
+        self._weights[index].filled = lambda: self._read_weights(index)
+        if plan.gpu:
+            self._mirrors[index] = state(group.parameters, self._device, next_use)
+        if group.decoded:
+            pool = self._device if plan.gpu else self.host
+            self._decoded[index] = state(group.decoded, pool, lambda: next_use() + MADE_HERE)
+        computing = {Tier.DEVICE} if plan.gpu else {Tier.DEVICE, Tier.HOST}
+        in_place = plan.parameters[index] in computing
+        item = _PlannedGroup(number, partial(self._bring, index), in_place)
+        self._items[index] = item
+        self._numbered.append(index)
+        self._fetcher.add(item, self._experts.model.groups[index].table)
+
+    def _add_trained(self, index: int, together: int) -> None:
+        """Add gradients, and records with `together` chunks as one."""
+        group, tiers = self._plan.groups[index], self._plan.records[index]
+        name, number = _name_of(group), self._items[index].index
+
+        def next_update() -> float:
+            return self._trace.next_cycle_use(number) + 0.5
+
+        def next_read() -> float:
+            return math.inf if index in self._used_up else next_update()
+
+        gradients = PlannedState(
+            f"{name} gradients", self._experts.updated[index] * group.gradients,
+            StateClass.GRADIENTS, self.host, next_read,
+        )  # fmt: skip
+        gradients.sent = lambda: self._write_gradients(index)
+        self._gradients[index] = gradients
+        numbers = [n for n, tier in enumerate(tiers) if tier is Tier.NVME]
+        joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
+        self._records[index] = [
+            PlannedState(
+                f"{name} optimizer chunk {some[0]}",
+                self._experts.alike[index] * sum(group.records[n] for n in some),
+                StateClass.OPTIMIZER, self.host, next_update, len(some),
+            )
+            for some in joined
+        ]  # fmt: skip
+        self._kinds[index] = list(record_kinds(group, tiers, self._plan.chunk_numel))
+
+    def _all_seats(self, kv: KVHeld | None) -> Iterator[_Seat]:
+        """The caches, distributed over the blocks in order."""
+        units = self._experts.model.units
+        blocks = [unit.groups[0] for unit in units if unit.repeated and unit.groups]
+        if kv is None or not blocks or not kv.read:
+            return
+        count, share = len(kv.read), len(blocks)
+        for index, block in enumerate(blocks):
+            layers = slice(index * count // share, (index + 1) * count // share)
+            number, read = self._fetcher.next_number, sum(kv.read[layers])
+            pages = PlannedState(
+                f"cache {index}", read, StateClass.KV, self.host,
+                partial(self._trace.next_use, number),
+            )  # fmt: skip
+            pages.filled = partial(self._read, read, -(-read // KV_PAGE_NBYTES))
+            item = _PlannedGroup(number, pages.bring_at, in_place=not read)
+            self._numbered.append(-1)
+            self._fetcher.add(item)
+            yield _Seat(
+                block, item, pages, sum(kv.crossing[layers]), kv.leaving // share,
+                kv.written // share,
+            )  # fmt: skip
+
+    # ---------------------------------------------------------------- steps
     def _settled(self, config: OffloadConfig) -> list[Move]:
         if self._tried:  # a first step tries none
             model = self._experts.model
@@ -231,145 +315,132 @@ class StepRun:
     def _load(self) -> None:
         """Load the first values, which pass through memory by group and leave copies there."""
         for index, weights in self._weights.items():
-            self.host.work_on(weights)
+            self._lock(weights)
             if self._plan.parameters[index] is Tier.NVME:
-                self.host.demand(weights)
+                weights.take(None, fill=False)
             if index in self._decoded and not self._plan.gpu:
-                self.host.demand(self._decoded[index])
+                self._decoded[index].take(None, fill=False)
             for record in self._records[index]:
-                self.host.demand(record)
+                record.take(None, fill=False)
 
     def _run(self, program: StepProgram) -> list[Move]:
         """Run one step; the first one learns the order of uses."""
-        self._working = None
-        self.host.begin_step()
-        self._device.begin_step()
+        self._working, self._pass = None, -1
         forward = takewhile(lambda action: action.verb is not Verb.GRADIENT, program.actions)
         behind = {action.group for action in forward if action.verb is Verb.UPDATE}
         self._pending = behind & self._has_gradients
         moves = [self._move(action) for action in program.actions]
-        self.host.drop_used_up()
-        self._trace.end_cycle()
+        self._lock()
+        for group in self._used_up:
+            self._gradients[group].drop()
+        self._used_up.clear()
+        while self._old:
+            self._old.pop().free()
+        if self._plan.trains:
+            self._trace.end_cycle()
         return moves
 
     def _move(self, action: Action) -> Move:
-        self._fetches = []
-        moved = self._do(action)
-        for gradients in self.host.sent:
-            group = gradients.group
-            chunks = len(self._plan.groups[group].records) * self._experts.updated[group]
-            moved.to_nvme(gradients.nbytes, chunks)
-        self.host.sent.clear()
-        return Move(action, moved, tuple(self._fetches))
+        self._moved, self._fetches = Bytes(), []
+        self._updates = action.verb is Verb.UPDATE
+        if self._updates:
+            self._update(action.group)
+        elif action.verb is Verb.GRADIENT:
+            self._gradient(action)
+        else:
+            self._use(action)
+        return Move(action, self._moved, tuple(self._fetches))
 
-    def _do(self, action: Action) -> Bytes:
-        if action.verb is Verb.UPDATE:
-            return self._update(action)
-        if action.verb is Verb.GRADIENT:
-            return self._gradient(action)
-        return self._use(action)
+    def _lock(self, *states: PlannedState) -> None:
+        """Lock the copies that are in use now, and unlock the ones that were."""
+        for state in self._locked:
+            state.is_locked = False
+        self._locked = list(states)
+        for state in states:
+            state.is_locked = True
+
+    # ---------------------------------------------------------------- what the fetcher asks
+    def is_pending(self, index: int) -> bool:
+        return bool(self._pending) and self._numbered[index] in self._pending
+
+    def promote(self, index: int) -> None:
+        """Do nothing: the program has the update before the use."""
 
     # ---------------------------------------------------------------- parameters
-    def _use(self, action: Action) -> Bytes:
-        moved = Bytes()
+    def _use(self, action: Action) -> None:
         group = self._working = action.group
-        self._trace.use(group)
-        self.host.work_on(self._weights[group])
-        self._device.work_on(self._weights[group])
-        self._bring(group, moved, HeldCopies.demand)
-        if group in self._seats and action.verb is Verb.FORWARD:
-            self._attend(self._seats[group], moved)
-        self._decode(group, moved)
-        if self._plan.prefetch and self._trace.learnt:
-            self._fetch_ahead(action, moved)
-        return moved
+        item, forward = self._items[group], action.verb is Verb.FORWARD
+        if forward and action.number != self._pass:
+            self._pass, self._announced = action.number, ""
+            self._fetcher.begin_forward()
+        table = self._experts.model.groups[group].table
+        if forward and table and table != self._announced:  # its router has chosen
+            self._announced = table
+            self._fetcher.announce(self._tables[table])
+        self._lock(*(each[group] for each in (self._weights, self._mirrors) if group in each))
+        self._fetcher.need(item, backward=not forward)
+        self._fetcher.fetch_ahead()
+        self._bring(group, None)
+        if group in self._seats and forward:
+            self._attend(self._seats[group])
+        self._decode(group)
 
-    def _decode(self, group: int, moved: Bytes) -> None:
+    def _decode(self, group: int) -> None:
         """Decode the values of a used group where the model computes."""
         decoded = self._decoded.get(group)
         if decoded is None or group in self._straight:
             return
-        memory = self._device if self._plan.gpu else self.host
-        if decoded not in memory:
-            memory.demand(decoded)
-            moved.decoded += self._experts.used[group] * self._plan.groups[group].decoded
-        memory.work_on(decoded)  # its codes have been read
+        if not decoded.is_held:
+            decoded.take(None, fill=False)
+            self._moved.decoded += self._experts.used[group] * self._plan.groups[group].decoded
+        self._lock(decoded)  # its codes have been read
 
-    def _attend(self, seat: _Seat, moved: Bytes) -> None:
+    def _attend(self, seat: _Seat) -> None:
         """Use a layer's cache: attention reads its keys and values, and adds those of a token."""
-        self._trace.use(seat.pages.group)
-        if seat.pages.nbytes:
-            if seat.pages not in self.host:
-                self.host.work_on(self._weights[seat.group], seat.pages)
-                self.host.demand(seat.pages)
-                moved.from_nvme(seat.pages.nbytes, -(-seat.pages.nbytes // KV_PAGE_NBYTES))
-            self.host.work_on(self._weights[seat.group], seat.pages)
+        self._lock(self._weights[seat.group], seat.pages)
+        self._fetcher.need(seat.item)
+        self._fetcher.fetch_ahead()
+        seat.pages.bring(next_use=None)
         if self._plan.gpu:
-            moved.to_device += seat.elsewhere_nbytes
-            moved.to_host += seat.leaving_nbytes
-        moved.to_nvme(seat.written_nbytes, 0)
+            self._moved.to_device += seat.elsewhere_nbytes
+            self._moved.to_host += seat.leaving_nbytes
+        self._moved.to_nvme(seat.written_nbytes, 0)
 
-    def _fetch_ahead(self, action: Action, moved: Bytes) -> None:
-        """Fetch the next groups. The experts that a forward needs are known from the first use of
-        their table on, when the router has chosen."""
-        groups, used = self._experts.model.groups, self._experts.used
-        here = groups[action.group].table
-        left = self._plan.prefetch
-        for group in self._trace.upcoming():
-            if group >= len(groups):
-                continue  # pages of a cache come as those of the one before leave
-            table = groups[group].table
-            if table and table != here and action.verb is Verb.FORWARD:
-                continue
-            if left <= 0:
-                return
-            left -= used[group]
-            if group not in self._pending and not self._bring(group, moved, HeldCopies.offer):
-                return
-
-    def _bring(self, group: int, moved: Bytes, take: _Take) -> bool:
-        """Bring a group to where the model computes, if `take` finds room for copies."""
-        plan, home = self._plan, self._plan.parameters[group]
-        if home is Tier.DEVICE:
+    def _bring(self, group: int, next_use: float | None) -> bool:
+        """Bring a group to where the model computes, as `State.bring` does."""
+        home = self._plan.parameters[group]
+        decoded, mirror = self._decoded.get(group), self._mirrors.get(group)
+        if home is Tier.DEVICE or (decoded is not None and decoded.is_held):
             return True
-        decoded = self._decoded.get(group)
-        if decoded is not None and decoded in (self._device if plan.gpu else self.host):
+        if mirror is not None and mirror.is_held and group in self._current:
             return True
-        if plan.gpu and self._weights[group] in self._device and group in self._current:
-            return True
-        read, sent = moved.read, moved.to_device
-        there = home is not Tier.NVME or self._bring_host(
-            group, moved, take, self._experts.used[group]
-        )
-        there = there and (not plan.gpu or self._mirror(group, moved, take))
-        if (moved.read, moved.to_device) != (read, sent):
-            self._fetches.append(Fetch(group, moved.read - read, moved.to_device - sent))
+        read, sent = self._moved.read, self._moved.to_device
+        there = home is not Tier.NVME or self._weights[group].bring(next_use=next_use)
+        if there and mirror is not None:
+            there = self._mirror(group, mirror, next_use)
+        if (self._moved.read, self._moved.to_device) != (read, sent):
+            self._fetches.append(
+                Fetch(group, self._moved.read - read, self._moved.to_device - sent)
+            )
         return there
 
-    def _bring_host(self, group: int, moved: Bytes, take: _Take, count: int) -> bool:
-        """Bring a group to host memory; `count` of those that it stands for are needed."""
-        weights = self._weights[group]
-        if weights in self.host:
-            return True
-        if not take(self.host, weights):
-            return False
-        nbytes = self._plan.groups[group].parameters
-        moved.from_nvme(count * nbytes, count * self._chunks(group))
-        return True
-
-    def _mirror(self, group: int, moved: Bytes, take: _Take) -> bool:
-        weights = self._weights[group]
-        mirrored = weights in self._device
-        if mirrored and group in self._current:
-            return True
-        if not take(self._device, weights):
+    def _mirror(self, group: int, mirror: PlannedState, next_use: float | None) -> bool:
+        mirrored, sizes = mirror.is_held, self._plan.groups[group]
+        if not mirror.take(next_use, fill=False):
             return False
         self._current.add(group)
-        sizes = self._plan.groups[group]
         numel = sizes.updated_numel if mirrored else sizes.home_numel
         nbytes = sizes.parameters if sizes.decoded else numel * self._itemsize
-        moved.to_device += self._experts.used[group] * nbytes
+        self._moved.to_device += self._experts.used[group] * nbytes
         return True
+
+    def _read(self, nbytes: int, chunks: int) -> None:
+        self._moved.from_nvme(nbytes, chunks)
+
+    def _read_weights(self, group: int) -> None:
+        """Count the read of those of a group's parameters that are needed."""
+        count = (self._experts.updated if self._updates else self._experts.used)[group]
+        self._read(count * self._plan.groups[group].parameters, count * self._chunks(group))
 
     def _chunks(self, group: int) -> int:
         sizes, chunk = self._plan.groups[group], self._plan.chunk_numel
@@ -379,8 +450,7 @@ class StepRun:
         return -(-sizes.updated_numel // chunk) - (-frozen // chunk)
 
     # ---------------------------------------------------------------- gradients
-    def _gradient(self, action: Action) -> Bytes:
-        moved = Bytes()
+    def _gradient(self, action: Action) -> None:
         group, plan = action.group, self._plan
         home, sizes = plan.gradients[group], plan.groups[group]
         used = self._experts.used[group]
@@ -389,58 +459,71 @@ class StepRun:
             # a first gradient leaves in the accumulator's format, a later one in its own
             own = self._itemsize
             itemsize = 4 if sizes.summed and action.number == 0 else own
-            moved.to_host += used * self._trainable[group] * itemsize
+            self._moved.to_host += used * self._trainable[group] * itemsize
         if home is not Tier.NVME:
-            return moved
+            return
         gradients = self._gradients[group]
-        held = gradients in self.host
-        self.host.work_on(self._weights[group], gradients)
-        self.host.demand(gradients)
-        if action.number > 0 and not held:
-            moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
-        if gradients in self.host:
-            self.host.write(gradients)
+        if action.number > 0 and not gradients.is_held:
+            self._moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
+        self._lock(gradients)
+        gradients.take(None, fill=False)  # for its first part, while no operation has a view
+        if group == self._working:
+            self._bring(group, None)  # of the weights, which the next ones need
+        if gradients.is_held:
+            gradients.write()
         else:
-            moved.to_nvme(gradients.nbytes, self._experts.updated[group] * len(sizes.records))
-        if plan.prefetch and self._trace.learnt:
-            self._fetch_ahead(action, moved)  # before the unit lets go of its parameters
-        return moved
+            self._write_gradients(group)
+        self._fetcher.fetch_ahead()  # before the unit lets go of its parameters
+
+    def _write_gradients(self, group: int) -> None:
+        chunks = self._experts.updated[group] * len(self._plan.groups[group].records)
+        self._moved.to_nvme(self._gradients[group].nbytes, chunks)
 
     # ---------------------------------------------------------------- updates
-    def _update(self, action: Action) -> Bytes:
-        moved = Bytes()
-        group, plan = action.group, self._plan
+    def _update(self, group: int) -> None:
+        plan = self._plan
         if group not in self._has_gradients:
-            return moved  # behind the step before the first one
+            return  # behind the step before the first one
         busy = {group}
         if self._working is not None and group in self._pending:
             busy.add(self._working)
-        self.host.work_on(self._gradients[group], *(self._weights[other] for other in busy))
+        gradients, weights = self._gradients[group], self._weights[group]
+        self._lock(gradients, *(self._weights[other] for other in busy))
         by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is Tier.NVME:
-            self._bring_host(group, moved, HeldCopies.offer, self._experts.updated[group])
+            weights.bring(next_use=weights.next_use())
         for record in self._records[group]:
-            self._record(record, moved)
+            self._record(group, record)
         for kind in self._kinds[group]:  # of states that are locked: records do not displace them
-            self._update_kind(group, kind, moved)
+            self._update_kind(group, kind, self._moved)
+        self._lock(*(self._weights[other] for other in busy))
         if group in self._pending or group not in self._tried:
-            self.host.drop(self._gradients[group])
+            gradients.drop()
         else:  # they stay for a step that has to be redone
-            self.host.use_up(self._gradients[group])
-            self.host.keep_old(self._tried[group].memory)
+            self._used_up.add(group)
+            self._keep_old(self._tried[group].memory)
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)
-        return moved
 
-    def _record(self, record: Copyable, moved: Bytes) -> None:
-        updated = self._experts.updated[record.group]
-        nbytes = record.nbytes // self._experts.alike[record.group] * updated
+    def _keep_old(self, nbytes: int) -> None:
+        """Keep the old version of an updated state at home in this memory until the step ends."""
+        lease = None
+        if nbytes:
+            left = self._trace.uses_left
+            lease = self.host.offer(nbytes, "", StateClass.STAGING, next_use=left)
+        if lease is not None:
+            self._old.append(lease)
+
+    def _record(self, group: int, record: PlannedState) -> None:
+        updated = self._experts.updated[group]
+        nbytes = record.nbytes // self._experts.alike[group] * updated
         chunks = updated * record.chunks
-        if record not in self.host:
-            self._staged |= not (self._keep_records and self.host.offer(record))
-            moved.from_nvme(nbytes, chunks)
-        moved.to_nvme(nbytes, chunks)
+        if not record.is_held:
+            kept = self._keep_records and record.take(record.next_use(), fill=False)
+            self._staged |= not kept
+            self._moved.from_nvme(nbytes, chunks)
+        self._moved.to_nvme(nbytes, chunks)
 
     def _update_kind(self, group: int, kind: RecordKind, moved: Bytes) -> None:
         """Move the weights and gradients of chunks whose records are equal."""
@@ -449,13 +532,13 @@ class StepRun:
         count = self._experts.updated[group] * kind.count
         numel, gradient_itemsize = kind.numel * count, 4 if sizes.summed else self._itemsize
         stepped_there = tier is Tier.DEVICE and plan.gpu
-        mirrored = self._weights[group] in self._device and group in self._current
+        mirrored = group in self._current and self._mirrors[group].is_held
         if plan.parameters[group] is Tier.NVME:
             nbytes = count * pages(kind.numel * self._itemsize)
-            if self._weights[group] not in self.host and not (stepped_there and mirrored):
+            if not self._weights[group].is_held and not (stepped_there and mirrored):
                 moved.from_nvme(nbytes, count)
             moved.to_nvme(nbytes, count)
-        if plan.gradients[group] is Tier.NVME and self._gradients[group] not in self.host:
+        if plan.gradients[group] is Tier.NVME and not self._gradients[group].is_held:
             nbytes = count * pages(kind.numel * gradient_itemsize)
             moved.from_nvme(nbytes, count)
         if not plan.gpu:
@@ -488,31 +571,38 @@ class PeakCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class _PlannedGroup:
+    """An item of the runtime's `Fetcher`; `bring_at` brings it, given its next use."""
+
+    index: int
+    bring_at: Callable[[float | None], bool]
+    in_place: bool
+
+    @property
+    def state(self) -> _PlannedGroup:
+        return self
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return self.bring_at(next_use)
+
+    def note_use(self) -> None:
+        """Do nothing: bytes are counted as they move."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Seat:
     """A layer's cache in the trace, in bytes of one pass."""
 
     group: int  # of its block
-    pages: Copyable  # on nvme
+    item: _PlannedGroup
+    pages: PlannedState  # on nvme
     elsewhere_nbytes: int  # that are not where the model computes
     leaving_nbytes: int  # added, on their way from there
     written_nbytes: int
 
 
-def _seats(model: ModelShape, kv: KVHeld | None) -> Iterator[tuple[int, _Seat]]:
-    """The caches, distributed over the blocks in order."""
-    blocks = [unit.groups[0] for unit in model.units if unit.repeated and unit.groups]
-    count = len(kv.read) if kv is not None else 0
-    if kv is None or not blocks or not count:
-        return
-    share = len(blocks)
-    for index, block in enumerate(blocks):
-        layers = slice(index * count // share, (index + 1) * count // share)
-        number = len(model.groups) + index
-        pages = Copyable(f"cache {index}", number, sum(kv.read[layers]), StateClass.KV)
-        yield (
-            block,
-            _Seat(block, pages, sum(kv.crossing[layers]), kv.leaving // share, kv.written // share),
-        )
+def _name_of(group: GroupBytes) -> str:
+    return "" if group.name == "(root)" else group.name
 
 
 def find_copies(
@@ -524,5 +614,7 @@ def find_copies(
     if not plan.copies_on_host:
         return PeakCopies({}, 0, staged=False)
     experts = representatives(plan, model, None, _MOST_COPIED)
-    run = StepRun(plan, config, experts, passes, room_nbytes, kv)
-    return PeakCopies(run.host.most, run.host.high_water_nbytes, run.stages)
+    run = StepRun(
+        plan, config, experts, passes, room_nbytes, kv, most_chunks=_MOST_CHUNKS_HELD
+    )  # fmt: skip
+    return PeakCopies(run.memory.peak, run.memory.arena.high_water_nbytes, run.stages)
