@@ -11,7 +11,7 @@ import pytest
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.plan.plan import Hardware, Plan
-from offload.planning.step import traffic
+from offload.planning.step import planned_run
 from offload.planning.step.traffic import PeakCopies, find_copies
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
@@ -99,7 +99,7 @@ def test_many_passes_hold_what_going_through_all_of_them_gives(
     laid_out = plan(model(), **keys)
     rooms = [int(laid_out.total(Tier.NVME) * share) for share in (0.2, 0.4, 0.6, 0.8, 2.0)]
     quick = [copies(laid_out, model(), room, 12, **keys) for room in rooms]
-    monkeypatch.setattr(traffic, "_MOST_PASSES", 12)
+    monkeypatch.setattr(planned_run, "_MOST_PASSES", 12)
     assert quick == [copies(laid_out, model(), room, 12, **keys) for room in rooms]
 
 

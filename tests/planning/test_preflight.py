@@ -11,7 +11,7 @@ import pytest
 import offload
 import offload.planning.machine.preflight as module
 from offload.config import OffloadConfig
-from offload.errors import BudgetError, PathError, UnsupportedError
+from offload.errors import BudgetError, PathError
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.machine.preflight import Preflight, activations_beyond, preflight
 from offload.planning.plan.plan import Hardware, Plan
@@ -35,15 +35,11 @@ def plan_of(keys: dict[str, Any], *, gpu: bool = False) -> Plan:
     return lay_out_plan(OffloadConfig.load(keys), model(), hardware)
 
 
-def made_up(
-    root: Path, *, available: int, kind: str = "ext4", aio: tuple[int, int] = (0, 65536)
-) -> Path:
-    """A machine: RAM that is available, the file system of everything, kernel requests."""
+def made_up(root: Path, *, available: int, kind: str = "ext4") -> Path:
+    """A machine: RAM that is available, and the file system of everything."""
     files = {
         "proc/meminfo": f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {available // 1024} kB\n",
         "proc/self/mountinfo": f"1 0 0:1 / / rw - {kind} /dev/disk rw\n",
-        "proc/sys/fs/aio-nr": f"{aio[0]}\n",
-        "proc/sys/fs/aio-max-nr": f"{aio[1]}\n",
     }
     for name, text in files.items():
         path = root / "machine" / name
@@ -103,15 +99,6 @@ def test_the_kind_of_file_system_is_said_where_files_are_used(tmp_path, kind, sa
     warnings = fly(tmp_path, {"placement": NVME, "budget": {"host": "128MiB"}}, root).warnings
     assert [said in warning for warning in warnings] == ([True] if said else [])
     assert fly(tmp_path, {"placement": HOST}, root).warnings == ()
-
-
-def test_kernel_requests_are_looked_at_for_libaio_alone(tmp_path):
-    root = made_up(tmp_path, available=GIB, aio=(65534, 65536))
-    keys = {"placement": NVME, "budget": {"host": "128MiB"}}
-    assert fly(tmp_path, keys, root).refusals == ()
-    found = fly(tmp_path, {**keys, "nvme": {"backend": "libaio"}}, root)
-    with pytest.raises(UnsupportedError, match=r"nvme.backend: libaio needs 6 .* 2 are left"):
-        found.refuse()
 
 
 def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Workload
-from offload.planning.step import step_time, traffic
+from offload.planning.step import planned_run, step_time, traffic
 from offload.planning.step.program import Bytes, Verb, write_program
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import step_traffic
@@ -152,7 +152,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What is left in memory when updates begin depends on what the first steps left there.
-KEPT_BY_CHANCE = ("room for some copies", "accumulation", "all three tiers", "tied weights, gpt")
+KEPT_BY_CHANCE = ("room for some copies", "accumulation", "tied weights, gpt")
 
 
 @pytest.mark.parametrize("clips", [False, True], ids=["updated in backward", "clipped"])
@@ -163,7 +163,8 @@ def test_a_step_moves_the_predicted_bytes(
     """A step that clips makes its updates behind the next forward, on a thread of its own."""
     exact = not clips and case not in KEPT_BY_CHANCE
     if clips:
-        monkeypatch.setattr(traffic, "tried_groups", lambda plan, config: {})
+        for module in (traffic, planned_run):
+            monkeypatch.setattr(module, "tried_groups", lambda plan, config: {})
     config = OffloadConfig.load({**BASE, "clip_grad_norm": 1e-6 if clips else 1e9}, CASES[case])
     shape = shape_of(config)
     with offload.initialize(build_meta_model(config), config) as engine:
@@ -171,8 +172,10 @@ def test_a_step_moves_the_predicted_bytes(
         workload = replace(WORK, passes=config.gradient_accumulation_steps)
         said = step_traffic(engine.plan, engine.config, shape, None, workload).total
     read, written = (moved[-1][link] - moved[-2][link] for link in ("nvme read", "nvme write"))
+    if exact:
+        assert (said.read, said.written) == (read, written)
     assert said.written == pytest.approx(written, rel=0.03)
-    assert said.read == pytest.approx(read, rel=0.02 if exact else 0.13)
+    assert said.read == pytest.approx(read, rel=0.13)
 
 
 @pytest.mark.parametrize("case", ["everything on nvme", "records alone", "all three tiers"])
@@ -407,7 +410,7 @@ def test_many_passes_take_what_going_through_all_of_them_gives(
     many = replace(WORK, passes=12)
     quick = step_of(*keys, workload=many)
     monkeypatch.setattr(step_time, "MOST_PASSES", 12)
-    monkeypatch.setattr(traffic, "_MOST_PASSES", 12)
+    monkeypatch.setattr(planned_run, "_MOST_PASSES", 12)
     whole = step_of(*keys, workload=many)
     assert quick.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert quick.tokens == whole.tokens

@@ -2,7 +2,7 @@
 
 `shortfalls` checks a plan against its budgets, the usable memory and free disk. This module checks
 the machine's present state: RAM that other processes leave, files that lie in RAM, locked memory,
-kernel requests, O_DIRECT, and the kind of file system that each folder is on.
+O_DIRECT, and the kind of file system that each folder is on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from offload.config.paths import StrPath
 from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
 from offload.process import machine
-from offload.tiers.errors import BudgetError, OffloadError, PathError, UnsupportedError
+from offload.tiers.errors import BudgetError, OffloadError, PathError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit
 
@@ -53,7 +53,6 @@ def preflight(
     refusals: list[OffloadError] = []
     refusals += _memory(plan, folders, freed_nbytes, root)
     if folders:
-        refusals += _kernel_requests(nvme, root)
         refusals += _direct(nvme, folders)
     warnings = [
         *_file_systems(plan, folders, root), *_locked(plan), *_budget_beyond(plan, root),
@@ -92,20 +91,6 @@ def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
     mounts = [machine.mount_of(folder, root) for folder in folders]
     share = sum(mount is not None and mount.is_memory for mount in mounts) / max(1, len(mounts))
     return int(needed_nbytes(plan, Tier.NVME) * share)
-
-
-def _kernel_requests(nvme: NvmeConfig, root: Path) -> Iterator[OffloadError]:
-    if nvme.backend != "libaio":
-        return
-    from offload.swap.io.threads_backend import WORKERS
-
-    needed = WORKERS if nvme.threads == "auto" else nvme.threads
-    room = machine.aio_room(root)
-    if room is not None and room < needed:
-        yield UnsupportedError(
-            f"nvme.backend: libaio needs {needed} kernel requests, {room} are left of "
-            "fs.aio-max-nr; sysctl fs.aio-max-nr=1048576, or set nvme.backend: threads"
-        )
 
 
 def _direct(nvme: NvmeConfig, folders: Sequence[Path]) -> Iterator[OffloadError]:

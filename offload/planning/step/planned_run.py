@@ -1,0 +1,510 @@
+"""A step's program, run over states without bytes (`planned_states`) by the runtime's own classes:
+its `SlotPool` keeps and evicts copies, its `Fetcher` fetches ahead of its `Trace`. What moves is
+the prediction:
+
+    use          parameters at home on nvme are read unless a copy is in host memory, and cross to
+                 the device unless one is there; of that, what was updated elsewhere crosses again
+    gradient     leaves the device, is written where its home is nvme; what a second pass adds to
+                 is read back unless it is still in memory
+    update       reads weight, record and gradient as far as no copy is in memory; writes weight and
+                 record, always
+
+The permanent homes, staging buffers and the window of activations take their place in the host
+arena before anything else; copies share what is left of it, one stretch of addresses:
+
+    ├ window ┤├ staging ┤├ sums ┤├ homes of all groups ┤├──────────── copies ────────────┤
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from offload.planning.plan.kv_plan import KV_PAGE_NBYTES, KVHeld
+from offload.planning.plan.plan import Plan, spare_host_nbytes, tried_groups
+from offload.planning.plan.sizes import (
+    ITEMSIZE,
+    GroupBytes,
+    RecordKind,
+    own_numel,
+    pages,
+    record_kinds,
+)
+from offload.planning.step.planned_states import PlannedState, pool_of
+from offload.planning.step.program import (
+    Action,
+    Bytes,
+    Fetch,
+    Move,
+    StepProgram,
+    Verb,
+    write_program,
+)
+from offload.planning.step.representatives import Representatives
+from offload.swap.io.io_request import Priority
+from offload.swap.states.slot_pool import SlotPool
+from offload.tiers.eviction import MADE_HERE
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
+from offload.zero.groups.fetching import Fetcher
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.tiers.memory_tier import Lease
+
+_MOST_PASSES = 3  # that are simulated: the first, one between, the last
+_MOST_CHUNKS = 128  # whose copies are looked at one by one: each takes time
+_MOST_STEPS = 6  # until the bytes repeat; they have after two or three
+_ALIKE = 0.002  # of them: no prediction tells less
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedGroup:
+    """An item of the runtime's `Fetcher`; `bring_at` brings it, given its next use."""
+
+    index: int
+    bring_at: Callable[[float | None], bool]
+    in_place: bool
+
+    @property
+    def state(self) -> _PlannedGroup:
+        return self
+
+    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return self.bring_at(next_use)
+
+    def note_use(self) -> None:
+        """Do nothing: bytes are counted as they move."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A layer's cache in the trace, in bytes of one pass."""
+
+    group: int  # of its block
+    item: _PlannedGroup
+    pages: PlannedState  # on nvme
+    elsewhere_nbytes: int  # that are not where the model computes
+    leaving_nbytes: int  # added, on their way from there
+    written_nbytes: int
+
+
+def _name_of(group: GroupBytes) -> str:
+    return "" if group.name == "(root)" else group.name
+
+
+class PlannedRun:
+    """A program run step after step over the copies in memory, until two steps move the same bytes:
+    `moves` are those of the last one. `room_nbytes` is the host memory for copies.
+
+    In a step of many passes three are simulated: the first, one for all between, and the last.
+    """
+
+    def __init__(
+        self, plan: Plan, config: OffloadConfig, experts: Representatives, passes: int,
+        room_nbytes: int, kv: KVHeld | None = None, straight: Collection[int] = (),
+        most_chunks: int = _MOST_CHUNKS,
+    ) -> None:  # fmt: skip
+        """`straight` is the groups that are computed with as they are stored."""
+        passes = min(passes, _MOST_PASSES)
+        self._plan = plan
+        self._experts = experts
+        self._tried = tried_groups(plan, config)
+        self._program = write_program(config, experts.model, passes, self._tried)
+        self._itemsize = ITEMSIZE[config.precision]
+        self._fetcher = Fetcher(plan.prefetch)
+        self._fetcher.updates = self
+        self._trace = self._fetcher.trace
+        self.memory, self.host = pool_of(room_nbytes)
+        self.host.uses_left = lambda: self._trace.uses_left
+        room = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
+        _, self._device = pool_of(room if plan.gpu else 0)
+        self._items: dict[int, _PlannedGroup] = {}
+        self._numbered: list[int] = []  # the groups by their items' numbers
+        self._weights: dict[int, PlannedState] = {}
+        self._mirrors: dict[int, PlannedState] = {}  # on a GPU
+        self._decoded: dict[int, PlannedState] = {}  # where the home has codes
+        self._gradients: dict[int, PlannedState] = {}
+        self._records: dict[int, list[PlannedState]] = {}  # on nvme
+        self._kinds: dict[int, list[RecordKind]] = {}
+        on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
+        together = max(1, -(-on_nvme // most_chunks))
+        for index in experts.alike:
+            self._add_parameters(index)
+            self._add_trained(index, together)
+        self._tables: dict[str, list[_PlannedGroup]] = defaultdict(list)
+        for unit in experts.model.units:
+            if unit.table:
+                self._tables[unit.table] += [self._items[group] for group in unit.groups]
+        self._announced = ""  # the table whose experts the forward chose last
+        self._straight = straight
+        self._seats = {seat.group: seat for seat in self._all_seats(kv)}
+        self._moved = Bytes()  # by the current action
+        self._fetches: list[Fetch] = []
+        self._locked: list[PlannedState] = []
+        self._current: set[int] = set()  # groups whose mirror on the device is valid
+        self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
+        self._has_gradients: set[int] = set()  # groups, since the first step
+        self._pending: set[int] = set()
+        self._used_up: set[int] = set()  # groups whose gradients are read only if a step is redone
+        self._old: list[Lease] = []  # of what that would go back to
+        self._updates = False  # whether the current action is an update
+        self._staged = False  # a record had no copy
+        self._working: int | None = None
+        self._pass = -1
+        self._passes = passes
+        # what lies in a file was planned; sums that were not planned stay in memory
+        self._trainable = {  # of a GPU's gradients; reduced: this rank's part
+            index: own_numel(plan.groups[index].layout, plan.sharding.rank)[0]
+            for index in (experts.alike if plan.gpu else ())
+        }
+        self._load()
+        self.moves = self._settled(config)
+
+    # ---------------------------------------------------------------- states, named as in a run
+    def _add_parameters(self, index: int) -> None:
+        plan, alike, group = self._plan, self._experts.alike[index], self._plan.groups[index]
+        # uses until one of those that it stands for is used again
+        passes = 1.0 if plan.trains else alike / max(1, self._experts.used[index])
+        name, number = f"{_name_of(group)} parameters", self._fetcher.next_number
+
+        def next_use() -> float:
+            return passes * self._fetcher.next_use(number)
+
+        def state(nbytes: int, pool: SlotPool, next_use: Callable[[], float]) -> PlannedState:
+            return PlannedState(name, alike * nbytes, StateClass.PARAMETERS, pool, next_use)
+
+        self._weights[index] = state(group.parameters, self.host, next_use)
+        self._weights[index].filled = lambda: self._read_weights(index)
+        if plan.gpu:
+            self._mirrors[index] = state(group.parameters, self._device, next_use)
+        if group.decoded:
+            pool = self._device if plan.gpu else self.host
+            self._decoded[index] = state(group.decoded, pool, lambda: next_use() + MADE_HERE)
+        computing = {Tier.DEVICE} if plan.gpu else {Tier.DEVICE, Tier.HOST}
+        in_place = plan.parameters[index] in computing
+        item = _PlannedGroup(number, partial(self._bring, index), in_place)
+        self._items[index] = item
+        self._numbered.append(index)
+        self._fetcher.add(item, self._experts.model.groups[index].table)
+
+    def _add_trained(self, index: int, together: int) -> None:
+        """Add gradients, and records with `together` chunks as one."""
+        group, tiers = self._plan.groups[index], self._plan.records[index]
+        name, number = _name_of(group), self._items[index].index
+
+        def next_update() -> float:
+            return self._trace.next_cycle_use(number) + 0.5
+
+        def next_read() -> float:
+            return math.inf if index in self._used_up else next_update()
+
+        gradients = PlannedState(
+            f"{name} gradients", self._experts.updated[index] * group.gradients,
+            StateClass.GRADIENTS, self.host, next_read,
+        )  # fmt: skip
+        gradients.sent = lambda: self._write_gradients(index)
+        self._gradients[index] = gradients
+        numbers = [n for n, tier in enumerate(tiers) if tier is Tier.NVME]
+        joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
+        self._records[index] = [
+            PlannedState(
+                f"{name} optimizer chunk {some[0]}",
+                self._experts.alike[index] * sum(group.records[n] for n in some),
+                StateClass.OPTIMIZER, self.host, next_update, len(some),
+            )
+            for some in joined
+        ]  # fmt: skip
+        self._kinds[index] = list(record_kinds(group, tiers, self._plan.chunk_numel))
+
+    def _all_seats(self, kv: KVHeld | None) -> Iterator[_Seat]:
+        """The caches, distributed over the blocks in order."""
+        units = self._experts.model.units
+        blocks = [unit.groups[0] for unit in units if unit.repeated and unit.groups]
+        if kv is None or not blocks or not kv.read:
+            return
+        count, share = len(kv.read), len(blocks)
+        for index, block in enumerate(blocks):
+            layers = slice(index * count // share, (index + 1) * count // share)
+            number, read = self._fetcher.next_number, sum(kv.read[layers])
+            pages = PlannedState(
+                f"cache {index}", read, StateClass.KV, self.host,
+                partial(self._trace.next_use, number),
+            )  # fmt: skip
+            pages.filled = partial(self._read, read, -(-read // KV_PAGE_NBYTES))
+            item = _PlannedGroup(number, pages.bring_at, in_place=not read)
+            self._numbered.append(-1)
+            self._fetcher.add(item)
+            yield _Seat(
+                block, item, pages, sum(kv.crossing[layers]), kv.leaving // share,
+                kv.written // share,
+            )  # fmt: skip
+
+    # ---------------------------------------------------------------- steps
+    def _settled(self, config: OffloadConfig) -> list[Move]:
+        if self._tried:  # a first step tries none
+            model = self._experts.model
+            self._run(write_program(config, model, self._passes))
+            self._run(write_program(config, model, self._passes, self._tried, begins=True))
+        moves, before = self._run(self._program), -1
+        for _ in range(_MOST_STEPS):
+            moved = sum(m.nbytes.read + m.nbytes.to_device for m in moves)
+            if abs(moved - before) <= _ALIKE * moved:
+                break
+            before, moves = moved, self._run(self._program)
+        return moves
+
+    @property
+    def stages(self) -> bool:
+        """Whether chunks without a copy pass through the update's buffers. An update ahead of the
+        forward finds less room than in this simulation, where forward has reached its group."""
+        return self._staged or self.host.evictions > 0
+
+    def _load(self) -> None:
+        """Load the first values, which pass through memory by group and leave copies there."""
+        for index, weights in self._weights.items():
+            self._lock(weights)
+            if self._plan.parameters[index] is Tier.NVME:
+                weights.take(None, fill=False)
+            if index in self._decoded and not self._plan.gpu:
+                self._decoded[index].take(None, fill=False)
+            for record in self._records[index]:
+                record.take(None, fill=False)
+
+    def _run(self, program: StepProgram) -> list[Move]:
+        """Run one step; the first one learns the order of uses."""
+        self._working, self._pass = None, -1
+        forward = takewhile(lambda action: action.verb is not Verb.GRADIENT, program.actions)
+        behind = {action.group for action in forward if action.verb is Verb.UPDATE}
+        self._pending = behind & self._has_gradients
+        moves = [self._move(action) for action in program.actions]
+        self._lock()
+        for group in self._used_up:
+            self._gradients[group].drop()
+        self._used_up.clear()
+        while self._old:
+            self._old.pop().free()
+        if self._plan.trains:
+            self._trace.end_cycle()
+        return moves
+
+    def _move(self, action: Action) -> Move:
+        self._moved, self._fetches = Bytes(), []
+        self._updates = action.verb is Verb.UPDATE
+        if self._updates:
+            self._update(action.group)
+        elif action.verb is Verb.GRADIENT:
+            self._gradient(action)
+        else:
+            self._use(action)
+        return Move(action, self._moved, tuple(self._fetches))
+
+    def _lock(self, *states: PlannedState) -> None:
+        """Lock the copies that are in use now, and unlock the ones that were."""
+        for state in self._locked:
+            state.is_locked = False
+        self._locked = list(states)
+        for state in states:
+            state.is_locked = True
+
+    # ---------------------------------------------------------------- what the fetcher asks
+    def is_pending(self, index: int) -> bool:
+        return bool(self._pending) and self._numbered[index] in self._pending
+
+    def promote(self, index: int) -> None:
+        """Do nothing: the program has the update before the use."""
+
+    # ---------------------------------------------------------------- parameters
+    def _use(self, action: Action) -> None:
+        group = self._working = action.group
+        item, forward = self._items[group], action.verb is Verb.FORWARD
+        if forward and action.number != self._pass:
+            self._pass, self._announced = action.number, ""
+            self._fetcher.begin_forward()
+        table = self._experts.model.groups[group].table
+        if forward and table and table != self._announced:  # its router has chosen
+            self._announced = table
+            self._fetcher.announce(self._tables[table])
+        self._lock(*(each[group] for each in (self._weights, self._mirrors) if group in each))
+        self._fetcher.need(item, backward=not forward)
+        self._fetcher.fetch_ahead()
+        self._bring(group, None)
+        if group in self._seats and forward:
+            self._attend(self._seats[group])
+        self._decode(group)
+
+    def _decode(self, group: int) -> None:
+        """Decode the values of a used group where the model computes."""
+        decoded = self._decoded.get(group)
+        if decoded is None or group in self._straight:
+            return
+        if not decoded.is_held:
+            decoded.take(None, fill=False)
+            self._moved.decoded += self._experts.used[group] * self._plan.groups[group].decoded
+        self._lock(decoded)  # its codes have been read
+
+    def _attend(self, seat: _Seat) -> None:
+        """Use a layer's cache: attention reads its keys and values, and adds those of a token."""
+        self._lock(self._weights[seat.group], seat.pages)
+        self._fetcher.need(seat.item)
+        self._fetcher.fetch_ahead()
+        seat.pages.bring(next_use=None)
+        if self._plan.gpu:
+            self._moved.to_device += seat.elsewhere_nbytes
+            self._moved.to_host += seat.leaving_nbytes
+        self._moved.to_nvme(seat.written_nbytes, 0)
+
+    def _bring(self, group: int, next_use: float | None) -> bool:
+        """Bring a group to where the model computes, as `State.bring` does."""
+        home = self._plan.parameters[group]
+        decoded, mirror = self._decoded.get(group), self._mirrors.get(group)
+        if home is Tier.DEVICE or (decoded is not None and decoded.is_held):
+            return True
+        if mirror is not None and mirror.is_held and group in self._current:
+            return True
+        read, sent = self._moved.read, self._moved.to_device
+        there = home is not Tier.NVME or self._weights[group].bring(next_use=next_use)
+        if there and mirror is not None:
+            there = self._mirror(group, mirror, next_use)
+        if (self._moved.read, self._moved.to_device) != (read, sent):
+            self._fetches.append(
+                Fetch(group, self._moved.read - read, self._moved.to_device - sent)
+            )
+        return there
+
+    def _mirror(self, group: int, mirror: PlannedState, next_use: float | None) -> bool:
+        mirrored, sizes = mirror.is_held, self._plan.groups[group]
+        if not mirror.take(next_use, fill=False):
+            return False
+        self._current.add(group)
+        numel = sizes.updated_numel if mirrored else sizes.home_numel
+        nbytes = sizes.parameters if sizes.decoded else numel * self._itemsize
+        self._moved.to_device += self._experts.used[group] * nbytes
+        return True
+
+    def _read(self, nbytes: int, chunks: int) -> None:
+        self._moved.from_nvme(nbytes, chunks)
+
+    def _read_weights(self, group: int) -> None:
+        """Count the read of those of a group's parameters that are needed."""
+        count = (self._experts.updated if self._updates else self._experts.used)[group]
+        self._read(count * self._plan.groups[group].parameters, count * self._chunks(group))
+
+    def _chunks(self, group: int) -> int:
+        sizes, chunk = self._plan.groups[group], self._plan.chunk_numel
+        if sizes.decoded:
+            return -(-sizes.parameters // (chunk * self._itemsize))
+        frozen = sizes.home_numel - sizes.updated_numel
+        return -(-sizes.updated_numel // chunk) - (-frozen // chunk)
+
+    # ---------------------------------------------------------------- gradients
+    def _gradient(self, action: Action) -> None:
+        group, plan = action.group, self._plan
+        home, sizes = plan.gradients[group], plan.groups[group]
+        used = self._experts.used[group]
+        self._has_gradients.add(group)
+        if plan.gpu and home is not Tier.DEVICE:
+            # a first gradient leaves in the accumulator's format, a later one in its own
+            own = self._itemsize
+            itemsize = 4 if sizes.summed and action.number == 0 else own
+            self._moved.to_host += used * self._trainable[group] * itemsize
+        if home is not Tier.NVME:
+            return
+        gradients = self._gradients[group]
+        if action.number > 0 and not gradients.is_held:
+            self._moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
+        self._lock(gradients)
+        gradients.take(None, fill=False)  # for its first part, while no operation has a view
+        if group == self._working:
+            self._bring(group, None)  # of the weights, which the next ones need
+        if gradients.is_held:
+            gradients.write()
+        else:
+            self._write_gradients(group)
+        self._fetcher.fetch_ahead()  # before the unit lets go of its parameters
+
+    def _write_gradients(self, group: int) -> None:
+        chunks = self._experts.updated[group] * len(self._plan.groups[group].records)
+        self._moved.to_nvme(self._gradients[group].nbytes, chunks)
+
+    # ---------------------------------------------------------------- updates
+    def _update(self, group: int) -> None:
+        plan = self._plan
+        if group not in self._has_gradients:
+            return  # behind the step before the first one
+        busy = {group}
+        if self._working is not None and group in self._pending:
+            busy.add(self._working)
+        gradients, weights = self._gradients[group], self._weights[group]
+        self._lock(gradients, *(self._weights[other] for other in busy))
+        by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
+        if plan.parameters[group] is Tier.NVME:
+            weights.bring(next_use=weights.next_use())
+        for record in self._records[group]:
+            self._record(group, record)
+        for kind in self._kinds[group]:  # of states that are locked: records do not displace them
+            self._update_kind(group, kind, self._moved)
+        self._lock(*(self._weights[other] for other in busy))
+        if group in self._pending or group not in self._tried:
+            gradients.drop()
+        else:  # they stay for a step that has to be redone
+            self._used_up.add(group)
+            self._keep_old(self._tried[group].memory)
+        self._pending.discard(group)
+        if not by_device:
+            self._current.discard(group)
+
+    def _keep_old(self, nbytes: int) -> None:
+        """Keep the old version of an updated state at home in this memory until the step ends."""
+        lease = None
+        if nbytes:
+            left = self._trace.uses_left
+            lease = self.host.offer(nbytes, "", StateClass.STAGING, next_use=left)
+        if lease is not None:
+            self._old.append(lease)
+
+    def _record(self, group: int, record: PlannedState) -> None:
+        updated = self._experts.updated[group]
+        nbytes = record.nbytes // self._experts.alike[group] * updated
+        chunks = updated * record.chunks
+        if not record.is_held:
+            kept = self._keep_records and record.take(record.next_use(), fill=False)
+            self._staged |= not kept
+            self._moved.from_nvme(nbytes, chunks)
+        self._moved.to_nvme(nbytes, chunks)
+
+    def _update_kind(self, group: int, kind: RecordKind, moved: Bytes) -> None:
+        """Move the weights and gradients of chunks whose records are equal."""
+        plan, tier = self._plan, kind.tier
+        sizes = plan.groups[group]
+        count = self._experts.updated[group] * kind.count
+        numel, gradient_itemsize = kind.numel * count, 4 if sizes.summed else self._itemsize
+        stepped_there = tier is Tier.DEVICE and plan.gpu
+        mirrored = group in self._current and self._mirrors[group].is_held
+        if plan.parameters[group] is Tier.NVME:
+            nbytes = count * pages(kind.numel * self._itemsize)
+            if not self._weights[group].is_held and not (stepped_there and mirrored):
+                moved.from_nvme(nbytes, count)
+            moved.to_nvme(nbytes, count)
+        if plan.gradients[group] is Tier.NVME and not self._gradients[group].is_held:
+            nbytes = count * pages(kind.numel * gradient_itemsize)
+            moved.from_nvme(nbytes, count)
+        if not plan.gpu:
+            return
+        if stepped_there:
+            at_home = plan.parameters[group] is Tier.DEVICE
+            moved.to_device += 0 if at_home or mirrored else numel * self._itemsize
+            moved.to_host += 0 if at_home else numel * self._itemsize
+            there = plan.gradients[group] is Tier.DEVICE
+            moved.to_device += 0 if there else numel * gradient_itemsize
+        else:
+            if plan.parameters[group] is Tier.DEVICE:
+                moved.to_host += numel * self._itemsize
+                moved.to_device += numel * self._itemsize
+            if plan.gradients[group] is Tier.DEVICE:
+                moved.to_host += numel * gradient_itemsize
