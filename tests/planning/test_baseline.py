@@ -56,17 +56,6 @@ def test_a_measurement_is_made_once_per_precision_and_kept(measurements: list[st
     assert machine_baseline("bf16", remeasure=True).ram_nbytes == 3000
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}'])
-def test_a_damaged_file_counts_as_not_there(
-    damage: str, cache: Path, measurements: list[str]
-) -> None:
-    machine_baseline("bf16")
-    for file in cache.iterdir():
-        file.write_text(damage)
-    assert not known_baseline("bf16").measured
-    assert machine_baseline("bf16").ram_nbytes == 2000
-
-
 @pytest.mark.parametrize("ram", [0, -1, "much", None])
 def test_impossible_figures_count_as_not_there(
     ram: object, cache: Path, measurements: list[str]
@@ -75,15 +64,6 @@ def test_impossible_figures_count_as_not_there(
     for file in cache.iterdir():
         answer = {**json.loads(file.read_text())["answer"], "ram_nbytes": ram}
         file.write_text(json.dumps({"answer": answer, "digest": digest_of(answer)}))
-    assert not known_baseline("bf16").measured
-
-
-def test_a_folder_that_cannot_be_written_costs_only_the_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measurements: list[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert machine_baseline("bf16").ram_nbytes == 1000
     assert not known_baseline("bf16").measured
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from io import StringIO
@@ -105,16 +103,10 @@ def without_a_step(run: Path) -> None:
     [
         (lambda run: (run / "prediction.json").unlink(), "prediction.json: No such file"),
         (lambda run: (run / "prediction.json").write_text("{"), "prediction.json is damaged"),
-        (lambda run: (run / "prediction.json").write_text("[1]"), "prediction.json is damaged"),
         (lambda run: (run / "measured.json").write_text('{"format": 1}'), "measured.json is dam"),
         (lambda run: (run / "measured.json").unlink(), "no step to compare"),
-        (lambda run: change(run / "prediction.json", tiers=[]), "prediction.json is damaged"),
         (lambda run: change(run / "prediction.json", rss_nbytes="x"), "prediction.json is dam"),
-        (lambda run: change(run / "prediction.json", links=[]), "prediction.json is damaged"),
-        (lambda run: change(run / "prediction.json", seconds="q"), "prediction.json is damaged"),
-        (lambda run: change(run / "measured.json", seconds=0.0), "measured.json is damaged"),
         (lambda run: change(run / "measured.json", rss_nbytes=0), "measured.json is damaged"),
-        (lambda run: change(run / "measured.json", tiers={"host": "9"}), "measured.json is dam"),
         (lambda run: without_a_step(run), "no step has ended yet"),
     ],
 )
@@ -130,12 +122,6 @@ def test_a_folder_that_cannot_be_checked_says_why(tmp_path: Path, damage: Any, s
 def test_the_first_steps_do_not_count():
     assert usual_step_s([30.0, 9.0]) is None
     assert usual_step_s([30.0, 9.0, 2.0, 3.0, 2.5]) == 2.5
-
-
-def test_checking_needs_no_torch():
-    program = "import sys, offload.planning.choice.run_check\nassert 'torch' not in sys.modules"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
 
 
 # ---------------------------------------------------------------- a run of offload train

@@ -164,13 +164,15 @@ def test_sums_of_16_bit_gradients_are_never_on_nvme():
     assert placed(solution)[1] == "host"
 
 
-def test_the_next_best_plan_fits_and_is_not_faster():
+def test_the_next_best_plan_fits_is_another_one_and_is_not_faster():
     solution = solved({"budget": {"host": "200MiB", "nvme": "2GiB"}}, known())
     other = solution.next_best
     assert other is not None
     assert other.fits
-    assert other.plan.placements != solution.best.plan.placements
     assert other.seconds >= solution.best.seconds * 0.99
+    best, there = solution.best.plan.placements, other.plan.placements
+    apart = [abs(share_of(best[c], tier) - share_of(there[c], tier)) for c in best for tier in Tier]
+    assert max(apart) >= 0.05
 
 
 def test_an_explicit_placement_is_only_checked():
@@ -304,6 +306,8 @@ def test_planning_needs_no_torch():
     program = (
         "import sys, offload.planning.choice.planner\n"
         "import offload.planning.choice.run_check, offload.planning.choice.advice\n"
+        "import offload.planning.step.step_time, offload.planning.step.memory\n"
+        "import offload.planning.machine.baseline, offload.planning.machine.calibration\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -331,18 +335,6 @@ def test_records_of_a_large_model_are_dealt_out_a_few_times_only(monkeypatch):
     assert len(dealt) <= 20
 
 
-def test_no_placement_by_hand_is_predicted_to_be_faster():
-    keys = {"budget": {"host": "400MiB", "nvme": "4GiB"}}
-    best = solved(keys, known(facts(seconds=0.02))).best
-    split = [{"host": f"{share}%", "nvme": f"{100 - share}%"} for share in (20, 40, 60, 80)]
-    for parameters, gradients in itertools.product(("host", "nvme"), repeat=2):
-        for optimizer in ["host", "nvme", *split]:
-            named = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
-            other = solved({**keys, "placement": named}, known(facts(seconds=0.02))).best
-            if other.fits:
-                assert best.seconds <= other.seconds * 1.02, named
-
-
 def test_memory_that_others_have_now_is_left_to_them():
     """Keeping activations is faster; where RAM is taken at the moment, they are recomputed."""
 
@@ -361,11 +353,3 @@ def test_memory_that_others_have_now_is_left_to_them():
     busy = solve(config, model(), taken, about).best
     assert busy.config.placement.activations.checkpoint is not False
     assert busy.fits
-
-
-def test_the_next_best_plan_is_another_plan():
-    found = solved({"budget": {"host": "300MiB", "nvme": "4GiB"}}, known(facts(seconds=0.02)))
-    assert found.next_best is not None
-    best, other = found.best.plan.placements, found.next_best.plan.placements
-    apart = [abs(share_of(best[c], tier) - share_of(other[c], tier)) for c in best for tier in Tier]
-    assert max(apart) >= 0.05
