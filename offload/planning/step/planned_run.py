@@ -17,10 +17,7 @@ arena before anything else; copies share what is left of it, one stretch of addr
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -29,13 +26,11 @@ from offload.planning.plan.kv_plan import KV_PAGE_NBYTES, KVHeld
 from offload.planning.plan.plan import Plan, spare_host_nbytes, tried_groups
 from offload.planning.plan.sizes import (
     ITEMSIZE,
-    GroupBytes,
     RecordKind,
     own_numel,
     pages,
-    record_kinds,
 )
-from offload.planning.step.planned_states import PlannedState, pool_of
+from offload.planning.step.planned_states import PlannedState, PlannedStates, Seat
 from offload.planning.step.program import (
     Action,
     Bytes,
@@ -46,12 +41,8 @@ from offload.planning.step.program import (
     write_program,
 )
 from offload.planning.step.representatives import Representatives
-from offload.swap.io.io_request import Priority
-from offload.swap.states.slot_pool import SlotPool
-from offload.tiers.eviction import MADE_HERE
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.groups.fetching import Fetcher
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -61,41 +52,6 @@ _MOST_PASSES = 3  # that are simulated: the first, one between, the last
 _MOST_CHUNKS = 128  # whose copies are looked at one by one: each takes time
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 _ALIKE = 0.002  # of them: no prediction tells less
-
-
-@dataclass(frozen=True, slots=True)
-class _PlannedGroup:
-    """An item of the runtime's `Fetcher`; `bring_at` brings it, given its next use."""
-
-    index: int
-    bring_at: Callable[[float | None], bool]
-    in_place: bool
-
-    @property
-    def state(self) -> _PlannedGroup:
-        return self
-
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        return self.bring_at(next_use)
-
-    def note_use(self) -> None:
-        """Do nothing: bytes are counted as they move."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seat:
-    """A layer's cache in the trace, in bytes of one pass."""
-
-    group: int  # of its block
-    item: _PlannedGroup
-    pages: PlannedState  # on nvme
-    elsewhere_nbytes: int  # that are not where the model computes
-    leaving_nbytes: int  # added, on their way from there
-    written_nbytes: int
-
-
-def _name_of(group: GroupBytes) -> str:
-    return "" if group.name == "(root)" else group.name
 
 
 class PlannedRun:
@@ -117,33 +73,20 @@ class PlannedRun:
         self._tried = tried_groups(plan, config)
         self._program = write_program(config, experts.model, passes, self._tried)
         self._itemsize = ITEMSIZE[config.precision]
-        self._fetcher = Fetcher(plan.prefetch)
-        self._fetcher.updates = self
-        self._trace = self._fetcher.trace
-        self.memory, self.host = pool_of(room_nbytes)
-        self.host.uses_left = lambda: self._trace.uses_left
-        room = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
-        _, self._device = pool_of(room if plan.gpu else 0)
-        self._items: dict[int, _PlannedGroup] = {}
-        self._numbered: list[int] = []  # the groups by their items' numbers
-        self._weights: dict[int, PlannedState] = {}
-        self._mirrors: dict[int, PlannedState] = {}  # on a GPU
-        self._decoded: dict[int, PlannedState] = {}  # where the home has codes
-        self._gradients: dict[int, PlannedState] = {}
-        self._records: dict[int, list[PlannedState]] = {}  # on nvme
-        self._kinds: dict[int, list[RecordKind]] = {}
-        on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
-        together = max(1, -(-on_nvme // most_chunks))
-        for index in experts.alike:
-            self._add_parameters(index)
-            self._add_trained(index, together)
-        self._tables: dict[str, list[_PlannedGroup]] = defaultdict(list)
-        for unit in experts.model.units:
-            if unit.table:
-                self._tables[unit.table] += [self._items[group] for group in unit.groups]
+        self.states = states = PlannedStates(plan, experts, room_nbytes, kv, most_chunks)
+        states.fetcher.updates = self
+        self._fetcher, self._trace, self.host = states.fetcher, states.fetcher.trace, states.host
+        self._weights, self._mirrors = states.weights, states.mirrors
+        self._decoded, self._gradients = states.decoded, states.gradients
+        for group, item in states.items.items():
+            item.bring_at = partial(self._bring, group)
+            self._weights[group].filled = partial(self._read_weights, group)
+            self._gradients[group].sent = partial(self._write_gradients, group)
+        for seat in states.seats.values():
+            read = seat.pages.nbytes
+            seat.pages.filled = partial(self._read, read, -(-read // KV_PAGE_NBYTES))
         self._announced = ""  # the table whose experts the forward chose last
         self._straight = straight
-        self._seats = {seat.group: seat for seat in self._all_seats(kv)}
         self._moved = Bytes()  # by the current action
         self._fetches: list[Fetch] = []
         self._locked: list[PlannedState] = []
@@ -151,7 +94,6 @@ class PlannedRun:
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         self._has_gradients: set[int] = set()  # groups, since the first step
         self._pending: set[int] = set()
-        self._used_up: set[int] = set()  # groups whose gradients are read only if a step is redone
         self._old: list[Lease] = []  # of what that would go back to
         self._updates = False  # whether the current action is an update
         self._staged = False  # a record had no copy
@@ -165,85 +107,6 @@ class PlannedRun:
         }
         self._load()
         self.moves = self._settled(config)
-
-    # ---------------------------------------------------------------- states, named as in a run
-    def _add_parameters(self, index: int) -> None:
-        plan, alike, group = self._plan, self._experts.alike[index], self._plan.groups[index]
-        # uses until one of those that it stands for is used again
-        passes = 1.0 if plan.trains else alike / max(1, self._experts.used[index])
-        name, number = f"{_name_of(group)} parameters", self._fetcher.next_number
-
-        def next_use() -> float:
-            return passes * self._fetcher.next_use(number)
-
-        def state(nbytes: int, pool: SlotPool, next_use: Callable[[], float]) -> PlannedState:
-            return PlannedState(name, alike * nbytes, StateClass.PARAMETERS, pool, next_use)
-
-        self._weights[index] = state(group.parameters, self.host, next_use)
-        self._weights[index].filled = lambda: self._read_weights(index)
-        if plan.gpu:
-            self._mirrors[index] = state(group.parameters, self._device, next_use)
-        if group.decoded:
-            pool = self._device if plan.gpu else self.host
-            self._decoded[index] = state(group.decoded, pool, lambda: next_use() + MADE_HERE)
-        computing = {Tier.DEVICE} if plan.gpu else {Tier.DEVICE, Tier.HOST}
-        in_place = plan.parameters[index] in computing
-        item = _PlannedGroup(number, partial(self._bring, index), in_place)
-        self._items[index] = item
-        self._numbered.append(index)
-        self._fetcher.add(item, self._experts.model.groups[index].table)
-
-    def _add_trained(self, index: int, together: int) -> None:
-        """Add gradients, and records with `together` chunks as one."""
-        group, tiers = self._plan.groups[index], self._plan.records[index]
-        name, number = _name_of(group), self._items[index].index
-
-        def next_update() -> float:
-            return self._trace.next_cycle_use(number) + 0.5
-
-        def next_read() -> float:
-            return math.inf if index in self._used_up else next_update()
-
-        gradients = PlannedState(
-            f"{name} gradients", self._experts.updated[index] * group.gradients,
-            StateClass.GRADIENTS, self.host, next_read,
-        )  # fmt: skip
-        gradients.sent = lambda: self._write_gradients(index)
-        self._gradients[index] = gradients
-        numbers = [n for n, tier in enumerate(tiers) if tier is Tier.NVME]
-        joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
-        self._records[index] = [
-            PlannedState(
-                f"{name} optimizer chunk {some[0]}",
-                self._experts.alike[index] * sum(group.records[n] for n in some),
-                StateClass.OPTIMIZER, self.host, next_update, len(some),
-            )
-            for some in joined
-        ]  # fmt: skip
-        self._kinds[index] = list(record_kinds(group, tiers, self._plan.chunk_numel))
-
-    def _all_seats(self, kv: KVHeld | None) -> Iterator[_Seat]:
-        """The caches, distributed over the blocks in order."""
-        units = self._experts.model.units
-        blocks = [unit.groups[0] for unit in units if unit.repeated and unit.groups]
-        if kv is None or not blocks or not kv.read:
-            return
-        count, share = len(kv.read), len(blocks)
-        for index, block in enumerate(blocks):
-            layers = slice(index * count // share, (index + 1) * count // share)
-            number, read = self._fetcher.next_number, sum(kv.read[layers])
-            pages = PlannedState(
-                f"cache {index}", read, StateClass.KV, self.host,
-                partial(self._trace.next_use, number),
-            )  # fmt: skip
-            pages.filled = partial(self._read, read, -(-read // KV_PAGE_NBYTES))
-            item = _PlannedGroup(number, pages.bring_at, in_place=not read)
-            self._numbered.append(-1)
-            self._fetcher.add(item)
-            yield _Seat(
-                block, item, pages, sum(kv.crossing[layers]), kv.leaving // share,
-                kv.written // share,
-            )  # fmt: skip
 
     # ---------------------------------------------------------------- steps
     def _settled(self, config: OffloadConfig) -> list[Move]:
@@ -273,7 +136,7 @@ class PlannedRun:
                 weights.take(None, fill=False)
             if index in self._decoded and not self._plan.gpu:
                 self._decoded[index].take(None, fill=False)
-            for record in self._records[index]:
+            for record in self.states.records[index]:
                 record.take(None, fill=False)
 
     def _run(self, program: StepProgram) -> list[Move]:
@@ -284,9 +147,9 @@ class PlannedRun:
         self._pending = behind & self._has_gradients
         moves = [self._move(action) for action in program.actions]
         self._lock()
-        for group in self._used_up:
+        for group in self.states.used_up:
             self._gradients[group].drop()
-        self._used_up.clear()
+        self.states.used_up.clear()
         while self._old:
             self._old.pop().free()
         if self._plan.trains:
@@ -314,7 +177,7 @@ class PlannedRun:
 
     # ---------------------------------------------------------------- what the fetcher asks
     def is_pending(self, index: int) -> bool:
-        return bool(self._pending) and self._numbered[index] in self._pending
+        return bool(self._pending) and self.states.numbered[index] in self._pending
 
     def promote(self, index: int) -> None:
         """Do nothing: the program has the update before the use."""
@@ -322,20 +185,20 @@ class PlannedRun:
     # ---------------------------------------------------------------- parameters
     def _use(self, action: Action) -> None:
         group = self._working = action.group
-        item, forward = self._items[group], action.verb is Verb.FORWARD
+        item, forward = self.states.items[group], action.verb is Verb.FORWARD
         if forward and action.number != self._pass:
             self._pass, self._announced = action.number, ""
             self._fetcher.begin_forward()
         table = self._experts.model.groups[group].table
         if forward and table and table != self._announced:  # its router has chosen
             self._announced = table
-            self._fetcher.announce(self._tables[table])
+            self._fetcher.announce(self.states.tables[table])
         self._lock(*(each[group] for each in (self._weights, self._mirrors) if group in each))
         self._fetcher.need(item, backward=not forward)
         self._fetcher.fetch_ahead()
         self._bring(group, None)
-        if group in self._seats and forward:
-            self._attend(self._seats[group])
+        if group in self.states.seats and forward:
+            self._attend(self.states.seats[group])
         self._decode(group)
 
     def _decode(self, group: int) -> None:
@@ -348,7 +211,7 @@ class PlannedRun:
             self._moved.decoded += self._experts.used[group] * self._plan.groups[group].decoded
         self._lock(decoded)  # its codes have been read
 
-    def _attend(self, seat: _Seat) -> None:
+    def _attend(self, seat: Seat) -> None:
         """Use a layer's cache: attention reads its keys and values, and adds those of a token."""
         self._lock(self._weights[seat.group], seat.pages)
         self._fetcher.need(seat.item)
@@ -445,15 +308,17 @@ class PlannedRun:
         by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is Tier.NVME:
             weights.bring(next_use=weights.next_use())
-        for record in self._records[group]:
+        for record in self.states.records[group]:
             self._record(group, record)
-        for kind in self._kinds[group]:  # of states that are locked: records do not displace them
+        for kind in self.states.kinds[
+            group
+        ]:  # of states that are locked: records do not displace them
             self._update_kind(group, kind, self._moved)
         self._lock(*(self._weights[other] for other in busy))
         if group in self._pending or group not in self._tried:
             gradients.drop()
         else:  # they stay for a step that has to be redone
-            self._used_up.add(group)
+            self.states.used_up.add(group)
             self._keep_old(self._tried[group].memory)
         self._pending.discard(group)
         if not by_device:

@@ -173,4 +173,5 @@ def find_copies(
     run = PlannedRun(
         plan, config, experts, passes, room_nbytes, kv, most_chunks=_MOST_CHUNKS_HELD
     )  # fmt: skip
-    return PeakCopies(run.memory.peak, run.memory.arena.high_water_nbytes, run.stages)
+    memory = run.states.memory
+    return PeakCopies(memory.peak, memory.arena.high_water_nbytes, run.stages)
