@@ -282,9 +282,11 @@ class PlannedRun:
         if action.number > 0 and not gradients.is_held:
             self._moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
         self._lock(gradients)
+        were_held = self._weights[group].is_held
         gradients.take(None, fill=False)  # for its first part, while no operation has a view
-        if group == self._working:
-            self._bring(group, None)  # of the weights, which the next ones need
+        # operations that follow need the weights; those of a bundle are used one after the other
+        if were_held and group == self._working and self._experts.alike[group] == 1:
+            self._bring(group, None)
         if gradients.is_held:
             gradients.write()
         else:
