@@ -8,7 +8,7 @@ host          two pages on their way to or from nvme
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -57,12 +57,6 @@ class CacheShape:
 def alike(layers: int, layer: CachedLayer) -> CacheShape:
     """The cache of a model whose layers all keep the same."""
     return CacheShape((layer,) * layers)
-
-
-def windows_of(types: Sequence[str], window: int | None, layer: CachedLayer) -> CacheShape:
-    """The cache of layers that differ only in their windows, by transformers' `layer_types`."""
-    windows = (window if each == "sliding_attention" else None for each in types)
-    return CacheShape(tuple(replace(layer, window=each) for each in windows))
 
 
 @dataclass(frozen=True)
