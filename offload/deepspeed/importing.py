@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from offload import __version__
 from offload.checkpoint.format.composing import Composer, fields_of, group_of, numbers_of
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
@@ -190,7 +189,6 @@ class _Importer:
             for numbers, shapes in zip(self._numbers, self._found.groups, strict=True)
         ]
         return Manifest(
-            offload=__version__,
             precision=self._precision,
             steps_taken=int(about["global_steps"]) - int(about["skipped_steps"]),
             steps_skipped=int(about["skipped_steps"]),

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from offload import __version__
 from offload.checkpoint.foreign.dcp_folder import DcpFolder, SavedTensor
 from offload.checkpoint.format.composing import fields_of, numbers_of
 from offload.checkpoint.format.manifest import (
@@ -76,7 +75,6 @@ class _Foreign:
         precision = _PRECISIONS[dtype]
         scale = LossScaleRecord(scale=65536.0, good_steps=0) if precision == "fp16" else None
         manifest = Manifest(
-            offload=__version__,
             precision=precision,
             steps_taken=max((record.steps for record in records), default=0),
             steps_skipped=0,

@@ -119,7 +119,6 @@ class Saver:
         self._wholes = model.wholes(engine)
         self._groups = [self._group_record(*each) for each in enumerate(self._saved)]
         self._manifest = Manifest(
-            offload=__version__,
             precision=engine.config.precision,
             steps_taken=self._runtime.stepper.taken,
             steps_skipped=self._runtime.stepper.skipped,

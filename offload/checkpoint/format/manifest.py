@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
@@ -177,7 +178,8 @@ class Manifest(_Record):
 
     format: str = FORMAT
     version: int = VERSION
-    offload: str  # the version that wrote it
+    # the version that wrote it
+    offload: str = Field(default_factory=lambda: str(import_module("offload").__version__))
     precision: str
     steps_taken: Count
     steps_skipped: Count
