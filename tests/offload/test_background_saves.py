@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -344,24 +342,6 @@ def test_the_next_save_a_load_and_close_wait_for_it(
         engine.save_checkpoint(tmp_path / "h", wait=False)
     assert sorted(os.listdir(tmp_path)) == list("abcdefgh")
     assert not {t.name for t in threading.enumerate()} & {"offload-checkpoint", "offload-write_0"}
-
-
-def test_a_log_says_that_it_is_complete_with_its_bytes_and_seconds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "offload")
-    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST)) as engine:
-        losses_of(engine, batches(1))
-        before = engine.report()
-        engine.save_checkpoint(tmp_path / "saved", wait=False)
-        engine.checkpoint_saved()
-        assert str(replace(engine.report(), process=before.process)) == str(before)
-    (line,) = [r.getMessage() for r in caplog.records if "saved beside training" in r.message]
-    found = re.fullmatch(r"(.*): ([\d.]+) KiB saved beside training in [\d.e-]+ s", line)
-    assert found, line
-    assert found[1] == str(tmp_path / "saved")
-    nbytes = sum(map(len, files_of(tmp_path / "saved").values()))
-    assert float(found[2]) == pytest.approx(nbytes / 1024, rel=0.01)
 
 
 def test_an_engine_that_is_dropped_completes_it(tmp_path: Path) -> None:

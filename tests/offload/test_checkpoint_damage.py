@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+from tests.offload.test_checkpoint_forged import edited
 
 FILES = ["manifest.json", "buffers.safetensors", "parameters/002.safetensors",
          "optimizer/002.safetensors"]  # fmt: skip
@@ -94,16 +94,6 @@ def test_damage_says_which_bytes_and_what_to_do(
     assert "load another checkpoint" in message
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_is_found_without_reading_it(
-    engine: offload.Engine, saved: Path, name: str
-) -> None:
-    path = saved / name
-    path.write_bytes(path.read_bytes()[:-1])
-    message = refusal(engine, saved)
-    assert str(path) in message
-
-
 @pytest.mark.parametrize("name", FILES[1:])
 def test_a_missing_file_is_named_with_its_size(
     engine: offload.Engine, saved: Path, name: str
@@ -113,14 +103,6 @@ def test_a_missing_file_is_named_with_its_size(
 
 
 # ------------------------------------------------------------------------- manifests
-def edited(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest and sign it anew."""
-    path = saved / "manifest.json"
-    content = json.loads(path.read_text())
-    del content["xxh3"]
-    change(content)
-    content["xxh3"] = manifest._digest(content)
-    path.write_text(json.dumps(content))
 
 
 def test_a_newer_format_says_which_version_wrote_it(engine: offload.Engine, saved: Path) -> None:

@@ -403,11 +403,6 @@ def test_a_flipped_bit_is_seen_by_everybody_who_reads_it(
     load(engine, original)  # the load was half-way
 
 
-def test_a_fifo_for_a_checkpoint_is_refused(engine: offload.Engine, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "saved")
-    assert "a checkpoint is a folder" in refusal(engine, tmp_path / "saved")
-
-
 def test_a_manifest_of_gigabytes_is_not_read(engine: offload.Engine, saved: Path) -> None:
     os.truncate(saved / "manifest.json", 1 << 40)
     assert "no manifest has more than" in refusal(engine, saved)
