@@ -16,7 +16,6 @@ from torch import nn
 
 from offload.checkpoint.format.composing import fields_of
 from offload.checkpoint.format.manifest import (
-    BufferRecord,
     LossScaleRecord,
     MasterName,
     ModelRecord,
@@ -192,13 +191,6 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def buffer_records(tensors: dict[str, torch.Tensor]) -> list[BufferRecord]:
-    return [
-        BufferRecord(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=list(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
 
 
 def model_record(model: nn.Module) -> ModelRecord | None:

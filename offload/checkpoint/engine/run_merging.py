@@ -12,8 +12,8 @@ import xxhash
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
-from offload.checkpoint.format.manifest import BufferRecord, RunRecord
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
+from offload.checkpoint.format.manifest import RunRecord
+from offload.checkpoint.format.user_state import tensor_records
 from offload.tiers.errors import StateError
 from offload.zero.ranks.ranks import Ranks
 
@@ -60,11 +60,7 @@ def merged(
     of_first = [first[name] for name in ("extra", "entries", "versions", "state")]
     used = _names_in([sections["random"], objects, *of_first])
     tensors = {name: t for _, own in found for name, t in own.items() if name in used}
-    records = [
-        BufferRecord(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=list(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
-    return RunRecord(sections=sections, tensors=records), tensors
+    return RunRecord(sections=sections, tensors=tensor_records(tensors)), tensors
 
 
 def _are_alike(

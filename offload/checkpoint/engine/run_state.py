@@ -29,8 +29,7 @@ from offload.checkpoint.engine.module_state import ModuleState
 from offload.checkpoint.engine.run_merging import check_names, merged, on_first
 from offload.checkpoint.engine.shards import on_all
 from offload.checkpoint.format.manifest import RunRecord
-from offload.checkpoint.format.plain_values import packed
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
+from offload.checkpoint.format.user_state import Packer
 from offload.process import bounded_json
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import StateError, UnsupportedError
@@ -62,7 +61,7 @@ def check_carried(name: str, value: object) -> None:
             "checkpoint; save others yourself, or give their state_dict() to `state=`"
         )
     if (isinstance(value, Stateful) and not isinstance(value, type)) or is_generator(value):
-        _Packer(0).packed("objects", _state_of(value, name), f"{name}.state_dict()")  # type: ignore[arg-type]
+        Packer(0).packed("objects", _state_of(value, name), f"{name}.state_dict()")  # type: ignore[arg-type]
         return
     hint = "give it state_dict() and load_state_dict(), or put what counts into `state=`"
     if isinstance(value, torch.utils.data.DataLoader):
@@ -97,7 +96,7 @@ class RunState:
 
         UnsupportedError, with the name, for a value that is not plain."""
         ranks = engine.runtime.ranks
-        own = _Packer(0 if ranks is None else ranks.rank)
+        own = Packer(0 if ranks is None else ranks.rank)
         with on_all(ranks, "no checkpoint was saved"):
             modules = ModuleState.of(engine)
             values = _values_of(engine, state, own, modules)
@@ -108,30 +107,8 @@ class RunState:
         return cls(modules.tensors, record, tensors)
 
 
-class _Packer:
-    """One rank's values as JSON, and their tensors separately."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def packed(self, section: str, value: Any, name: str) -> Any:
-        def aside(tensor: torch.Tensor, what: str) -> dict[str, Any]:
-            if tensor.dtype not in DTYPE_NAMES:
-                raise UnsupportedError(
-                    f"{what} is a tensor of {tensor.dtype}, which cannot be in a safetensors file"
-                )
-            key = f"{section}/{self._rank}/{len(self.tensors)}"
-            # a copy: it may be changed while it is written
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self.tensors[key] = whole.copy_(tensor.detach())
-            return {"name": key}
-
-        return packed(value, name, aside)
-
-
 def _values_of(
-    engine: Trained, state: Mapping[str, Any] | None, to: _Packer, modules: ModuleState
+    engine: Trained, state: Mapping[str, Any] | None, to: Packer, modules: ModuleState
 ) -> dict[str, Any]:
     generators = named_generators(engine.module, engine.device)
     with defer_signals:  # pydantic takes a Ctrl-C for an error of its own
@@ -168,7 +145,7 @@ def _check_size(values: dict[str, Any]) -> None:
 
 
 def _packed_where_plain(
-    values: Mapping[str, Any], to: _Packer, section: str, name: str
+    values: Mapping[str, Any], to: Packer, section: str, name: str
 ) -> dict[str, Any]:
     found = {}
     for key, value in values.items():

@@ -37,9 +37,9 @@ from offload.checkpoint.format.safetensors_file import (
     info_of,
     optimizer_sections,
 )
+from offload.checkpoint.format.user_state import tensor_records
 from offload.checkpoint.format.write_behind import WriteBehind
 from offload.display.progress import progress
-from offload.process import __version__
 from offload.swap.states.state import Snapshot, State
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
@@ -126,7 +126,7 @@ class Saver:
             optimizer=self._optimizer,
             groups=self._groups,
             parameters=self._parameters,
-            buffers=model.buffer_records(self._others),
+            buffers=tensor_records(self._others),
             buffers_file=BUFFERS,
             files={},
             model=model.model_record(engine.module),

@@ -13,24 +13,52 @@ from offload.checkpoint.format.manifest import BufferRecord, RunRecord
 from offload.checkpoint.format.plain_values import packed, unpacked
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import DTYPE_NAMES, DTYPES, StoredTensor
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, UnsupportedError
+
+
+class Packer:
+    """One rank's values as JSON, and their tensors separately."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def packed(self, section: str, value: Any, name: str) -> Any:
+        """A value of a section of the run's record. UnsupportedError, with the name, for one that
+        is not plain."""
+
+        def aside(tensor: torch.Tensor, what: str) -> dict[str, Any]:
+            if tensor.dtype not in DTYPE_NAMES:
+                raise UnsupportedError(
+                    f"{what} is a tensor of {tensor.dtype}, which cannot be in a safetensors file"
+                )
+            key = f"{section}/{self._rank}/{len(self.tensors)}"
+            # a copy: it may be changed while it is written
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.tensors[key] = whole.copy_(tensor.detach())
+            return {"name": key}
+
+        return packed(value, name, aside)
+
+
+def tensor_records(tensors: Mapping[str, torch.Tensor]) -> list[BufferRecord]:
+    """The records of tensors, as a manifest lists them."""
+    return [
+        BufferRecord(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=list(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
 
 
 def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
     """A run that has nothing but this state, and the tensors of its record, in order.
     UnsupportedError for a value that is not plain."""
-    records: list[BufferRecord] = []
-    tensors: list[torch.Tensor] = []
-
-    def aside(tensor: torch.Tensor, what: str) -> dict[str, Any]:
-        name = f"state/0/{len(tensors)}"
-        shape, dtype = list(tensor.shape), DTYPE_NAMES[tensor.dtype]
-        records.append(BufferRecord(name=name, dtype=dtype, shape=shape))
-        tensors.append(tensor)
-        return {"name": name}
-
-    sections = {"extra": {}, "objects": {}, "random": [], "state": packed(state, "state", aside)}
-    return RunRecord(sections=sections, tensors=records), tensors
+    packer = Packer(0)
+    sections = {
+        "objects": {}, "extra": {}, "entries": {}, "versions": None, "random": [],
+        "state": packer.packed("state", state, "state"),
+    }  # fmt: skip
+    record = RunRecord(sections=sections, tensors=tensor_records(packer.tensors))
+    return record, [*packer.tensors.values()]
 
 
 def tensors_of(
