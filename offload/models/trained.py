@@ -66,9 +66,6 @@ class Trained(Protocol):
     def swap_folders(self) -> Sequence[str]:
         """The folders that hold swap files."""
 
-    def checkpoint_saved(self, *, wait: bool = True) -> bool:
-        """Whether the save in the background is complete."""
-
     def settle(self) -> None: ...
     def checkpoint_saved(self, *, wait: bool = True) -> bool: ...
     def gathered(
