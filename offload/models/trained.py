@@ -1,4 +1,4 @@
-"""What trains, as checkpoints, run folders and optimizers know it: the engine, not imported."""
+"""The protocol of an engine, for checkpoints, run folders and optimizers that do not import it."""
 
 from __future__ import annotations
 
