@@ -11,7 +11,9 @@ Two checks keep what a constructor did in another way from being lost in silence
 
     filled     fresh memory holds a value that no initialiser writes (NaN, or first 0, then 1)
     counted    torch counts writes on the meta device, too: a tensor that was written more often
-               when the model was built was set otherwise (`nn.init.zeros_(self.head.weight)`)
+               when the model was built than the calls write there was set otherwise
+               (`nn.init.zeros_(self.head.weight)`); one that was written less often may not have
+               got what `_init_weights` writes
 
 Writes through `.data`, by `trunc_normal_` and by `orthogonal_` are not counted there.
 """
@@ -20,9 +22,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -108,7 +111,7 @@ class Made:
 
     value: torch.Tensor
     is_written: bool = False  # all of it
-    writes: int = 0  # as a constructor on the meta device counts them
+    writes: float = 0  # as a constructor on the meta device counts them; inf: not known
     is_overwritten: bool = False  # by transformers, which writes nothing in such a constructor
 
     def accounts_for(self, writes: int) -> bool:
@@ -123,6 +126,7 @@ class Call:
     module: nn.Module
     run: Callable[[], object]
     times: int = 1  # that a constructor on the meta device makes it
+    model: nn.Module | None = None  # whose `_init_weights` it is, which may not have been called
 
 
 class MetaInitialiser:
@@ -143,6 +147,7 @@ class MetaInitialiser:
                 self._of.setdefault(id(owner.module), []).append(entry)
         self._names: dict[int, str] = {}
         self._around: dict[int, list[nn.Module]] = {}  # a module and those around it, inside first
+        self._called: dict[nn.Module, bool] = {}  # models: whether it called its `_init_weights`
         self._note(model, "", [])
 
     def _note(self, module: nn.Module, name: str, around: list[nn.Module]) -> None:
@@ -247,9 +252,12 @@ class MetaInitialiser:
         if entry.tied and not made[entry].is_written:
             tied = entry.tied[0].module
             made[entry] = self._of_module(tied, tied)[entry]
+        self._count(first.module, made)
+        for owner in entry.tied[:1]:
+            self._count(owner.module, {entry: made[entry]})
         for other in others:
             again = self._of_module(other.module, first.module)[entry]
-            made[entry].writes += again.writes
+            self._count(other.module, {entry: made[entry]})
             if not torch.equal(again.value, made[entry].value):
                 raise UnsupportedError(
                     f"{entry.name} on the meta device is {other.name}, too, and their modules "
@@ -258,7 +266,70 @@ class MetaInitialiser:
                 )
         _refuse_unwritten([e for e, each in made.items() if not each.is_written])
         _refuse_otherwise([e for e, each in made.items() if not each.accounts_for(e.version)])
+        for each in made:
+            self._refuse_uncalled(each, first.module)
         return {e: each.value for e, each in made.items()}
+
+    def _count(self, module: nn.Module, made: Mapping[Entry, Made]) -> None:
+        """Add how often the calls for a module write to its tensors on the meta device."""
+        written = {entry: each for entry, each in made.items() if entry.version}
+        for call, counts in self._counted(module, written):
+            for entry, count in counts.items():
+                written[entry].writes += count * call.times
+
+    def _counted(
+        self, module: nn.Module, entries: Collection[Entry]
+    ) -> Iterator[tuple[Call, dict[Entry, float]]]:
+        """Yield the calls for a module, with how often they write to `entries` where a constructor
+        on the meta device did: `trunc_normal_`, for one, writes nothing there."""
+        for call in self._calls_for(module) if entries else ():
+            if not call.times:
+                continue
+            before = {entry: entry.twin._version for entry in entries}
+            counts: dict[Entry, float] = dict.fromkeys(entries, math.inf)
+            with suppress(Exception):  # it needs values: what it writes is not known
+                call.run()
+                for entry in entries:
+                    is_replaced = _installed(entry, module) is not entry.twin
+                    counts[entry] = 1 if is_replaced else entry.twin._version - before[entry]
+            for entry in entries:
+                entry.install(entry.twin)
+            yield call, counts
+
+    def _refuse_uncalled(self, entry: Entry, module: nn.Module) -> None:
+        """Refuse a tensor of an `_init_weights` that the constructor may not have called."""
+        for model, needed in self._needed_writes(entry, module):
+            if entry.version < needed and not self._has_called(model):
+                raise UnsupportedError(
+                    f"{type(model).__name__}._init_weights: its constructor wrote to {entry.name} "
+                    "only as often as reset_parameters() does, so that it is not clear whether it "
+                    f"called _init_weights; {_REMEDY}"
+                )
+
+    def _has_called(self, model: nn.Module) -> bool:
+        """Return whether some tensor was written as often as a call of its `_init_weights` adds."""
+        if model not in self._called:
+            self._called[model] = any(
+                entry.version >= needed
+                for inner in model.modules()
+                for entry in self._of.get(id(inner), ())
+                for by, needed in self._needed_writes(entry, inner) if by is model
+            )  # fmt: skip
+        return self._called[model]
+
+    def _needed_writes(
+        self, entry: Entry, module: nn.Module
+    ) -> Iterator[tuple[nn.Module, float]]:  # fmt: skip
+        """Yield the models whose `_init_weights` writes to a tensor that the module's own
+        reset_parameters wrote to, and how often it is written with that."""
+        if not (entry.version and entry.is_meta and entry.is_alone):
+            return
+        own: float = 0
+        for call, counts in self._counted(module, [entry]):
+            if call.model is None:
+                own += counts[entry] if call.module is module else 0
+            elif own and counts[entry] and counts[entry] != math.inf:
+                yield call.model, own + counts[entry]
 
     def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, Made]:
         """Initialise a module's own tensors."""
@@ -370,9 +441,9 @@ def _model_calls(module: nn.Module, chain: Iterable[nn.Module]) -> Iterator[Call
         return
     if _takes(method, module):
         for inner in chain:
-            yield Call(inner, partial(method, inner))
+            yield Call(inner, partial(method, inner), model=module)
     elif _takes(method):
-        yield Call(module, method)
+        yield Call(module, method, model=module)
 
 
 def _takes(method: Callable[..., object], *args: object) -> bool:
@@ -391,7 +462,7 @@ def _times_reset(kind: type) -> int:
 
 
 def _perform(call: Call, made: Mapping[Entry, Made], module: nn.Module) -> None:
-    """Make a call for the tensors of `module`, and note which of them it writes.
+    """Make a call for the tensors of `module`, and note which of them transformers writes.
 
     Raises UnsupportedError where a module around it needs values of others, too."""
     before = {entry: _installed(entry, module) for entry in made}
@@ -407,9 +478,8 @@ def _perform(call: Call, made: Mapping[Entry, Made], module: nn.Module) -> None:
         ) from error
     for entry, each in made.items():
         after = _installed(entry, module)
-        writes = after._version - versions[entry] if after is before[entry] else 1
-        each.writes += writes * call.times
-        each.is_overwritten |= writes > 0 and not call.times
+        is_written = after is not before[entry] or after._version > versions[entry]
+        each.is_overwritten |= is_written and not call.times
 
 
 def _installed(entry: Entry, module: nn.Module) -> Any:

@@ -150,7 +150,7 @@ class DevicePath(_OnDevice):
 
 
 class LeavingPath(_OnDevice):
-    """First gradients go through an `StagingRing`; later ones are added by a `HostPath`."""
+    """First gradients go through a `StagingRing`; later ones are added by a `HostPath`."""
 
     def __init__(
         self, specs: Sequence[ParamSpec], partials: DevicePartials, ring: StagingRing, run: Runner
