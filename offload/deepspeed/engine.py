@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.config.paths import StrPath, path_of
-from offload.deepspeed.left_out import left_out
+from offload.deepspeed.left_out import LEFT_OUT, LeftOutError, left_out
 from offload.deepspeed.saved import LoopState, load_saved, save_all, save_weights
 from offload.deepspeed.settings import Settings
 from offload.engine import Engine
@@ -317,7 +317,9 @@ class EngineModule(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-            raise left_out("offload.deepspeed's engine", name)
+            found = left_out("offload.deepspeed's engine", name)
+            # programs ask by `hasattr` which methods there are
+            raise LeftOutError(str(found)) if name in LEFT_OUT else found
 
 
 def engine_of(param: nn.Parameter) -> EngineModule | None:

@@ -76,6 +76,10 @@ LEFT_OUT = {
 }
 
 
+class LeftOutError(UnsupportedError, AttributeError):
+    """An engine has no such method or attribute: `hasattr` is False."""
+
+
 def left_out(where: str, name: str) -> Exception:
     """Return the error for a name that `where` does not have: UnsupportedError that says what to
     use for one of DeepSpeed's, AttributeError for others."""

@@ -561,6 +561,8 @@ def test_attributes_of_the_model_and_hints_for_those_that_are_not_there() -> Non
             engine.allreduce_gradients()
         with pytest.raises(UnsupportedError, match="offload_optimizer"):
             engine.offload_states()
+        assert not hasattr(engine, "offload_states")
+        assert getattr(engine, "timers", None) is None
         with pytest.raises(AttributeError, match="'nonsense'"):
             _ = engine.nonsense
     with pytest.raises(UnsupportedError, match="the model itself"):

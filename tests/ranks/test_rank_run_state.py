@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import offload
 from offload.errors import CheckpointError, OffloadError
@@ -87,6 +88,42 @@ def load_on_more(folder: str) -> tuple[float, str, str]:
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(Path(folder) / "saved")
     return drawn, "; ".join(text for text in records if "random" in text), str(caught.value)
+
+
+class Marks(nn.Module):
+    """A module with a state of its own, which it may refuse to take back."""
+
+    refuses = False
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if self.refuses:
+            raise ValueError("not mine")
+
+
+def load_what_one_refuses(folder: str) -> list[str]:
+    model, saved, told = seeded(TinyLM), Path(folder) / "saved", []
+    model.marks = Marks()
+    keys = config(Path(folder), NVME, budget=BUDGET, zero={"stage": 2})
+    with offload.initialize(model, keys) as engine:
+        engine.save_checkpoint(saved)
+        model.marks.refuses = dist.get_rank() == 1
+        for attempt in (engine.load_checkpoint, engine.save_checkpoint):
+            with pytest.raises(OffloadError) as caught:
+                attempt(saved)
+            told.append(f"{type(caught.value).__name__}: {caught.value}")
+        model.marks.refuses = False
+        engine.load_checkpoint(saved)
+    return told
+
+
+def test_where_one_ranks_modules_refuse_a_load_no_rank_goes_on(tmp_path: Path) -> None:
+    for loading, saving in run_ranks(2, tmp_path, load_what_one_refuses, str(tmp_path)):
+        assert loading.startswith("CheckpointError: ")
+        assert "not mine" in loading
+        assert saving.startswith("StateError: loading ")
 
 
 def test_each_rank_goes_on_with_its_own_state(tmp_path: Path) -> None:

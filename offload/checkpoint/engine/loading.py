@@ -52,13 +52,13 @@ def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
         )
         with on_all(runtime.ranks, failed), progress(f"loading {path.name}", loader.nbytes) as came:
             loader.apply(came)
-        with on_all(runtime.ranks, failed):
-            runtime.store.unusable = None  # modules may look at their parameters
-            try:
+        runtime.store.unusable = None  # modules may look at their parameters
+        try:
+            with on_all(runtime.ranks, failed):
                 beside.modules.apply()
-            except BaseException:
-                runtime.store.unusable = half_way
-                raise
+        except BaseException:
+            runtime.store.unusable = half_way  # on every rank: one alone would wait for this one
+            raise
         with on_all(runtime.ranks, failed):
             beside.apply()
         return beside.state or {}

@@ -1,4 +1,4 @@
-"""Saved tensors that move to another tier as in `swap/activations.py`, simulated without moving.
+"""Saved tensors that move to another tier as in `swap/activations`, simulated without moving.
 
 The rules are the same as there: storages of 128 KiB and more move whole, each once, unless only a
 small part of one is saved; inputs, parameters and buffers stay. What comes back is a new storage.
@@ -52,7 +52,7 @@ class _LeftTensor:
 
 
 class SavedElsewhere:
-    """Implements the keeper of saved activations (`zero/handles.py`)."""
+    """Implements the keeper of saved activations (`zero/hooks/handles.py`)."""
 
     def __init__(self, live: LiveBytes, *, in_place: bool) -> None:
         """`live` knows which storages count. `in_place`: the model computes on the CPU, where the

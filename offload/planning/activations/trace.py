@@ -8,7 +8,7 @@
        └─ backward the same; a parameter's gradient is taken as soon as it is there
 
 It runs twice: as it is, and with what autograd saves leaving for another tier as
-`swap/activations.py` would take it. Storages below torch's dispatcher (a kernel's scratch memory)
+`swap/activations` would take it. Storages below torch's dispatcher (a kernel's scratch memory)
 are not seen.
 """
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from offload.planning.plan.workload import Workload
     from offload.zero.groups.model_shape import ModelShape
 
-_FILE_GROWTH_NBYTES = 256 << 20  # as `swap/block_store.py` lengthens a file
+_FILE_GROWTH_NBYTES = 256 << 20  # as `swap/io/block_store.py` lengthens a file
 # Beside a parameter's values: its entry in the manifest, and one in the header of each file.
 _NAMED_NBYTES, _TENSOR_NBYTES = 230, 120
 _MOST_LATE = 3  # groups whose update within backward is still to come
