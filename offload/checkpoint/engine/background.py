@@ -7,8 +7,8 @@
     └─ a thread ──────────────▶   groups in order of use, one that an update waits for first; then
                                   the manifest; then the folder gets its name
 
-`zero/step/save_gate.py` says what may be overwritten meanwhile. Beside the buffers of any save nothing
-is copied in memory: what has no room for a second version waits for its turn.
+`zero/step/save_gate.py` says what may be overwritten meanwhile. Beside the buffers of any save
+nothing is copied in memory: what has no room for a second version waits for its turn.
 """
 
 from __future__ import annotations

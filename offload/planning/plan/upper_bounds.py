@@ -3,8 +3,8 @@
 On nvme, however slow its writes are:
 
 A piece has one valid version there. An extent beyond that is a new version while it is written, or
-an old one while it is still read (`swap/io/block_store.py`), and each of these moves has memory of its
-own, which is not lent again before the move ends:
+an old one while it is still read (`swap/io/block_store.py`), and each of these moves has memory of
+its own, which is not lent again before the move ends:
 
     in a slot     the copy of a piece: not dropped before its writes have ended (`FileState`)
     staged        a buffer of the update: lent again when its writes have ended (`UpdateQueue`);
