@@ -70,6 +70,7 @@ class _Watchdog:
     answer keeps the thread that asks, and nothing takes a call back."""
 
     WARN_AFTER_S = 30.0
+    _LOOK_EVERY_S = 0.05  # the thread ends so soon after the last call: a program may fork
 
     def __init__(self) -> None:
         self._calls: dict[object, tuple[str, Path, float]] = {}  # and since when, until it is named
@@ -94,7 +95,7 @@ class _Watchdog:
 
     def _run(self) -> None:
         while True:
-            time.sleep(self.WARN_AFTER_S / 10)
+            time.sleep(self._LOOK_EVERY_S)
             self._thread = None  # before it looks: a call that comes then begins another one
             if not self._calls:
                 return
