@@ -17,7 +17,7 @@ from offload.planning.plan.experts import active_numel
 from offload.planning.plan.workload import Workload
 from offload.tools.memest.cli import main
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.experts.per_token import experts_per_token, experts_per_token_of
+from offload.zero.groups.discovery import experts_per_token, experts_per_token_of
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128,
