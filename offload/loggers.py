@@ -17,7 +17,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -25,6 +25,7 @@ from typing import Any, Protocol, TextIO
 import aiofiles
 
 from offload.config.paths import StrPath, path_of
+from offload.swap.threads.shield import Executor, is_done, result_of
 from offload.tiers.errors import ConfigError, PathError
 
 Values = Mapping[str, Any]
@@ -95,7 +96,7 @@ class JSONLinesLogger:
         self.path = path_of(path, "path")
         self._lines: list[str] | None = None  # not written yet
         self._writing: Future[None] | None = None
-        self._thread: ThreadPoolExecutor
+        self._thread: Executor
 
     def log(self, values: Values, step: int) -> None:
         """Write a line. Values that are not finite become null, since JSON has no NaN; unknown ones
@@ -104,10 +105,10 @@ class JSONLinesLogger:
             _make_parent(self.path)
             # the beginning of a line stays one of its own
             self._lines = [""] if _ends_amid_a_line(self.path) else []
-            self._thread = ThreadPoolExecutor(1, "offload-lines")
+            self._thread = Executor(1, "offload-lines")
         finite = {name: _finite(value) for name, value in values.items() if value is not None}
         self._lines.append(json.dumps({"step": step, **finite}))
-        if self._writing is None or self._writing.done():  # else they wait for the next call
+        if self._writing is None or is_done(self._writing):  # else they wait for the next call
             self._write()
 
     def _write(self) -> None:
@@ -115,7 +116,7 @@ class JSONLinesLogger:
         OSError if they could not be written."""
         written, self._writing = self._writing, None
         if written is not None:
-            written.result()
+            result_of(written)
         if self._lines:
             text = "".join(f"{line}\n" for line in self._lines)
             self._writing = self._thread.submit(asyncio.run, _append(self.path, text))

@@ -10,8 +10,10 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +67,15 @@ def storage_error(
 
 
 # --------------------------------------------------------------------------- calls
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that is under way."""
+
+    operation: str
+    path: Path
+    began_s: float = field(default_factory=time.monotonic)
+
+
 class _Watchdog:
     """Names calls that have not returned for `WARN_AFTER_S`: a disk or a server that does not
     answer keeps the thread that asks, and nothing takes a call back."""
@@ -73,7 +84,8 @@ class _Watchdog:
     _LOOK_EVERY_S = 0.05  # the thread ends so soon after the last call: a program may fork
 
     def __init__(self) -> None:
-        self._calls: dict[object, tuple[str, Path, float]] = {}  # and since when, until it is named
+        # until they are named; one that a Ctrl-C ended is gone with its frame
+        self._calls: dict[int, weakref.ref[_Call]] = {}
         self._thread: threading.Thread | None = None
         os.register_at_fork(after_in_child=self._forget_parent)
 
@@ -81,34 +93,42 @@ class _Watchdog:
         self._calls.clear()
         self._thread = None
 
-    def began(self, key: object, operation: str, path: Path) -> None:
+    def began(self, call: _Call) -> None:
         """Watch a call until `ended`."""
-        self._calls[key] = operation, path, time.monotonic()
+        self._calls[id(call)] = weakref.ref(call)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="offload-watchdog", daemon=True)
             with suppress(RuntimeError):  # no thread can be started: the call is made all the same
                 self._thread.start()
 
-    def ended(self, key: object) -> None:
+    def ended(self, call: _Call) -> None:
         """End the watch over a call."""
-        self._calls.pop(key, None)
+        self._calls.pop(id(call), None)
 
     def _run(self) -> None:
         while True:
             time.sleep(self._LOOK_EVERY_S)
             self._thread = None  # before it looks: a call that comes then begins another one
-            if not self._calls:
+            if not self._look():
                 return
             self._thread = threading.current_thread()
-            for key, (operation, path, began_s) in list(self._calls.items()):
-                seconds = time.monotonic() - began_s
-                if seconds >= self.WARN_AFTER_S:
-                    self.ended(key)
-                    _log.warning(
-                        "%s of %s has not ended for %.3g s: the device or its server does not "
-                        "answer, see `dmesg`; a second Ctrl-C ends the program",
-                        operation, path, seconds,
-                    )  # fmt: skip
+
+    def _look(self) -> bool:
+        """Name the calls that take too long. Return whether any call is under way."""
+        for number, reference in list(self._calls.items()):
+            call = reference()
+            if call is None:
+                self._calls.pop(number, None)
+                continue
+            seconds = time.monotonic() - call.began_s
+            if seconds >= self.WARN_AFTER_S:
+                self.ended(call)
+                _log.warning(
+                    "%s of %s has not ended for %.3g s: the device or its server does not answer, "
+                    "see `dmesg`; a second Ctrl-C ends the program",
+                    call.operation, call.path, seconds,
+                )  # fmt: skip
+        return bool(self._calls)
 
 
 _watchdog = _Watchdog()
@@ -117,12 +137,12 @@ _watchdog = _Watchdog()
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
     """Return `function(*args)`, a call of the system that `operation` and `path` describe. All
     calls on checkpoints come through here: one that does not return is named in the log."""
-    key = object()
-    _watchdog.began(key, operation, path)
+    call = _Call(operation, path)
     try:
+        _watchdog.began(call)
         return perform(operation, path, function, *args)
     finally:
-        _watchdog.ended(key)
+        _watchdog.ended(call)
 
 
 def perform(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:

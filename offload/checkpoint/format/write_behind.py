@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -28,6 +28,7 @@ import numpy as np
 
 from offload.checkpoint.format.disk import OpenFile, make_call, new_file, storage_errors
 from offload.swap.io.swap_file import UNSUPPORTED, fallocate, file_system_of
+from offload.swap.threads.shield import Executor, is_done, result_of
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import StorageError
 from offload.tiers.tier import PAGE_NBYTES
@@ -54,8 +55,8 @@ class WriteBehind:
     """
 
     def __init__(self) -> None:
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="offload-write")
-        self._syncers = ThreadPoolExecutor(MOST_SYNCS, thread_name_prefix="offload-sync")
+        self._writers = Executor(_WRITERS, thread_name_prefix="offload-write")
+        self._syncers = Executor(MOST_SYNCS, thread_name_prefix="offload-sync")
         self._writes: deque[tuple[Future[None], AlignedMemory]] = deque()
         self._syncs: deque[Future[None]] = deque()
         self._free: list[AlignedMemory] = []  # of whole blocks
@@ -72,7 +73,7 @@ class WriteBehind:
         while self._writes:
             self._end_write()
         while self._syncs:
-            self._syncs.popleft().result()
+            result_of(self._syncs.popleft())
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +102,7 @@ class WriteBehind:
     ) -> Future[None]:
         """Begin to write `data`, a part of `memory`, which is reused afterwards. Waits if too much
         is under way."""
-        while len(self._writes) >= MOST_BLOCKS or (self._writes and self._writes[0][0].done()):
+        while len(self._writes) >= MOST_BLOCKS or (self._writes and is_done(self._writes[0][0])):
             self._end_write()
         write = _submitted(self._writers, file.path, file.write_block, data, offset)
         self._writes.append((write, memory))
@@ -109,20 +110,20 @@ class WriteBehind:
 
     def finish_file(self, file: BehindFile, writes: list[Future[None]]) -> None:
         """Sync and close a file, once its blocks are written."""
-        while len(self._syncs) >= MOST_SYNCS or (self._syncs and self._syncs[0].done()):
-            self._syncs.popleft().result()
+        while len(self._syncs) >= MOST_SYNCS or (self._syncs and is_done(self._syncs[0])):
+            result_of(self._syncs.popleft())
         self._files.remove(file)
         self._syncs.append(_submitted(self._syncers, file.path, file.sync_and_close, writes))
 
     def _end_write(self) -> None:
         write, memory = self._writes.popleft()
-        write.result()
+        result_of(write)
         if memory.nbytes == BLOCK_NBYTES:
             self._free.append(memory)
 
 
 def _submitted(
-    threads: ThreadPoolExecutor, path: Path, function: object, *args: object
+    threads: Executor, path: Path, function: object, *args: object
 ) -> Future[None]:  # fmt: skip
     try:
         return threads.submit(function, *args)  # type: ignore[arg-type]
