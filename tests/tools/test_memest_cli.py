@@ -506,6 +506,10 @@ def test_answering_help_imports_nothing_heavy(arguments: list[str]) -> None:
     _runs_without({"torch", "numba", "numpy", "matplotlib", "yaml"}, arguments)
 
 
+def test_an_answer_on_a_terminal_draws_no_pictures() -> None:
+    _runs_without({"matplotlib"}, ["--params", "1e7", "--ram", "64GiB", "--no-measure"])
+
+
 def test_no_module_of_memest_imports_anything_heavy() -> None:
     folder = REPOSITORY / "tools/memest"
     paths = [path.relative_to(folder).with_suffix("") for path in sorted(folder.rglob("*.py"))]

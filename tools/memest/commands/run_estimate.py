@@ -197,7 +197,7 @@ def _show(found: Estimate, output: OutputOptions) -> None:
     from offload.tools.memest.show.tables import page_table
 
     show_answer(
-        output.chosen, output.out, table=lambda: page_table(estimate_page(found)),
+        output.chosen, output.out, table=lambda: page_table(estimate_page(found, drawn=False)),
         values=lambda: to_dict(found),
         page=lambda: estimate_page(found),
     )  # fmt: skip

@@ -13,8 +13,9 @@ from offload.tools.memest.show import view
 _MAX_CAPACITIES = 3.0  # longest bar that is drawn
 
 
-def estimate_page(estimate: Estimate) -> Page:
-    """Return a page with everything about an estimate, verdict first."""
+def estimate_page(estimate: Estimate, *, drawn: bool = True) -> Page:
+    """Return a page with everything about an estimate, verdict first; without its pictures, which
+    a terminal does not show, if it is not to be `drawn`."""
     return Page(
         name=f"{estimate.model}: memory and time",
         title=estimate.model,
@@ -22,11 +23,11 @@ def estimate_page(estimate: Estimate) -> Page:
         verdict=view.verdict(estimate),
         state=view.state(estimate),
         figures=view.figures(estimate),
-        sections=tuple(_sections(estimate)),
+        sections=tuple(_sections(estimate, drawn=drawn)),
     )
 
 
-def _sections(estimate: Estimate) -> Iterator[Section]:
+def _sections(estimate: Estimate, *, drawn: bool) -> Iterator[Section]:
     messages = dict.fromkeys(each.message for each in estimate.shortfalls)
     yield Section("Why not", lines=tuple(messages))
     title = view.changes_title(estimate)
@@ -34,9 +35,10 @@ def _sections(estimate: Estimate) -> Iterator[Section]:
         yield Section(title, tables=[_changes(estimate)])
     elif not estimate.fits:
         yield Section(title, lines=[view.NO_CHANGE])
-    yield Section("Peak memory", [_memory_picture(estimate)], [_memory(estimate)])
+    memory = [_memory_picture(estimate)] if drawn else []
+    yield Section("Peak memory", memory, [_memory(estimate)])
     for title, step in view.passes_of(estimate):
-        pictures = [_timeline(title, step)] if step.spans else []
+        pictures = [_timeline(title, step)] if drawn and step.spans else []
         yield Section(title, pictures, [_links(estimate, step)])
     found = estimate.experts
     if found is not None:
