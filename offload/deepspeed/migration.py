@@ -350,6 +350,8 @@ def _precision(made: Migration) -> None:
     ):
         if made.said.get("bf16.enabled") == AUTO and made.get("bf16.check_grad_overflow", True):
             made.set("skip_nonfinite", True, "DeepSpeed's default of bf16.check_grad_overflow")
+        if made.said.get("fp16.enabled") == AUTO:
+            _warn_of_loss_scale(made)
         return
     for name in ("fp16.enabled", "bf16.enabled"):
         made.autos.pop(name, None)  # the other one is true
@@ -364,6 +366,20 @@ def _precision(made: Migration) -> None:
             made.set("optimizer.master", "none")
         if made.get("bf16.bf16_optimizer_states"):
             made.set("optimizer.states", "bf16")
+
+
+def _warn_of_loss_scale(made: Migration) -> None:
+    """Warn of numbers that a file without a precision cannot have."""
+    for name, usual in (
+        ("loss_scale", 0), ("initial_scale_power", 16), ("loss_scale_window", 1000),
+        ("min_loss_scale", 1),
+    ):  # fmt: skip
+        value = made.get(f"fp16.{name}", usual)
+        if value != usual:
+            made.warnings.append(
+                f"fp16.{name}: {_shown(value)} is left out, as fp16.enabled is auto; with "
+                "fp16=True write precision: fp16 and the loss_scale section as well"
+            )
 
 
 def _loss_scale(made: Migration) -> None:

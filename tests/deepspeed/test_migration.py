@@ -206,6 +206,14 @@ def test_loss_scale() -> None:
     assert (fixed.initial, fixed.min) == (128.0, 128.0)
 
 
+def test_numbers_of_the_loss_scale_are_not_left_out_in_silence() -> None:
+    made = migrate(
+        {**BATCH, "fp16": {"enabled": "auto", "initial_scale_power": 20, "loss_scale": 0}}
+    )
+    (warning,) = made.warnings
+    assert warning.startswith("fp16.initial_scale_power: 20 is left out")
+
+
 def test_the_share_that_is_offloaded() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
     placement = config_of({**BATCH, "zero_optimization": zero}).placement.optimizer
