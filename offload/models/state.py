@@ -94,13 +94,17 @@ class StateDictHooks:
         if self._leaves_parameters:
             return
         _refuse_assigning(model, metadata)
+        loading = set()
         for name, module in model.named_modules():
+            path = f"{prefix}{name}." if name else prefix
+            set_here = [p for each, p in self._own(module).items() if path + each in state_dict]
+            loading |= {spec.name for p in set_here if (spec := self._store.spec_of(p))}
             if "0" not in module._modules:
                 own = [
                     f"{prefix}{name}.{each}" for each, p in self._own(module).items() if p.dim() > 2
                 ]
                 _refuse_single_experts(own, f"{prefix}{name}.0.", state_dict)
-        self._values.adopt_changes(loading=True)
+        self._values.adopt_changes(loading=loading)
 
     @contextmanager
     def parameters_left(self, *, loading: bool = False) -> Iterator[None]:

@@ -68,6 +68,23 @@ def test_a_snapshot_may_be_written_to_and_loaded(placement: dict[str, Any], tmp_
         assert not torch.equal(engine.module.state_dict()["0.bias"], average["0.bias"])
 
 
+@PLACEMENTS
+def test_a_written_entry_that_a_load_leaves_out_is_refused(
+    placement: dict[str, Any], tmp_path: Path
+) -> None:
+    with offload.initialize(build(), config(tmp_path, placement)) as engine:
+        own = engine.module.state_dict()
+        own["0.bias"].fill_(2.0)
+        own["1.bias"].fill_(2.0)
+        part = {"1.bias": own["1.bias"]}
+        with pytest.raises(StateError, match=r"^0\.bias: (?!.*more)"):
+            engine.module.load_state_dict(part, strict=False)
+        nn.ModuleDict({"model": engine.module}).load_state_dict(
+            {f"model.{name}": value for name, value in part.items()}, strict=False
+        )
+        assert engine.module.state_dict()["1.bias"].eq(2.0).all()
+
+
 def test_copies_for_inference_are_only_read(tmp_path: Path) -> None:
     with offload.initialize(build(), config(tmp_path, NVME)) as engine:
         with torch.inference_mode():

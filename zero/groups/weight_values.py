@@ -6,7 +6,7 @@ At most one group's weights are in memory at a time beside those that the caller
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -169,15 +169,14 @@ class WeightValues:
         self._given.note(spec.name, copied)
         return copied
 
-    def adopt_changes(self, *, loading: bool = False) -> None:
+    def adopt_changes(self, *, loading: Container[str] = ()) -> None:
         """Take in writes between passes to parameters that are always gathered. Raises StateError
-        if a copy in a state dict was written to; while `loading`, which sets all parameters anyway,
-        those are forgotten."""
+        if a copy in a state dict was written to, unless it is of a parameter in `loading` (names),
+        which is set anyway."""
         for group in self._store.groups:
             self._adopt(group)
         self._packed.adopt()
-        if loading:
-            self._given.forget()
+        self._given.forget(loading)
         self._store.assigned.check()
         self._given.check()
 

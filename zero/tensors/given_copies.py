@@ -8,6 +8,7 @@ use of the parameters, unless `load_state_dict` sets them first.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,6 @@ class GivenCopies:
                 "meant for the model"
             )
 
-    def forget(self) -> None:
-        """Forget all copies: a load is setting all parameters anyway."""
-        self._given.clear()
+    def forget(self, names: Container[str]) -> None:
+        """Forget the copies of these parameters, which a load is setting anyway."""
+        self._given = [given for given in self._given if given.name not in names]
