@@ -27,7 +27,6 @@ from offload.checkpoint.format.manifest import (
     ParamGroupRecord,
 )
 from offload.checkpoint.format.plain_values import check_plain
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.saved import LoopState, imported_run, last_tag, write_latest
@@ -42,6 +41,7 @@ from offload.tiers.errors import (
     OffloadError,
     UnsupportedError,
 )
+from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.step.records import RecordFormat
 
 _log = logging.getLogger("offload")

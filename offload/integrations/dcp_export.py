@@ -28,12 +28,13 @@ from offload.checkpoint.foreign.exporting import check_new, pending_output
 from offload.checkpoint.format.disk import check_room, storage_errors
 from offload.checkpoint.format.manifest import Manifest, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import DTYPES, StoredTensor, TensorInfo
+from offload.checkpoint.format.safetensors_file import StoredTensor, TensorInfo
 from offload.integrations.entry_tensors import Entry, EntryTensor
 from offload.kernels.cpu.convert import join_master
 from offload.kernels.floats import Array
 from offload.kernels.rules import SCALE_SUFFIX, StateFormat
 from offload.kernels.variants import Master
+from offload.zero.groups.bits import DTYPES
 from offload.zero.step.records import RecordFormat
 
 APP, OURS, MANIFEST_KEY = "app", "offload", "manifest"

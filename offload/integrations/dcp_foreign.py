@@ -19,13 +19,13 @@ from offload.checkpoint.format.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.config.optimizer import KINDS
 from offload.display.plain_text import plain
 from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
 from offload.tiers.errors import CheckpointError, ConfigError
+from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.step.records import RecordFormat
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -27,12 +27,7 @@ from offload.checkpoint.format.manifest import (
     Manifest,
     ParameterRecord,
 )
-from offload.checkpoint.format.safetensors_file import (
-    DTYPE_NAMES,
-    SafetensorsWriter,
-    TensorInfo,
-    file_nbytes,
-)
+from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
 from offload.display.plain_text import plain
 from offload.integrations.dcp_export import (
     ABOUT,
@@ -46,6 +41,7 @@ from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped
 from offload.kernels.variants import Master
 from offload.process import bounded_json
 from offload.tiers.errors import CheckpointError
+from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.step.records import RecordFormat
 
 _MASTERS = {"none": Master.NONE, "split": Master.SPLIT, "fp32": Master.FP32}

@@ -42,7 +42,7 @@ from offload.checkpoint.format.disk import (
 )
 from offload.checkpoint.format.folder import discard
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import DTYPES, StoredTensor
+from offload.checkpoint.format.safetensors_file import StoredTensor
 from offload.config.paths import path_of
 from offload.memory.leftovers import STATE
 from offload.swap.io.maker_marks import marked
@@ -53,6 +53,7 @@ from offload.tiers.errors import (
     StorageError,
 )
 from offload.tiers.units import round_up
+from offload.zero.groups.bits import DTYPES
 
 if TYPE_CHECKING:
     from offload.engine import Engine

@@ -24,14 +24,10 @@ from offload.checkpoint.format.disk import (
     storage_errors,
     sync_folder,
 )
-from offload.checkpoint.format.safetensors_file import (
-    DTYPE_NAMES,
-    SafetensorsWriter,
-    TensorInfo,
-    file_nbytes,
-)
+from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
 from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.groups.layout import ParamSpec
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import torch
 from offload.checkpoint.format.disk import read_all
 from offload.checkpoint.format.manifest import MANIFEST, PARAMETERS, is_data_file
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import DTYPES, StoredTensor, parse_header
+from offload.checkpoint.format.safetensors_file import StoredTensor, parse_header
 from offload.tiers.errors import CheckpointError
+from offload.zero.groups.bits import DTYPES
 
 _PIECE_NUMEL = 1 << 22
 

@@ -237,16 +237,16 @@ def test_an_interrupt_amid_decoding_leaves_nothing_gathered(
     offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
     with torch.no_grad(), offload.dispatched(model) as owner:
         expected = bits(model(tokens(1)))
-        find = ParamGroup._find_addresses
+        find = ParamGroup._find_places
 
         def interrupted(group: ParamGroup) -> list[int]:
             signal.raise_signal(signal.SIGINT)
             return find(group)
 
-        monkeypatch.setattr(ParamGroup, "_find_addresses", interrupted)
+        monkeypatch.setattr(ParamGroup, "_find_places", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(tokens(9))
-        monkeypatch.setattr(ParamGroup, "_find_addresses", find)
+        monkeypatch.setattr(ParamGroup, "_find_places", find)
         params = [param for group in owner.store.groups for param in group.params]
         assert all(is_released(param) for param in params)
         assert bits(model(tokens(1))) == expected

@@ -32,6 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 # A process that is killed with a swap file, an output of each kind and a text half written.
 DYING = """
 import os, sys
+from contextlib import suppress
 from pathlib import Path
 from offload.checkpoint.foreign.exporting import pending_output
 from offload.checkpoint.format.folder import PendingFolder
@@ -39,11 +40,12 @@ from offload.runs import metrics
 from offload.swap.io.swap_file import SwapFile
 
 os.O_TMPFILE = os.O_DIRECTORY  # as where it is not known
-rmdir = os.rmdir
-def keep(*args, **keys): raise OSError(39, "kept")  # as on NFS
-os.rmdir = keep
-folder = Path(sys.argv[1])
-swap = SwapFile(folder, direct=False)
+folder, unlink = Path(sys.argv[1]), os.unlink
+def keep(*args, **keys): raise OSError(39, "kept")
+os.unlink = keep  # as killed before it
+with suppress(Exception):
+    SwapFile(folder, direct=False)
+os.unlink = unlink
 file = pending_output(folder / "model.safetensors")
 file.__enter__().write_bytes(bytes(70_000))
 tree = pending_output(folder / "exported")

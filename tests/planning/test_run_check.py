@@ -257,7 +257,7 @@ def test_nor_while_saves_beside_its_steps_keep_old_versions(
     def stepped(trainer: Trainer, number: int) -> StepMetrics:
         made = step(trainer, number)
         if number == 3:  # two steps beside the save, which has read nothing yet
-            trainer._engine.settle()
+            trainer.engine.settle()
             held.go.set()
         return made
 

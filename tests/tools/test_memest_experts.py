@@ -234,7 +234,7 @@ def test_of_many_blocks_with_experts_four_are_traced(
 ) -> None:
     source = read_model(written(tmp_path, **{**QWEN3_30B, "num_hidden_layers": 9}))
     assert source.build is not None
-    model = source.build(64)
+    model = source.build()
     placement = {"activations": {"checkpoint": recompute}}
     config = OffloadConfig.load({"precision": "bf16", "placement": placement})
     every = trace_activations(model, config, Workload(2, 64), device="cuda", skip=False)

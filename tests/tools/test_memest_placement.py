@@ -20,8 +20,8 @@ from offload.tools.memest.commands.options import (
     WorkOptions,
 )
 from offload.tools.memest.commands.run_estimate import answered, read_question
+from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Question
-from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.read_model import read_stated
@@ -108,12 +108,11 @@ def test_the_smallest_round_figure_that_fits_is_advised() -> None:
             EstimateOptions(model=sizes, work=work, machine=machine, output=OutputOptions())
         )
 
-    estimator = Estimator()
-    _, short = answered(asked("3GiB"), estimator)
+    _, short = answered(asked("3GiB"), estimate)
     assert not short.fits
     assert short.system_nbytes == 3 << 29
     assert [dict(change.settings) for change in short.changes] == [{"--ram": "4GiB"}]
-    assert answered(asked("4GiB"), estimator)[1].fits
+    assert answered(asked("4GiB"), estimate)[1].fits
 
 
 def test_all_of_a_model_that_fits_the_gpu_is_there() -> None:

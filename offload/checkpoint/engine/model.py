@@ -23,11 +23,11 @@ from offload.checkpoint.format.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES
 from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master
 from offload.tiers.errors import IntegrityError, StateError, UnsupportedError
+from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.step.records import RecordFormat

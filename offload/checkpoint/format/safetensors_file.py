@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from offload.checkpoint.format.blocks import BlockHashes
 from offload.checkpoint.format.manifest import (
     ITEMSIZE,
@@ -39,13 +37,6 @@ from offload.process.bounded_json import MOST_NBYTES
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PART_NBYTES = 1 << 20
 _MOST_NUMEL = 1 << 60
 

@@ -12,8 +12,9 @@ import torch
 from offload.checkpoint.format.manifest import BufferRecord, RunRecord
 from offload.checkpoint.format.plain_values import packed, unpacked
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import DTYPE_NAMES, DTYPES, StoredTensor
+from offload.checkpoint.format.safetensors_file import StoredTensor
 from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.zero.groups.bits import DTYPE_NAMES, DTYPES
 
 
 class Packer:

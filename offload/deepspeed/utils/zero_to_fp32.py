@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from offload.checkpoint.foreign.exporting import export, read_whole
-from offload.checkpoint.format.safetensors_file import DTYPES, TensorInfo
+from offload.checkpoint.format.safetensors_file import TensorInfo
 from offload.config.paths import StrPath, path_of
 from offload.deepspeed.saved import folder_of
 from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.bits import DTYPES
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from offload.checkpoint.foreign.exporting import ExportedTensor, HubFiles
 from offload.checkpoint.foreign.model_files import INDEX, check_counts
 from offload.checkpoint.format.manifest import ITEMSIZE, ModelRecord
-from offload.checkpoint.format.safetensors_file import DTYPES
 from offload.integrations.transformers.pretrained import is_model_class
 from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.bits import DTYPES
 
 if TYPE_CHECKING:
     from offload.integrations.transformers.changed_weights import Change, NamedTensors
