@@ -2,8 +2,8 @@
 
 Python raises KeyboardInterrupt at any call of the main thread. In our bookkeeping it could lose a
 slot, finish a request twice, or leave a lock locked. So a signal that comes while the main thread
-runs something `defer_signals`, or `interrupted_in_waits`, is noted, and raised where the outermost
-of them ends:
+runs something under `defer_signals` or `interrupted_in_waits` is noted, and raised where the
+outermost of them ends:
 
     user's code ──┤ a verb of ours ├── user's code
                      ▲ signal      ▲ KeyboardInterrupt
