@@ -314,7 +314,6 @@ ARCHIVES: dict[str, bytes] = {
     "fewer strides": archive(tensor_pickle(strides=(1,)), FLOATS),
     "a sparse tensor": archive(tensor_pickle(call="_rebuild_sparse_tensor"), FLOATS),
     "a quantised tensor": archive(tensor_pickle(call="_rebuild_qtensor"), FLOATS),
-    "two pickles": archive(tensor_pickle(), {**FLOATS, "x/data.pkl": tensor_pickle()}),
 }  # fmt: skip
 
 
