@@ -90,7 +90,8 @@ def terminal_here(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(sys, "stdout", found)
         monkeypatch.setattr(sys, "stderr", found)
         monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.delenv("NO_COLOR", raising=False)
+        for name in ("NO_COLOR", "LINES", "COLUMNS"):
+            monkeypatch.delenv(name, raising=False)
 
         def size(fd: int) -> os.terminal_size:
             return os.terminal_size((found.columns, found.rows))
