@@ -246,8 +246,8 @@ class EngineModule(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Write the folder SAVE_DIR/TAG (a checkpoint of offload, with the loop's state), and the
-        file `latest`. All ranks call it together. Raise UnsupportedError for a client state that
-        would have to be pickled, ValueError without a folder."""
+        file `latest`, frozen parameters included. All ranks call it together. Raise
+        UnsupportedError for a client state that needs pickling, ValueError without a folder."""
         if not save_dir:
             raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -267,8 +267,8 @@ class EngineModule(nn.Module):
         load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load what `save_checkpoint` wrote. Return the folder and the client state; (None, None),
-        with a warning, if no tag is given and there is no `latest`. Raise UnsupportedError for the
-        weights alone, and for a function that loads."""
+        with a warning, without a tag and a `latest`. Loading is always strict. Raise
+        UnsupportedError for the weights alone, and for a function that loads."""
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint loads weights and optimizer states together. For the weights "

@@ -1,6 +1,5 @@
-"""Bytes, files and names of checkpoints: typed errors, short writes completed, ENOSPC named, and a
-call that does not return named in the log. Functions that change or look up names raise plain
-OSErrors."""
+"""Bytes, files and names of checkpoints: typed errors, short writes completed, hanging calls named.
+Functions that change or look up names raise plain OSErrors."""
 
 from __future__ import annotations
 
@@ -98,8 +97,10 @@ class _Watchdog:
         self._calls[id(call)] = weakref.ref(call)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="offload-watchdog", daemon=True)
-            with suppress(RuntimeError):  # no thread can be started: the call is made all the same
+            try:
                 self._thread.start()
+            except RuntimeError:  # no thread can be started: the call is made all the same
+                self._thread = None
 
     def ended(self, call: _Call) -> None:
         """End the watch over a call."""
@@ -135,8 +136,7 @@ _watchdog = _Watchdog()
 
 
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
-    """Return `function(*args)`, a call of the system that `operation` and `path` describe. All
-    calls on checkpoints come through here: one that does not return is named in the log."""
+    """Make a call of the system on a checkpoint: one that does not return is named in the log."""
     call = _Call(operation, path)
     try:
         _watchdog.began(call)
