@@ -56,27 +56,23 @@ class Lane:
     """One lane. The waits of threads that are no workers are counted: those of the model's thread,
     one at a time."""
 
-    __slots__ = ("kind", "recorder", "waited_s", "waiters")
+    __slots__ = ("kind", "recorder", "waited_s")
 
     def __init__(self, kind: WaitFor) -> None:
         self.kind = kind
         self.waited_s = 0.0
-        self.waiters = 0  # threads that wait now and are no workers: the model's
         self.recorder: Recorder | None = None  # of events here, while recording is on
 
     @contextmanager
     def waiting(self, what: object) -> Iterator[None]:
         """Count and record a wait for `what`, which is turned into text only for a recording."""
         began = time.perf_counter()
-        counted = int(not is_worker())
-        self.waiters += counted
         try:
             with profiled(f"wait for {self.kind}"):
                 yield
         finally:
             ended = time.perf_counter()
-            self.waiters -= counted
-            if counted:
+            if not is_worker():
                 self.waited_s += ended - began
             recorder = self.recorder
             if recorder is not None:

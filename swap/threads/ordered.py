@@ -65,11 +65,6 @@ class OrderedWork:
         with self._lock:
             return len(self._waiting) + (self._oldest is not None)
 
-    @property
-    def thread(self) -> int | None:
-        """Identifies the thread that runs the jobs."""
-        return self._worker.ident
-
     @interrupted_in_waits
     def await_oldest(self) -> bool:
         """Wait for the oldest job that has not ended; False if there is none, or on the thread

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -99,6 +100,18 @@ def _elsewhere(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
         _model(engine).blocks[1](torch.zeros(1, 2, WIDTH))
 
 
+def _saves_alone(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
+    note()
+    with TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder)
+
+
+def _ends_earlier(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
+    note()
+    engine.close()
+    time.sleep(120.0)  # it goes on with other things
+
+
 def _model(engine: offload.Engine) -> Any:
     model: nn.Module = engine.module
     return model
@@ -110,6 +123,8 @@ FAULTS: dict[str, Callable[[offload.Engine, Tensor, Note], None]] = {
     "raised": _raised,
     "sleeping": _sleeping,
     "elsewhere": _elsewhere,
+    "saves alone": _saves_alone,
+    "ends earlier": _ends_earlier,
 }
 
 if __name__ == "__main__":

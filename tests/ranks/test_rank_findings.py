@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.zero.ranks.rank_findings import Findings, find_missing, find_parted
+from offload.zero.ranks.rank_findings import find_missing
 from offload.zero.ranks.rank_records import Activity, RankRecord
 
 MINE = Activity("gather", 7, "the all-gather of blocks.3", 100.0)
@@ -93,74 +93,3 @@ def test_an_idle_rank_is_named_before_one_that_waits_elsewhere() -> None:
 def test_records_survive_the_store() -> None:
     record = RankRecord(9, 1.5, (MINE,), {"gather": BEFORE}, "ValueError: ü", (1, 2))
     assert RankRecord.from_text(record.to_text()) == record
-
-
-# ------------------------------------------------------------------------- waiting for each other
-ALL = (0, 1, 2)
-LAST = {"gather": replace(BEFORE, members=ALL)}
-
-
-def stuck(lane: str, number: int, what: str, members: tuple[int, ...] = ALL) -> RankRecord:
-    """Waits in this, and has ended six gathers."""
-    doing = (Activity(lane, number, what, 100.0, members),)
-    return RankRecord(10, 101.0, doing=doing, done=LAST, is_stuck=True)
-
-
-TOWER = stuck("gather", 7, "the all-gather of towers.3")
-OTHER = stuck("gather", 7, "the all-gather of towers.4")
-NORMS = stuck("control", 3, "the norms")
-COMPUTES = RankRecord(10, 101.0, done=LAST)
-CLOSED = RankRecord(9, 99.0, done=LAST, left="")
-
-
-def parted(*now: RankRecord | None, silent: tuple[int, ...] = ()) -> Findings | None:
-    """What rank 0 finds, of what all ranks say."""
-    records = dict(enumerate(now))
-    before = {
-        rank: record if record is None or rank in silent else replace(record, beat=record.beat - 1)
-        for rank, record in records.items()
-    }
-    return find_parted(0, before, records)
-
-
-def test_ranks_in_different_collectives_wait_for_ever() -> None:
-    for others, culprits in (((OTHER, TOWER), (1,)), ((OTHER, OTHER), (0,)), ((NORMS,) * 2, (0,))):
-        found = parted(TOWER, *others)
-        assert found is not None
-        assert found.ranks == culprits
-        assert Findings.from_text(found.to_text()) == found
-    found = parted(TOWER, NORMS, OTHER)
-    assert found is not None
-    assert found.ranks == (1, 2)
-    assert "rank 1 waits in the norms; rank 2 waits in the all-gather of towers.4" in found.text
-
-
-def test_a_rank_that_may_still_come_is_waited_for() -> None:
-    gathers_ahead = replace(OTHER, is_stuck=False)  # its model's thread computes
-    for other in (COMPUTES, gathers_ahead, None):
-        assert parted(TOWER, other, TOWER) is None
-        assert parted(NORMS, other, NORMS) is None
-    assert parted(TOWER, NORMS, silent=(1,)) is None  # not heard from: it may be slow
-
-
-def test_a_collective_that_all_are_in_is_waited_for() -> None:
-    """It may be large. The rank that waits for those in it gets them then."""
-    pair = stuck("gather", 7, "the all-gather of towers.3", members=(1, 2))
-    assert parted(TOWER, TOWER, TOWER) is None
-    assert parted(NORMS, pair, pair) is None
-
-
-def test_ranks_that_went_on_between_two_looks_do_not_wait() -> None:
-    before = {0: TOWER, 1: OTHER, 2: OTHER}
-    later = replace(OTHER, beat=11, doing=(replace(OTHER.doing[0], number=8),))
-    now = {0: replace(TOWER, beat=11), 1: later, 2: later}
-    assert find_parted(0, before, now) is None
-
-
-def test_a_rank_that_has_left_is_not_waited_for() -> None:
-    found = parted(TOWER, TOWER, CLOSED)
-    assert found is not None
-    assert found.ranks == (2,)
-    assert found.text.startswith("rank 2 has closed its engine; ranks 0, 1 wait in the all-gather")
-    came = replace(CLOSED, done={"gather": TOWER.doing[0]})  # what it sent is on its way
-    assert parted(TOWER, TOWER, came) is None

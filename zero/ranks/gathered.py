@@ -101,7 +101,6 @@ class Gatherer:
         self.collectives = collectives
         self.device = device
         self.order = OrderedWork("offload-gather", device)
-        collectives.watch.follow(self.order)
         self._pool = pool
         self._room = room_nbytes
         self._fences = fences

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,9 +46,6 @@ class RankRecord:
     done: Mapping[str, Activity] = field(default_factory=dict)  # the last one, by lane
     left: str | None = None  # why, "" if it has simply closed its engine
     blames: tuple[int, ...] = ()  # ranks that it found missing itself
-    # whether it begins nothing more before a collective that it is in has ended: its model's thread
-    # waits for the ranks, and so does each thread that has collectives to begin
-    is_stuck: bool = False
 
     def number_in(self, lane: str) -> int:
         """Return how many collectives of a lane the rank has come to."""
@@ -117,30 +114,9 @@ class RankRecords:
 
     def read(self, rank: int) -> RankRecord | None:
         """Return a rank's last record, None if there is none. For one thread."""
-        return self._read(self._reading, rank)
-
-    def look(self, ranks: Iterable[int]) -> dict[int, RankRecord | None]:
-        """Return the last records of `ranks`. For the thread that publishes."""
-        return {rank: self._read(self._publishing, rank) for rank in ranks}
-
-    def _read(self, client: Store, rank: int) -> RankRecord | None:
         key = f"{self._prefix}/{rank}"
-        return RankRecord.from_text(client.get(key)) if client.check([key]) else None
-
-    def settle_verdict(self, text: str | None) -> str | None:
-        """Return why no rank can go on: the verdict that was published first, else `text`, which is
-        published now. For the thread that publishes."""
-        key = f"{self._prefix}/verdict"
-        if self._publishing.check([key]):
-            return self._publishing.get(key).decode()
-        if text is not None:
-            self._publishing.set(key, text)
-        return text
-
-    def verdict(self) -> str | None:
-        """Return the published verdict; None if there is none. For the thread that reads."""
-        key = f"{self._prefix}/verdict"
-        return self._reading.get(key).decode() if self._reading.check([key]) else None
+        there = self._reading.check([key])
+        return RankRecord.from_text(self._reading.get(key)) if there else None
 
 
 def _without_prefix(store: Store) -> Store:

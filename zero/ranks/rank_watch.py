@@ -9,10 +9,6 @@ because it stalls - what the others say is read twice, and a rank that is silent
 another collective is named (`rank_findings`) in the RankError that replaces the backend's error.
 After that no collective is begun any more: each raises at once.
 
-Ranks that wait for each other do not wait that long: a rank that waits looks at what the others
-say, and as soon as none of those that it waits for can come any more (`find_parted`), it says so to
-all and ends its waits. A rank that computes is never taken for one of them.
-
 No rank waits longer than `timeout_s`, plus what it takes to ask: a collective that begins while
 another one waits is given what that one has left, so that all of a rank's threads are free at about
 the same time, and closing does not wait a second time.
@@ -27,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -37,10 +33,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.threads.lanes import Lane, WaitFor
-from offload.swap.threads.ordered import OrderedWork
 from offload.tiers import accelerator
 from offload.tiers.errors import RankError
-from offload.zero.ranks.rank_findings import Findings, find_missing, find_parted
+from offload.zero.ranks.rank_findings import Findings, find_missing
 from offload.zero.ranks.rank_records import Activity, Departure, RankRecord, RankRecords
 
 _log = logging.getLogger("offload")
@@ -49,9 +44,6 @@ BEAT_S = 0.5
 PATIENCE_S = 2.5  # a rank that lives has spoken within it: five beats
 _ASKING_S = 3.5  # the longest that asking may take, also if the store hangs
 _LEAST_WAIT_S = 2.0  # for a collective that begins just before another one's time is over
-_LOOK_S = 1.0  # between two looks at the others, of a rank that waits
-_LOOK_AT_EACH_S = 0.02  # ... and so long for each of them, where they are many
-_NEVER_SENT = 0x7FFFFFFF  # the tag of a message that nobody sends
 
 
 @dataclass(slots=True)
@@ -61,8 +53,6 @@ class _Watched:
     activity: Activity
     began: float  # by the monotonic clock
     groups: tuple[dist.ProcessGroup, ...]
-    through: dist.ProcessGroup | None  # of messages between some of its ranks
-    thread: int
     mark: StreamEvent | None = None  # queued up to here on a GPU
 
 
@@ -92,9 +82,6 @@ class RankWatch:
         self._process = os.getpid()
         self._asking = threading.Lock()  # one thread asks, the others take over what it found
         self._findings: Findings | None = None
-        self._works: list[OrderedWork] = []  # that begin collectives
-        self._looked: dict[int, RankRecord | None] = {}  # what all said at the last look
-        self._looked_at = 0.0
         self._wake, self._told_all = threading.Event(), threading.Event()
         self._records.publish(self._record())
         self._thread = threading.Thread(target=self._tell, name="offload-ranks", daemon=True)
@@ -104,17 +91,16 @@ class RankWatch:
     # ---------------------------------------------------------------- collectives
     @contextmanager
     def during(
-        self, lane: str, what: str, *groups: dist.ProcessGroup, members: tuple[int, ...] = (),
-        through: dist.ProcessGroup | None = None,
-    ) -> Iterator[timedelta]:  # fmt: skip
-        """Inside, this rank is in `what`, with the ranks of `groups`, or with `members`, messages
-        `through` whose group are exchanged (neither: with all). Gives the longest that anything
-        inside may wait; collectives of `groups` on a CPU are held to it by themselves.
+        self, lane: str, what: str, *groups: dist.ProcessGroup, members: tuple[int, ...] = ()
+    ) -> Iterator[timedelta]:
+        """Inside, this rank is in `what`, with the ranks of `groups`, or with `members` (neither:
+        with all). Gives the longest that anything inside may wait; collectives of `groups` on a CPU
+        are held to it by themselves.
 
         What is begun in one lane is begun one after another, in the same order on all ranks.
         RankError for a RuntimeError inside, and at once after an earlier one.
         """
-        watched, limit = self._begin(lane, what, groups, members, through)
+        watched, limit = self._begin(lane, what, groups, members)
         try:
             if not self._is_queued(watched):
                 for group in groups:
@@ -129,9 +115,8 @@ class RankWatch:
             self._end(watched)
 
     def _begin(
-        self, lane: str, what: str, groups: tuple[dist.ProcessGroup, ...],
-        members: tuple[int, ...], through: dist.ProcessGroup | None,
-    ) -> tuple[_Watched, timedelta]:  # fmt: skip
+        self, lane: str, what: str, groups: tuple[dist.ProcessGroup, ...], members: tuple[int, ...]
+    ) -> tuple[_Watched, timedelta]:
         now = time.monotonic()
         found = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
         members = tuple(sorted(found or members or (self._rank, *self._others)))
@@ -141,7 +126,7 @@ class RankWatch:
                 raise RankError(f"{text}{self._failure}", ranks=self._failure.ranks)
             number = self._numbers[lane] = self._numbers.get(lane, 0) + 1
             activity = Activity(lane, number, what, time.time(), members)
-            watched = _Watched(activity, now, groups, through, threading.get_ident())
+            watched = _Watched(activity, now, groups)
             waiting = [each.began for each in self._doing if each.mark is None]
             left = self.timeout_s - (now - min(waiting, default=now))
             self._doing.append(watched)
@@ -180,7 +165,7 @@ class RankWatch:
             found = self._findings
         end = f"; zero.timeout_s ({self.timeout_s:g}) is the longest wait for a rank"
         if found.remedy:
-            end = f". {found.remedy}"
+            end += f". {found.remedy}"
         explained = RankError(
             f"{head}: {found.text}. Start all ranks again, from the last checkpoint{end}",
             ranks=found.ranks,
@@ -213,9 +198,6 @@ class RankWatch:
         return found[0] if found else self._store_is_gone("does not answer")
 
     def _ask(self, mine: Activity, members: Sequence[int]) -> Findings:
-        verdict = self._records.verdict()
-        if verdict is not None:
-            return Findings.from_text(verdict)
         before = {rank: self._records.read(rank) for rank in self._others}
         after, unsure = dict(before), set(self._others)
         deadline = time.monotonic() + PATIENCE_S
@@ -254,7 +236,6 @@ class RankWatch:
             return RankRecord(
                 self._beat, time.time(), tuple(each.activity for each in self._doing),
                 dict(self._done), self._left, failure.ranks if failure is not None else (),
-                self._is_stuck(),
             )  # fmt: skip
 
     def _tell(self) -> None:
@@ -273,65 +254,12 @@ class RankWatch:
             if closing:
                 return
             self._look_at_device()
-            try:
-                self._look_at_others()
-            except RuntimeError as error:
-                _log.debug("rank %d cannot look at the others: %s", self._rank, error)
 
     def _note(self, departure: Departure | None) -> None:
         if departure is not None and self._departure is None and departure.rank != self._rank:
             self._departure = departure
             # a collective that waits for it may do so until the connections are closed
             _log.error("rank %d has left: %s", departure.rank, departure.why)
-
-    # ---------------------------------------------------------------- waiting for each other
-    def follow(self, work: OrderedWork) -> None:
-        """Follow `work`, whose jobs begin collectives."""
-        self._works.append(work)
-
-    def _is_stuck(self) -> bool:
-        """Return whether this rank is stuck (see `RankRecord.is_stuck`)."""
-        inside = {each.thread for each in self._doing}
-        waits = any(lane.waiters for lane in (self.lane, *(work.lane for work in self._works)))
-        return waits and all(work.thread in inside for work in self._works if work.pending)
-
-    def _look_at_others(self) -> None:
-        """End this rank's waits if no rank can end them. On the telling thread."""
-        now = time.monotonic()
-        with self._lock:
-            waits = self._failure is None and self._is_stuck()
-            began = max((each.began for each in self._doing), default=now)
-        if not waits or now - began < _LOOK_S:
-            self._looked = {}
-            return
-        if now - self._looked_at < max(_LOOK_S, _LOOK_AT_EACH_S * len(self._others)):
-            return
-        before, self._looked_at = self._looked, now
-        self._looked = self._records.look([self._rank, *self._others])
-        found = find_parted(self._rank, before, self._looked)
-        verdict = self._records.settle_verdict(None if found is None else found.to_text())
-        if verdict is None:
-            return
-        self._findings = Findings.from_text(verdict)
-        with self._lock:
-            doing = list(self._doing)
-        for watched in doing:
-            for group in (*watched.groups, watched.through):
-                if group is not None:
-                    self._end_waits(group)
-
-    def _end_waits(self, group: dist.ProcessGroup) -> None:
-        """Let every wait in `group`, here or on another rank, raise."""
-        if dist.get_backend(group) != "gloo":
-            group.abort()
-            return
-        others = [r for r in dist.get_process_group_ranks(group) if r != self._rank]
-        if not others:
-            return
-        with suppress(RuntimeError):  # one wait whose time is over ends all of its group
-            work = dist.irecv(torch.empty(1), src=others[0], group=group, tag=_NEVER_SENT)
-            assert work is not None, "of this group"
-            work.wait(timedelta(milliseconds=1))
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank takes part in nothing any more, and why: `error`, or the

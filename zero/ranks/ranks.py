@@ -285,7 +285,7 @@ class Ranks:
         source, to = (dist.get_global_rank(self.control, each) for each in (source, to))
         what = f"the sending of tensors from rank {source} to rank {to}"
         lane = f"{source} to {to}"
-        return self.watch.during(lane, what, members=(source, to), through=self.control)
+        return self.watch.during(lane, what, members=(source, to))
 
     def give_up(self, collectives: Collectives) -> None:
         """Give up the process groups of an engine that is closed. They are destroyed where ranks

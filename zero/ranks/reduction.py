@@ -290,7 +290,6 @@ class SharedReductions(Reductions):
         self._log = log
         self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
-        ranks.watch.follow(self._thread)
         self.sharding = ranks.sharding
         self._order: list[int] = []
         self._places: dict[int, int] = {}  # in it, of groups
