@@ -1,16 +1,27 @@
-"""Errors for what micro-batches cannot do, and when two results count as equal."""
+"""Refuses blocks that micro-batches cannot split.
+
+A batch norm is known by its class. Every other block is compared with itself, once in each mode, by
+running it without a trace: two pieces together have to give what each gives alone. Mixing of
+samples that shows in no output of this call is not seen: a branch behind a gate that is still zero,
+or one that a condition switches on later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import Unit
+from offload.zero.recompute.block_state import BlockState
+from offload.zero.recompute.random_state import RandomState, default_generators, generators_of
 
 SMALLER_BATCHES = (
     "set micro_batches: 1 and give the model smaller batches (to train, with "
@@ -27,21 +38,6 @@ def check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> N
                 f"{name}: micro_batches cannot join an output of shape {tuple(tensor.shape)}, "
                 f"whose first dimension is not the batch; {SMALLER_BATCHES}"
             )
-
-
-def is_close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether `a` is `b` but for the order of sums; integers, inf and NaN must be equal.
-    `dtype` is the format that they were computed in, if it is not theirs."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    finite = b.isfinite()
-    if not torch.equal(a.isfinite(), finite):
-        return False
-    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):  # signs of inf, places of NaN
-        return False
-    finite_a, finite_b = a[finite].double(), b[finite].double()
-    distance = (finite_a - finite_b).norm()
-    return bool(distance <= _TOLERANCE.get(dtype or a.dtype, 5e-2) * finite_b.norm())
 
 
 def refuse_batch_norm(unit: Unit, count: int) -> None:
@@ -81,3 +77,140 @@ def refuse_outer_checkpoint(unit: Unit) -> None:
             f"{unit.name}: the model checkpoints its blocks itself, around all micro-batches; turn "
             "that off and set placement.activations.checkpoint: true, which works within them"
         )
+
+
+# ---------------------------------------------------------------- mixing of samples
+class Pieces(Protocol):
+    """The arguments of a block, piece by piece."""
+
+    @property
+    def leaves(self) -> Sequence[Any]: ...
+
+    @property
+    def spans(self) -> Sequence[slice]: ...
+
+    @property
+    def split(self) -> Sequence[bool]:
+        """Whether each of the leaves is split."""
+        ...
+
+    def call(self, number: int, leaves: Sequence[Any]) -> tuple[Any, Any]: ...
+
+    def pair(self, leaves: Sequence[Any]) -> tuple[Any, Any]: ...
+
+
+Run = Callable[[tuple[Any, Any]], Any]
+
+
+def refuse_mixing(unit: Unit, run: Run, pieces: Pieces) -> None:
+    """Raise UnsupportedError for a block whose outputs for two pieces together are not those for
+    each alone, or that changes its parameters. The block, its inputs and all random numbers are
+    left as they were. One that draws random numbers is compared in eval mode, if it draws none
+    then."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _without_autocast_cache(),  # casts for this question would stay until its region ends
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # it will warn again when it is really called
+        _Comparison(unit, run, pieces).make()
+
+
+class _Comparison:
+    def __init__(self, unit: Unit, run: Run, pieces: Pieces) -> None:
+        self._unit = unit
+        self._block = unit.module
+        self._run = run
+        self._pieces = pieces
+        tensors = [leaf for leaf in pieces.leaves if isinstance(leaf, Tensor)]
+        self._state = BlockState(self._block)
+        self._random = RandomState([*default_generators(tensors), *generators_of(self._block)])
+        self._draws = False  # random numbers, as far as was seen
+        self._evaluates = False  # values are compared in eval mode
+
+    def make(self) -> None:
+        together = self._together()
+        self._refuse_changes()
+        if self._draws:
+            self._evaluates, self._draws = True, False
+            together = self._together()
+        alone = [self._of_some(self._pieces.call(each, self._leaves())) for each in (0, 1)]
+        for number, outputs in enumerate(alone):
+            check_joinable(outputs, self._pieces.spans[number], self._unit.name)
+        for place, whole in enumerate(together):
+            joined = torch.cat([outputs[place] for outputs in alone])
+            if joined.shape != whole.shape or not (self._draws or _is_close(joined, whole)):
+                raise UnsupportedError(
+                    f"{self._unit.name} ({type(self._block).__name__}): two micro-batches together "
+                    "do not give what each gives alone, so it mixes samples, or its first "
+                    f"dimension is not the batch; {SMALLER_BATCHES}"
+                )
+
+    def _refuse_changes(self) -> None:
+        changed = self._state.changed()
+        if changed:
+            raise UnsupportedError(
+                f"{self._unit.name}: its forward changes its {', '.join(changed)} in place, which "
+                "micro_batches would do once per piece; change parameters outside of the block, "
+                f"let other tensors be buffers, or {SMALLER_BATCHES}"
+            )
+
+    def _together(self) -> list[Tensor]:
+        pair = self._pieces.pair(self._leaves())
+        return self._of_some(pair) if len(self._pieces.spans) > 2 else self._outputs(pair)
+
+    def _of_some(self, call: tuple[Any, Any]) -> list[Tensor]:
+        """Return the outputs for a part of the batch. Raises UnsupportedError if it fails."""
+        try:
+            return self._outputs(call)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{self._unit.name}: it fails on a piece of its batch ({error}); a tensor it is "
+                "given has a first dimension as long as the batch that is not the batch, or it "
+                f"needs the whole batch; {SMALLER_BATCHES}"
+            ) from error
+
+    def _outputs(self, call: tuple[Any, Any]) -> list[Tensor]:
+        """Return the outputs, each time from the same state and with the same random numbers."""
+        with self._random.again(), self._state.installed():
+            if self._evaluates:
+                self._block.eval()
+            outputs = pytree.tree_leaves(self._run(call))
+            self._draws = self._draws or self._random.moved()
+        return [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+
+    def _leaves(self) -> list[Any]:
+        """Return copies, up to the second piece: a block may write to what it is given."""
+        stop = self._pieces.spans[1].stop
+        pairs = zip(self._pieces.leaves, self._pieces.split, strict=True)
+        return [
+            (leaf[:stop] if split else leaf).detach().clone() if isinstance(leaf, Tensor) else leaf
+            for leaf, split in pairs
+        ]  # fmt: skip
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether `a` is `b` but for the order of sums; integers, inf and NaN must be equal."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    finite = b.isfinite()
+    if not torch.equal(a.isfinite(), finite):
+        return False
+    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):  # signs of inf, places of NaN
+        return False
+    finite_a, finite_b = a[finite].double(), b[finite].double()
+    distance = (finite_a - finite_b).norm()
+    return bool(distance <= _TOLERANCE.get(a.dtype, 5e-2) * finite_b.norm())
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

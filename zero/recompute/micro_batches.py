@@ -18,7 +18,7 @@ after the other.
 
 Blocks that cannot be split are refused: batch norm on installation, other objects when they are
 given to a block, and other mixing of samples by a comparison, the first time a block is called in a
-mode (`sample_mixing.py`). So is a backward that computes only chosen gradients
+mode (`micro_batch_checks.py`). So is a backward that computes only chosen gradients
 (`torch.autograd.grad`, `backward(inputs=...)`): pieces are differentiated in a pass of their own,
 which does not know the choice.
 """
@@ -46,10 +46,10 @@ from offload.zero.recompute.micro_batch_checks import (
     check_joinable,
     refuse_batch_norm,
     refuse_chosen_gradients,
+    refuse_mixing,
     refuse_outer_checkpoint,
     refuse_output,
 )
-from offload.zero.recompute.sample_mixing import refuse_mixing
 
 # Entered around the backward of a block, with its groups (by index) and whether more of their
 # gradients are on the way: another call of the block waits for its backward.
@@ -103,9 +103,7 @@ class _BatchedBlock(ReplacedForward):
         self.backward = backward
         self._check = check
         # how it was called when it was seen to treat samples alone; None: not looked at
-        self._alone: set[tuple[tuple[bool, ...], tuple[bool, ...], bool]] | None = (
-            set() if compare else None
-        )
+        self._alone: set[tuple[bool, ...]] | None = set() if compare else None
         self._waiting: WeakSet[_Call] = WeakSet()
         super().__init__(unit.module)
 
@@ -126,7 +124,7 @@ class _BatchedBlock(ReplacedForward):
             self._check(self.unit.name, args, kwargs)
         self._refuse_objects(leaves)
         pieces = _Pieces(leaves, structure, batch, self.count)
-        self._refuse_mixing_once(pieces, training=training)
+        self._refuse_mixing_once(pieces)
         if not training:
             return self._in_turn(pieces)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -176,14 +174,12 @@ class _BatchedBlock(ReplacedForward):
             raise UnsupportedError(f"{self.unit.name}: no tensor is given to the block to split")
         return sizes[0]
 
-    def _refuse_mixing_once(self, pieces: _Pieces, *, training: bool) -> None:
-        """Test once per mode of its modules, per choice of arguments that are split, and with or
-        without gradients."""
-        modes = tuple(each.training for each in self.unit.module.modules())
-        asked = modes, tuple(pieces.split), training
-        if self._alone is not None and asked not in self._alone:
-            refuse_mixing(self.unit, self.run, pieces, gradients=training)
-            self._alone.add(asked)
+    def _refuse_mixing_once(self, pieces: _Pieces) -> None:
+        """Compare once per mode of its modules and choice of arguments that are split."""
+        mode = (*(each.training for each in self.unit.module.modules()), *pieces.split)
+        if self._alone is not None and mode not in self._alone:
+            refuse_mixing(self.unit, self.run, pieces)
+            self._alone.add(mode)
 
 
 class _Call:
