@@ -44,8 +44,8 @@ def engine_for(
 ) -> Engine:  # fmt: skip
     """Return an engine as `offload.initialize` does, for a model that may be in tiers already: its
     weights stay, and the optimizer begins anew. An existing engine of the same configuration is
-    used again, with other numbers of its optimizer if need be; any other gives the parameters back,
-    to RAM or to a file.
+    used again, with other numbers of its optimizer if need be; any other gives the parameters back
+    to RAM.
 
     `continues`: an engine that is used again keeps the optimizer's states. `weights` are for a
     model on the meta device.
@@ -58,6 +58,6 @@ def engine_for(
             engine.begin_anew(parameters, config.optimizer, keeps_states=continues)
             return engine
     for each in open_ones:
-        each.hand_over()
+        each.close("host")
     on_meta = any(param.is_meta for param in model.parameters())
     return initialize(model, config, parameters=parameters, weights=weights if on_meta else None)

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import TracebackType
@@ -33,9 +33,8 @@ from offload.memory.tier_manager import (
     this_machine,
 )
 from offload.models.conversions import Conversions
-from offload.models.copies import Copies
 from offload.models.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
-from offload.models.given_back import GivenBack, Keep, Place, check_keep
+from offload.models.given_back import GivenBack, Keep, check_keep
 from offload.models.state import StateDictHooks
 from offload.moe import Experts
 from offload.planning.choice.planner import make_plan, resolved_config
@@ -196,10 +195,9 @@ class TieredModel(abc.ABC):
         return first.of(params, self._tensor_parallel)
 
     def _give_out_values(self) -> None:
-        """`state_dict` and copies have values, and conversions ask, until it is closed."""
+        """`state_dict` has values, and conversions ask, until it is closed."""
         self.state_dicts = StateDictHooks(self.module, self.store, self.values)
         self.store.on_close.append(self.state_dicts.remove)
-        self.store.on_close.append(Copies(self.module, self.store, self._copied).remove)
         self.store.on_close.append(Conversions(self.module, self.store).remove)
 
     def _attach_experts(self) -> None:
@@ -308,18 +306,16 @@ class TieredModel(abc.ABC):
         model, which is an ordinary one then: the same objects, buffers, gradients and hooks of
         others, all on the CPU.
 
-        `keep`: "host", tensors in RAM; "file", tensors that are read from a private file in the
-        first folder of `nvme.paths`; "drop", no values: `model.load_state_dict` fills them, or
+        `keep`: "host", tensors in RAM; "drop", no values: `model.load_state_dict` fills them, or
         `offload.initialize` and `offload.dispatch` take the model with `weights=`. By default
         "host" where the parameters fit into the RAM that the configuration gave to the tiers and
         into what is free, else, and on several ranks, "drop"; a later use of the model is an error
         that says why.
 
-        Raises BudgetError, PathError or NoSpaceError if "host" or "file" have no room, and the
-        error of a pending update: it stays open then. An error amid "host" or "file" loses nothing
-        on one rank: call it again, with the other one if need be, and it goes on; the model cannot
-        be used in between. On several ranks all pass the same `keep`, and gradients are not given
-        back. Calling it again after that does nothing.
+        Raises BudgetError if "host" has no room, and the error of a pending update: it stays open
+        then. An error amid "host" loses nothing on one rank: call it again, and it goes on; the
+        model cannot be used in between. On several ranks all pass the same `keep`, and gradients
+        are not given back. Calling it again after that does nothing.
         """
         check_keep(keep)
         if self._closed:
@@ -342,13 +338,6 @@ class TieredModel(abc.ABC):
         if self._half_given is None:
             self._close()
 
-    def hand_over(self) -> None:
-        """Close it, and keep the parameters: "host" where the default is that, else "file"."""
-        fits = self._given_back(self.store).fits
-        if self._ranks is not None:
-            fits = bool(self._ranks.exchange([fits], "whether parameters fit into RAM").all())
-        self.close("host" if fits else "file")
-
     def _prepared(self, keep: Keep | None) -> Callable[[], None] | None:
         """Return a function that moves parameters out of the tiers; None to drop them."""
         half_given, self._half_given = self._half_given, None
@@ -367,7 +356,7 @@ class TieredModel(abc.ABC):
                     self._store.check_usable()
                     _refuse_amid_use(self._store)
                     self._settle()
-                place = self._place(back, keep)
+                self._check_room(back, keep)
         except Exception as error:
             if keep is not None:
                 self._half_given = half_given
@@ -377,28 +366,20 @@ class TieredModel(abc.ABC):
                 # a pending update failed, with an error of any type: closing is no place to lose it
                 _log.warning("the parameters went with the tiers: %s", error)
             return None
-        return partial(self._take, back, place, is_wanted=keep is not None)
+        return partial(self._take, back, is_wanted=keep is not None)
 
-    def _place(self, back: GivenBack, keep: Keep | None) -> Place:
-        """Return the destination of the parameters. Raises BudgetError, PathError or NoSpaceError,
-        on all ranks, if one has no room."""
+    def _check_room(self, back: GivenBack, keep: Keep | None) -> None:
+        """Raise BudgetError, on all ranks, if one has no room for the parameters."""
         if keep is None and not back.fits and not back.missing_in_ram():
             raise BudgetError(
                 f"{format_bytes(back.nbytes)} of parameters are more than budget.host "
                 f"({format_bytes(back.promised_nbytes)}); close(keep='host') brings them into RAM "
-                "all the same, close(keep='file') leaves them on disk"
+                "all the same"
             )
-        folder = nvme_paths(self.config.nvme)[0]
-        with self._having_room():
-            return back.place(keep or "host", folder, self.config.nvme.timeout_s)
-
-    @contextmanager
-    def _having_room(self) -> Iterator[None]:
-        """An error raised inside because there is no room is raised on all ranks."""
-        refusal: OffloadError | None = None
+        refusal: BudgetError | None = None
         try:
-            yield
-        except OffloadError as error:
+            back.check_room()
+        except BudgetError as error:
             refusal = error
         if self._ranks is not None:
             rows = self._ranks.exchange([refusal is None], "whether there is room for parameters")
@@ -407,27 +388,16 @@ class TieredModel(abc.ABC):
         if refusal is not None:
             raise refusal
 
-    def _copied(self, params: Collection[nn.Parameter]) -> dict[int, nn.Parameter]:
-        """See `GivenBack.copied`, of the values that they have now."""
-        store = self.store
-        with store.one_thread:
-            store.check_usable()
-            self.values.adopt_changes()
-            back = self._given_back(store)
-            with self._having_room():
-                back.check_room_for(params)
-            return back.copied(params)
-
-    def _take(self, back: GivenBack, place: Place, *, is_wanted: bool) -> None:
+    def _take(self, back: GivenBack, *, is_wanted: bool) -> None:
         try:
-            back.take(place)
+            back.take()
         except BaseException as error:
             self._why_dropped = f"giving them back failed: {error}"
             if is_wanted and self._ranks is None:
                 self._half_given = back
                 self.store.unusable = (
-                    "close(keep=...) has failed amid giving the parameters back; call it again, "
-                    "with keep='host' or keep='file', and it goes on"
+                    "close(keep='host') has failed amid giving the parameters back; call it again, "
+                    "and it goes on"
                 )
                 raise
             if is_wanted or not isinstance(error, OffloadError):
@@ -476,7 +446,7 @@ class TieredModel(abc.ABC):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
             f"{type(self).__name__} cannot be copied or pickled: it owns the tiers of its model; "
-            "copy the model (copy.deepcopy(engine.module)), or use engine.save_checkpoint()"
+            "use engine.save_checkpoint()"
         )
 
     def __enter__(self) -> Self:

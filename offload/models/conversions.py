@@ -3,23 +3,21 @@
 Parameters in tiers have the format and the device that the configuration says. What would change
 either is refused at the call, by name and before anything is changed; what changes neither does
 what it does to any model, buffers included. All of them call `Module._apply`, here one that asks
-first. `Module.compile` asks, too: a module around others cannot be compiled as one graph.
+first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.bits import FLOAT_OF
+from offload.zero.groups.group import NO_COPIES
 from offload.zero.groups.store import WeightStore
-from offload.zero.hooks.compilers import refuse_one_graph
 
 
 class Conversions:
@@ -28,89 +26,76 @@ class Conversions:
     def __init__(self, model: nn.Module, store: WeightStore) -> None:
         self._store = store
         self._asked = False  # by a module around the one that is converted now
-        self._modules = [each for each in model.modules() if any(self._managed(each))]
+        self._modules = [each for each in model.modules() if self._managed_in(each)]
         for module in self._modules:
             vars(module)["_apply"] = _Asking(module, self)
-            inner = any(any(self._managed(child)) for child in module.children())
-            if inner and getattr(module.compile, "__func__", None) is nn.Module.compile:
-                vars(module)["compile"] = partial(_compile, module)
 
     def remove(self) -> None:
         """Let the modules convert by themselves again."""
         for module in self._modules:
             if isinstance(vars(module).get("_apply"), _Asking):
                 del vars(module)["_apply"]
-            if getattr(vars(module).get("compile"), "func", None) is _compile:
-                del vars(module)["compile"]
 
-    def _managed(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        for param in module.parameters():
-            spec = self._store.spec_of(param)
-            if spec is not None:
-                yield spec.name, param
+    def _managed_in(self, module: nn.Module) -> str | None:
+        """Return the name of the first parameter of a module that is in tiers."""
+        specs = map(self._store.spec_of, module.parameters())
+        return next((spec.name for spec in specs if spec is not None), None)
 
     def apply(self, module: nn.Module, function: Callable[[Any], Any], recurse: bool) -> nn.Module:
         """Call `module._apply(function, recurse)`. Raises UnsupportedError for a conversion that
         tiers cannot follow."""
-        kind, call = type(module).__name__, _name_of(function)
+        call = _name_of(function)
         if not self._asked:
-            for name, param in self._managed(module):
-                _check(kind, call, function, name, param)
+            self._check(module, call, function)
 
         def applied(tensor: Any) -> Any:
-            spec = self._store.spec_of(tensor)
-            if spec is None:
-                return function(tensor)
-            if call:
-                return tensor
-            becomes = function(tensor)
-            if isinstance(becomes, torch.Tensor):
-                _refuse_others(f"{kind}._apply", spec.name, tensor, becomes)
-            return becomes
+            # torch's own functions were asked; what another one makes is written to the tiers
+            keeps = bool(call) and self._store.spec_of(tensor) is not None
+            return tensor if keeps else function(tensor)
 
         before, self._asked = self._asked, True
         try:
-            with _parameters_stay():
-                found: nn.Module = type(module)._apply(module, applied, recurse)
-                return found
+            found: nn.Module = type(module)._apply(module, applied, recurse)
+            return found
         finally:
             self._asked = before
 
-
-def _check(
-    kind: str, call: str, function: Callable[[Any], Any], name: str, param: nn.Parameter
-) -> None:
-    """Raise UnsupportedError if the function would change a parameter's format, shape or device."""
-    if call == "share_memory":
-        raise UnsupportedError(
-            f"{kind}.share_memory(): the memory of {name} is of its tier, which other processes "
-            "cannot share; give them model.state_dict(), or a checkpoint"
-        )
-    with torch._C.DisableTorchFunctionSubclass():
-        shape, dtype, device = param.shape, param.dtype, param.device
-    if call:  # what torch's own functions do depends on neither values nor shape
-        probe = torch.empty(0, dtype=dtype, device=device)
-        _refuse_others(f"{kind}.{call}", name, probe, function(probe))
-        return
-    probe = torch.empty(shape, dtype=dtype, device="meta")
-    try:
+    def _check(self, module: nn.Module, call: str, function: Callable[[Any], Any]) -> None:
+        """Raise UnsupportedError if the function would change the format, the shape or the device
+        of parameters in tiers, or share or replace them."""
+        name = self._managed_in(module)
+        what = f"{type(module).__name__}.{call or '_apply'}()"
+        if call == "share_memory":
+            raise UnsupportedError(
+                f"{what}: the memory of {name} is of its tier, which other processes cannot share; "
+                "give them model.state_dict(), or a checkpoint"
+            )
+        future = torch.__future__
+        if (
+            future.get_overwrite_module_params_on_conversion()
+            or future.get_swap_module_params_on_conversion()
+        ):
+            raise UnsupportedError(
+                f"{what} after torch.__future__.set_overwrite_module_params_on_conversion or "
+                f"set_swap_module_params_on_conversion would put another tensor in the place of "
+                f"{name}, which is in tiers; set it to False again"
+            )
+        # all parameters in tiers have one format and are computed with on one device
+        probe = torch.empty(1, 1, dtype=self._store.dtype, device=self._store.device)
         becomes = function(probe)
-    except Exception:  # noqa: BLE001 - it needs values: it is asked with them
-        return
-    if isinstance(becomes, torch.Tensor):
-        _refuse_others(f"{kind}._apply", name, probe, becomes)
+        if (becomes.shape, becomes.dtype, becomes.device) == (
+            probe.shape, probe.dtype, probe.device,
+        ):  # fmt: skip
+            return
+        change, remedy = _change(probe, becomes)
+        raise UnsupportedError(
+            f"{what} would make {name} {change} in its tiers, as the configuration says; {remedy}"
+        )
 
 
-def _refuse_others(call: str, name: str, is_now: torch.Tensor, becomes: torch.Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        shape, dtype, device = is_now.shape, is_now.dtype, is_now.device
-    if (becomes.shape, becomes.dtype, becomes.device) == (shape, dtype, device):
-        return
-    if becomes.shape != shape:
-        change = f"of shape {tuple(becomes.shape)}, and it is of shape {tuple(shape)}"
-        remedy = "only values of the same shape can be written (engine.gathered)"
-    elif becomes.dtype != dtype:
-        change = f"{becomes.dtype}, and it is {dtype}"
+def _change(is_now: torch.Tensor, becomes: torch.Tensor) -> tuple[str, str]:
+    """Return what a conversion changes, and what to do instead."""
+    if becomes.dtype != is_now.dtype:
         remedy = "tiers hold fp32, bf16 and fp16"
         if becomes.dtype in FLOAT_OF:
             precision = FLOAT_OF[becomes.dtype].name.lower()
@@ -119,17 +104,18 @@ def _refuse_others(call: str, name: str, is_now: torch.Tensor, becomes: torch.Te
                 "a pipeline that casts its components then changes nothing"
             )
         remedy += "; for converted copies, take model.state_dict()"
-    else:
-        change = f"a tensor on {becomes.device}, and it is computed with on {device}"
+        return f"{becomes.dtype}, and it is {is_now.dtype}", remedy
+    if becomes.is_meta:
+        remedy = "to drop the values, close the engine, or offload.dispatched(model)"
+    elif becomes.device != is_now.device:
         remedy = (
             f"set device: {becomes.device.type} in the configuration, and leave out what moves "
             "models to save memory (a pipeline's enable_model_cpu_offload): tiers do that"
         )
-        if becomes.is_meta:
-            remedy = "to drop the values, close the engine, or offload.dispatched(model)"
-    raise UnsupportedError(
-        f"{call}() would make {name} {change} in its tiers, as the configuration says; {remedy}"
-    )
+    else:
+        remedy = "only values of the same shape can be written (engine.gathered)"
+        return "of another shape, and it keeps its own", remedy
+    return f"a tensor on {becomes.device}, and it is computed with on {is_now.device}", remedy
 
 
 def _name_of(function: Callable[[Any], Any]) -> str:
@@ -138,28 +124,6 @@ def _name_of(function: Callable[[Any], Any]) -> str:
         return ""
     kind, _, rest = getattr(function, "__qualname__", "").partition(".")
     return rest.partition(".")[0] if kind == nn.Module.__name__ else ""
-
-
-@contextmanager
-def _parameters_stay() -> Iterator[None]:
-    """Inside, torch changes parameters in place, whatever its conversion flags say."""
-    future = torch.__future__
-    overwrite = future.get_overwrite_module_params_on_conversion()
-    swap = future.get_swap_module_params_on_conversion()
-    future.set_overwrite_module_params_on_conversion(False)
-    future.set_swap_module_params_on_conversion(False)
-    try:
-        yield
-    finally:
-        future.set_overwrite_module_params_on_conversion(overwrite)
-        future.set_swap_module_params_on_conversion(swap)
-
-
-def _compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """`Module.compile`."""
-    if kwargs.get("fullgraph"):
-        refuse_one_graph(f"{type(module).__name__}.compile(fullgraph=True)")
-    nn.Module.compile(module, *args, **kwargs)
 
 
 class _Asking:
@@ -171,3 +135,6 @@ class _Asking:
 
     def __call__(self, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         return self._conversions.apply(self._module, fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(NO_COPIES)

@@ -109,7 +109,7 @@ class _Chosen(str):
 
 
 class _Attached:
-    """Weights as a module's attribute, which is None in copies of the module, pickled ones too."""
+    """Weights as a module's attribute."""
 
     def __init__(self, module: nn.Module, weights: ExpertWeights) -> None:
         self.weights = weights
@@ -120,12 +120,6 @@ class _Attached:
         with a parametrization (PEFT's adapters) or others (`torch.func.functional_call`)."""
         own = module._parameters
         return all(own.get(name) is param for name, param in self._params.items())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
 
 
 @uncompiled

@@ -43,7 +43,6 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "_apply flat": (lambda m: m._apply(lambda t: t.reshape(-1)), r"\._apply\(\) .*shape"),
 }
 FLAGS: list[Callable[[bool], None]] = [
-    lambda _: None,
     torch.__future__.set_overwrite_module_params_on_conversion,
     torch.__future__.set_swap_module_params_on_conversion,
 ]
@@ -65,19 +64,21 @@ def test_a_conversion_changes_nothing_or_is_refused_at_the_call(
         x, same = torch.ones(3, 4), dict(model.named_parameters())
         expected = model(x)[0]
         for call, refusal in CALLS.values():
-            for flag in FLAGS:
-                for part in (model, model[0]):
-                    flag(True)
-                    try:
-                        if refusal is None:
-                            assert call(part) is part
-                        else:
-                            with pytest.raises(UnsupportedError, match=refusal):
-                                call(part)
-                    finally:
-                        flag(False)
+            for part in (model, model[0]):
+                if refusal is None:
+                    assert call(part) is part
+                else:
+                    with pytest.raises(UnsupportedError, match=refusal):
+                        call(part)
             assert all(param is same[name] for name, param in model.named_parameters())
             assert torch.equal(model(x)[0], expected)
+        for flag in FLAGS:
+            flag(True)
+            try:
+                with pytest.raises(UnsupportedError, match=r"on_conversion .* set it to False"):
+                    model.float()
+            finally:
+                flag(False)
 
 
 def test_a_closed_dispatched_model_is_called_that(tmp_path: Path) -> None:

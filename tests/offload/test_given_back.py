@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import io
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 from torch import nn
 
 import offload
-from offload.errors import BudgetError, ConfigError, NoSpaceError, StateError, StorageError
+from offload.errors import BudgetError, ConfigError, StateError
 from offload.memory.tier_manager import TieredHomes
 from offload.models import given_back
 from offload.process import machine
-from offload.swap.io.swap_file import SwapFile
 from offload.taking_over import engine_for, tiers_of
 from tests.offload.engine_cases import (
     HOST,
@@ -46,7 +44,7 @@ def entries_of(model: nn.Module) -> dict[str, Any]:
 
 
 @PLACED
-@pytest.mark.parametrize("keep", ["host", "file", None])
+@pytest.mark.parametrize("keep", ["host", None])
 def test_a_closed_engines_model_is_an_ordinary_one(
     placement: dict[str, Any], keep: Any, tmp_path: Path
 ) -> None:
@@ -81,10 +79,7 @@ def test_a_closed_engines_model_is_an_ordinary_one(
 
 
 @PLACED
-@pytest.mark.parametrize("keep", ["host", "file"])
-def test_engine_dispatch_engine_is_one_training(
-    placement: dict[str, Any], keep: Any, tmp_path: Path
-) -> None:
+def test_engine_dispatch_engine_is_one_training(placement: dict[str, Any], tmp_path: Path) -> None:
     model, alone = seeded(TinyLM), seeded(TinyLM)
     keys = config(tmp_path, placement)
     for _ in range(2):  # the optimizer begins anew
@@ -93,11 +88,11 @@ def test_engine_dispatch_engine_is_one_training(
     engine = offload.initialize(model, keys)
     losses_of(engine, batches(2))
     logits = model(batches(1)[0][:, :-1]).detach()
-    engine.close(keep)
+    engine.close("host")
     offload.dispatch(model, keys)
     with torch.no_grad():
         assert torch.equal(model(batches(1)[0][:, :-1]), logits)
-    offload.dispatched(model).close(keep)
+    offload.dispatched(model).close("host")
     with offload.initialize(model, keys) as engine:
         assert losses_of(engine, batches(2)) == expected
     assert_same_bits(model.state_dict(), alone.state_dict())
@@ -140,54 +135,44 @@ def test_more_than_the_budget_is_dropped_unless_it_is_asked_for(tmp_path: Path) 
 def test_no_room_is_an_error_that_leaves_the_engine_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise NoSpaceError("no space left")
-
     model = seeded(TinyLM)
     engine = offload.initialize(model, config(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(machine, "available_memory_nbytes", lambda *_: -(1 << 40))
-        patch.setattr(SwapFile, "reserve", full)
         with pytest.raises(BudgetError, match=r"1024\.0 GiB are missing"):
             engine.close("host")
-        with pytest.raises(NoSpaceError, match="keep='file'"):
-            engine.close("file")
-    with pytest.raises(ConfigError, match="expected one of host, file, drop"):
+    with pytest.raises(ConfigError, match="expected one of host, drop"):
         engine.close("ram")  # type: ignore[arg-type]
     assert losses_of(engine, batches(1))
     engine.close()
 
 
 @PLACED
-@pytest.mark.parametrize("again", ["host", "file"])
-@pytest.mark.parametrize("keep", ["host", "file"])
 @pytest.mark.parametrize("after", [0, 3])
 def test_an_error_amid_closing_loses_nothing_and_closing_again_goes_on(
-    placement: dict[str, Any], keep: str, again: str, after: int, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    placement: dict[str, Any], after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = seeded(TinyLM)
     engine = offload.initialize(model, config(tmp_path, placement))
     losses_of(engine, batches(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    place = {"host": given_back._Ram, "file": given_back._File}[keep]
-    put, left = place.put, [after]
+    put, left = given_back._Given.put, [after]
 
     def failing(*args: Any) -> None:
         left[0] -= 1
         if left[0] < 0:
-            raise MemoryError if keep == "host" else StorageError("EIO", errno=errno.EIO)
+            raise MemoryError
         put(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(place, "put", failing)
+        patch.setattr(given_back._Given, "put", failing)
         for _ in range(2):
-            with pytest.raises((MemoryError, StorageError)):
-                engine.close(keep)  # type: ignore[arg-type]
+            with pytest.raises(MemoryError):
+                engine.close("host")
             assert not engine.is_closed
     with pytest.raises(StateError, match="call it again"):
         model.loss(batches(1)[0])
-    engine.close(again)  # type: ignore[arg-type]
+    engine.close("host")
     assert engine.is_closed
     assert_same_bits(model.state_dict(), before)
     assert list(tmp_path.iterdir()) == []

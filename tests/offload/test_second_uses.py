@@ -98,7 +98,7 @@ FLAGS: list[Callable[[bool], None]] = [
 
 def life(model: Any, draw: random.Random, folder: Path) -> tuple[Values, str]:
     """The model in tiers and out of them: the values that it had, and how it was closed."""
-    placement, keep = draw.choice([HOST, NVME]), draw.choice(["host", "file", "drop"])
+    placement, keep = draw.choice([HOST, NVME]), draw.choice(["host", "drop"])
     owner: Any
     if draw.random() < 0.5:
         owner = offload.initialize(model, config(folder, placement))

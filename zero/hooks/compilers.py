@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch._C._dynamo import eval_frame as _eval_frame
@@ -62,18 +62,13 @@ def break_graph(function: Function) -> Function:
     return function
 
 
-def refuse_one_graph(what: str, cause: BaseException | None = None) -> NoReturn:
-    """Raise UnsupportedError for code that would have to be compiled as a whole."""
-    raise UnsupportedError(f"{what}: {_NO_GRAPH}") from cause
-
-
 def explain(error: BaseException, name: str, module: nn.Module) -> None:
-    """UnsupportedError if the cause of `error` is that a module was to be compiled as a whole."""
+    """Raise UnsupportedError if `error` comes of a module that was to be compiled as a whole."""
     if type(error).__module__ == "torch._dynamo.exc" and _NO_GRAPH in str(error):
-        refuse_one_graph(
-            f"torch.compile(fullgraph=True) of {name or 'the model'} ({type(module).__name__})",
-            error,
-        )
+        raise UnsupportedError(
+            f"torch.compile(fullgraph=True) of {name or 'the model'} ({type(module).__name__}): "
+            f"{_NO_GRAPH}"
+        ) from error
 
 
 @break_graph

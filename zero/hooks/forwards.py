@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,16 +24,5 @@ class ReplacedForward:
         else:
             del vars(self.module)["forward"]
 
-    @staticmethod
-    def below(forward: Any) -> Any:
-        """Return a module's own `forward` attribute below the replaced ones, or None."""
-        while isinstance(forward, ReplacedForward):
-            forward = forward.own if forward._overrides else None
-        return forward
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A wrapper of others has this one: their copy calls the copied module's own forward."""
-        return copy.deepcopy(self.own, memo)

@@ -26,7 +26,7 @@ from torch.nn.modules import module as _of_all
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import Unit
-from offload.zero.groups.group import NO_PICKLES, GroupState, ParamGroup
+from offload.zero.groups.group import NO_COPIES, GroupState, ParamGroup
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
 from offload.zero.hooks.dtype_errors import explain_dtypes
@@ -327,7 +327,7 @@ class _Hook:
         self._function(*args)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError(NO_PICKLES)
+        raise UnsupportedError(NO_COPIES)
 
 
 @dataclass(slots=True, eq=False)
@@ -465,11 +465,6 @@ class _Guard:
                 self._module._compiled_call_impl = self._installed
         if self._forward is not None:
             self._forward.remove()
-
-
-def installed_call(call: Any) -> Any:
-    """Return the compiled call that a module had before the guard was installed."""
-    return call._installed if isinstance(call, _Guard) else call
 
 
 def _drop(hook: _Hook, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 KEPT_NBYTES = 64 << 10
 
 _NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
-    "forward", "_apply", "compile", "_compiled_call_impl", "__deepcopy__", "__reduce_ex__"
+    "forward", "_apply", "_compiled_call_impl"
 }  # fmt: skip
 _PLAIN = (torch.Tensor, FakeTensor)
 
