@@ -37,7 +37,6 @@ from offload.process.interrupts import noted_interrupts, why_not_noted
 from offload.report import Report
 from offload.runs.recording import Recording
 from offload.swap.threads.lanes import waits_s
-from offload.swap.threads.link_use import LinkUse
 from offload.swap.threads.recorder import Recorder
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
@@ -465,11 +464,6 @@ class Engine(TieredModel):
     def waits(self) -> dict[str, float]:
         """Return the seconds for which the model's thread has waited, as in `Report.waits`."""
         return waits_s([*self._homes.lanes(), *self._open().lanes()])
-
-    def links(self) -> dict[str, LinkUse]:
-        """Return how each link has spent its time, as in `Report.links`."""
-        self._check_open()
-        return self._homes.link_uses()
 
     def watch(
         self, *, steps: int | None = None, tokens: int | None = None,

@@ -273,7 +273,7 @@ class WandbLogger:
 
 class _Curves:
     """Converts a row to numbers by name. Totals since the start are shown per second: `GB per
-    s/nvme read`, and a step's seconds as shares of them: `waiting/nvme`, `links/nvme busy`."""
+    s/nvme read`, and the seconds waited in a step as shares of it: `waiting/nvme`."""
 
     def __init__(self) -> None:
         self._before: Values = {}
@@ -288,9 +288,8 @@ class _Curves:
         for name, value in values["figures"].items():
             yield (f"figures/{name}" if name in ours else name), value
         if values["seconds"] > 0:
-            for field, name in (("waited", "waiting"), ("links", "links")):
-                for key, value in values[field].items():
-                    yield f"{name}/{key}", value / values["seconds"]
+            for key, value in values["waited"].items():
+                yield f"waiting/{key}", value / values["seconds"]
         seconds = values["elapsed_seconds"] - before.get("elapsed_seconds", math.inf)
         if seconds <= 0:  # the first row
             return
@@ -298,7 +297,7 @@ class _Curves:
             yield f"GB per s/{key}", (value - before["moved"].get(key, 0)) / seconds / 1e9
 
 
-_COUNTED = ("moved", "waited", "links", "elapsed_seconds", "figures")
+_COUNTED = ("moved", "waited", "elapsed_seconds", "figures")
 
 
 # ---------------------------------------------------------------- by name

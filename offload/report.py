@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offload.process.machine import process_memory
-from offload.swap.threads.link_use import LinkUse
 from offload.swap.threads.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
@@ -106,9 +105,6 @@ class TierTraffic:
     threads wait for). On a GPU the thread queues work and goes on: its own stream's waits are not
     in here.
 
-    `links` say how each link has spent the time since the beginning (`LinkUse`): `nvme`, all paths
-    together, where there are files, and beside a GPU `host to device` and `device to host`.
-
     `memory` says what is left of the machine's RAM, or of the cgroup that has least, and which
     copies were given up for it (`MemoryGuardReport`). `process` says what the RAM of this process
     consists of (`ProcessReport`).
@@ -122,13 +118,11 @@ class TierTraffic:
     evictions: int = 0
     placements: dict[str, str] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
-    links: dict[str, LinkUse] = field(default_factory=dict)
     memory: MemoryGuardReport
     process: ProcessReport
 
     def __str__(self) -> str:
-        """Return a few lines to read: bytes held and moved, seconds waited, and how links spent
-        their time."""
+        """Return a few lines to read: bytes held and moved, and seconds waited."""
         lines = [
             f"{name:<7} {format_bytes(tier.used_nbytes)} held, {format_bytes(tier.peak_nbytes)} at "
             f"most, of {format_bytes(tier.budget_nbytes)}"
@@ -137,14 +131,9 @@ class TierTraffic:
         ]
         moved = [f"{name} {format_bytes(n)}" for name, n in self.bytes_moved.items() if n]
         waited = [f"{name} {seconds:.1f} s" for name, seconds in self.waits.items() if seconds]
-        used = [
-            f"{name} {', '.join(f'{word} {n:.1f} s' for word, n in use.seconds().items())}"
-            for name, use in self.links.items()
-        ]
         return "\n".join([
             *lines, f"moved   {', '.join(moved) or 'nothing'}",
             f"waited  {', '.join(waited) or 'for nothing'}",
-            *([f"links   {'; '.join(used)}"] if used else []),
             f"process {self.process}",
             *([f"memory  {self.memory}"] if self.memory.times else []),
         ])  # fmt: skip

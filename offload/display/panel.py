@@ -24,7 +24,6 @@ _LINES = 20  # about so many per run, if its length is known
 _KEPT = 20  # drawings that rates are taken over
 _BAR, _LABEL = 8, 10  # columns
 _MUCH = 0.2  # of the time: waits that stand out
-_STANDS_STILL = 0.01  # of the time: a link with work waiting
 _STEPS_BAR = 44  # columns
 # The time left is told from steps after the first two, which learn the order of uses, as soon as
 # there are so many of them, or they have taken so long.
@@ -143,12 +142,12 @@ class _Recent:
         since = before["moved"]
         return {key: (value - since.get(key, 0)) / seconds for key, value in now["moved"].items()}
 
-    def shares(self, name: str) -> dict[str, float]:
-        """Shares of the shown steps' time by their seconds in `name` (`waited` or `links`)."""
+    def waits(self) -> dict[str, float]:
+        """Shares of the shown steps' time that the model's thread waited, by cause."""
         seconds = sum(values["seconds"] for _, values in self._rows)
         found: defaultdict[str, float] = defaultdict(float)
         for _, values in self._rows if seconds > 0 else ():
-            for key, value in values[name].items():
+            for key, value in values["waited"].items():
                 found[key] += value / seconds
         return found
 
@@ -189,10 +188,6 @@ class _Recent:
             yield Text(f"{name} {value:.4g}")
 
     def _links(self) -> Iterator[Text]:
-        for use, share in self.shares("links").items():
-            stands_still = use.endswith(" stalled")
-            if share >= _STANDS_STILL if stands_still else use.endswith(" busy") and share:
-                yield Text(f"{use} {share:.0%}", "yellow" if stands_still else "")
         moved = self.values["moved"]
         for link, rate in self.rates().items():
             if moved[link]:
@@ -201,7 +196,7 @@ class _Recent:
     def _waits(self) -> Iterator[Text]:
         """Shares of the time from step to step: computing, and each cause for which the model's
         thread waited."""
-        shares = self.shares("waited")
+        shares = self.waits()
         if not shares:
             return
         yield Text(f"computing {max(0.0, 1 - sum(shares.values())):.0%}", "green")

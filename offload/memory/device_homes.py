@@ -22,7 +22,6 @@ from offload.swap.states.coded_state import MakeHome
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.threads.lanes import Lane
-from offload.swap.threads.link_use import CopyTimes, LinkUse
 from offload.tiers import accelerator
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
@@ -46,10 +45,8 @@ class DeviceHomes:
         fences = Fences()
         # The update has links of its own: a copy for a group that is needed later, waiting for its
         # turn, must not hold up a copy that the model waits for.
-        self._times = {way: CopyTimes(device) for way in (_TO_DEVICE, _TO_HOST)}
         self.links, self._update_links = (
-            Links(self._copies(_TO_DEVICE), self._copies(_TO_HOST), device, fences)
-            for _ in range(2)
+            Links(CopyStream(device), CopyStream(device), device, fences) for _ in range(2)
         )
         self._stream = WorkStream(device)
         self.pool = SlotPool(tier, lock)
@@ -62,9 +59,6 @@ class DeviceHomes:
                 "gradients are converted and their norm is taken on the CPU, and each is waited "
                 "for: %s", triton_launch.missing(device),
             )  # fmt: skip
-
-    def _copies(self, way: str) -> CopyStream:
-        return CopyStream(self._device, self._times[way])
 
     # ---------------------------------------------------------------- states
     def mirrored(self, home: State, next_use: NextUse) -> State:
@@ -124,12 +118,6 @@ class DeviceHomes:
             _TO_DEVICE: sum(links.to_device.moved_nbytes for links in both),
             _TO_HOST: sum(links.to_host.moved_nbytes for links in both),
         }
-
-    def uses(self) -> dict[str, LinkUse]:
-        """Return how each direction spent its time, over both pairs; empty on a CPU."""
-        if not accelerator.is_accelerator(self._device):
-            return {}
-        return {way: times.use() for way, times in self._times.items()}
 
     # ---------------------------------------------------------------- waiting
     def lanes(self) -> list[Lane]:

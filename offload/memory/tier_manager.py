@@ -33,8 +33,7 @@ from offload.swap.states.coded_state import CodedState
 from offload.swap.states.file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import MemoryState, State
-from offload.swap.threads.lanes import Lane, WaitFor
-from offload.swap.threads.link_use import LinkUse
+from offload.swap.threads.lanes import Lane
 from offload.swap.threads.memory_guard import MemoryGuard
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
@@ -344,11 +343,6 @@ class TieredHomes:
             **self._device.moved_nbytes(),
             **(self.activations.bytes_moved() if self.activations is not None else {}),
         }
-
-    def link_uses(self) -> dict[str, LinkUse]:
-        """Return how each link spent its time so far: files, all paths together, and copies."""
-        files = {} if self.store is None else {str(WaitFor.FILES): self.store.backend.use()}
-        return {**files, **self._device.uses()}
 
     def bytes_saved(self) -> dict[str, int]:
         """Return the bytes that did not have to cross a link, because they were still where they

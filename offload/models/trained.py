@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from offload.optimizers.optimizer import OffloadOptimizer
     from offload.report import Report
     from offload.runs.recording import Recording
-    from offload.swap.threads.link_use import LinkUse
     from offload.weights.spread_experts import SpreadExperts
     from offload.zero.groups.values import ParameterValues
     from offload.zero.step.runtime import Runtime
@@ -73,7 +72,6 @@ class Trained(Protocol):
     ) -> AbstractContextManager[None]: ...
     def report(self) -> Report: ...
     def waits(self) -> dict[str, float]: ...
-    def links(self) -> Mapping[str, LinkUse]: ...
     def record(self, steps: int = 3) -> Recording: ...
     def before_close(self, call: Callable[[], None]) -> None: ...
     def watch_ended(self, watch: Any) -> None:

@@ -16,13 +16,13 @@ from offload.loggers import JSONLinesLogger
 from offload.tiers.errors import PathError, StorageError
 
 if TYPE_CHECKING:
-    from offload.models.trained import Trained
+    pass
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """The figures of one optimizer step. `tiers` is bytes held after it, `moved` bytes by link
-    since the start; for `waited` and `links` see `StepSeconds`. In a row, nan is unknown."""
+    since the start, `waited` seconds of the model's thread by cause. In a row, nan is unknown."""
 
     step: int  # 1-based: steps done
     loss: float
@@ -36,7 +36,6 @@ class StepMetrics:
     moved: dict[str, int]
     validation_loss: float | None = None
     waited: dict[str, float] = field(default_factory=dict)
-    links: dict[str, float] = field(default_factory=dict)
     elapsed_seconds: float = 0.0  # from the beginning of the run to the end of the step
     figures: dict[str, float] = field(default_factory=dict)  # of the user's own, by name
 
@@ -58,28 +57,8 @@ class StepMetrics:
 _NAMES = tuple(each.name for each in fields(StepMetrics) if each.name != "step")
 
 
-@dataclass(frozen=True, slots=True)
-class StepSeconds:
-    """The parts of a step's seconds: those that the model's thread waited, by cause, and those that
-    each link was `nvme busy`, `nvme stalled` (with work waiting) or `nvme idle`, and so on."""
-
-    waited: dict[str, float]
-    links: dict[str, float]
-
-    @classmethod
-    def until_now(cls, engine: Trained) -> StepSeconds:
-        """The seconds since the engine was made."""
-        uses = engine.links().items()
-        return cls(
-            engine.waits(),
-            {f"{link} {word}": s for link, use in uses for word, s in use.seconds().items()},
-        )
-
-    def since(self, before: StepSeconds) -> StepSeconds:
-        return StepSeconds(_grown(self.waited, before.waited), _grown(self.links, before.links))
-
-
-def _grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+def grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """The seconds by which each count has grown."""
     return {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
 
 

@@ -241,22 +241,13 @@ def _waits(run: _Run) -> Section:
 
 
 def _links(run: _Run) -> Section:
-    rows, whole = run.rows, run.rows.step_seconds()
-    elapsed, count, used = rows.elapsed_seconds(), len(rows.steps), rows.sums("links")
-
-    def share(name: str, word: str) -> str:
-        seconds = used.get(f"{name} {word}")
-        return _percent(seconds / whole) if seconds and whole else "-"
-
+    rows = run.rows
+    elapsed, count = rows.elapsed_seconds(), len(rows.steps)
     table = []
     for name, nbytes in rows.moved().items():
         speed = f"{three_digits(nbytes / elapsed / 1e9)} GB/s" if elapsed else "-"
-        link = name.removesuffix(" read").removesuffix(" write")
-        table.append(
-            (name, _bytes(nbytes), _bytes(nbytes / count), speed, share(link, "busy"),
-             share(link, "stalled"))
-        )  # fmt: skip
-    heads = ("link", "in all", "per step", "on average", "busy", "idle, work waiting")
+        table.append((name, _bytes(nbytes), _bytes(nbytes / count), speed))
+    heads = ("link", "in all", "per step", "on average")
     return Section("Links", tables=[Table(heads, table)] if table else ())
 
 

@@ -25,7 +25,7 @@ _MAX_NBYTES = 256 << 20  # of a file that is read whole
 _MAX_NAMES = 64  # of figures
 _MAX_NAME = 60  # characters
 _MAX_LANES = 14
-_GROUPS = ("tiers", "moved", "waited", "links")
+_GROUPS = ("tiers", "moved", "waited")
 
 Key = tuple[str, str]  # a group and a name in it; the group of plain figures is ""
 Numbers = npt.NDArray[np.float64]
@@ -67,7 +67,7 @@ class PageRows:
         return found
 
     def step_seconds(self) -> float:
-        """The seconds of all steps, which contain those in `waited` and `links`."""
+        """The seconds of all steps, which contain those in `waited`."""
         return float(np.nansum(np.maximum(self.column("seconds"), 0.0)))
 
     def elapsed_seconds(self) -> float:

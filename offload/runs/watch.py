@@ -25,7 +25,7 @@ from offload.display.panel import Display, LossWarning, Run, make_display
 from offload.display.plain_text import echo
 from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
 from offload.process.machine import rank_here, rss_nbytes
-from offload.runs.metrics import StepMetrics, StepSeconds
+from offload.runs.metrics import StepMetrics, grown
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Watch:
         self._passes: torch.Tensor | None = None  # the sum of what `engine.backward` was given
         self._last = time.perf_counter()  # the end of the last step, or of the making of this
         self._ended: float | None = None  # the same, until the next step begins
-        self._before = StepSeconds({}, {})  # at `_last`
+        self._before: dict[str, float] = {}  # at `_last`
         self._loop_s = 0.0  # since then, before the forward; waits that are known left out
         self._begun = False  # a step
         if not self._is_first:
@@ -69,7 +69,7 @@ class Watch:
             run = Run(engine.steps_done, steps, budgets)
             display = make_display(run, _say, every)
         self._outlet = _Outlet([*of_folder, *own], own, display)
-        self._before = StepSeconds.until_now(engine)
+        self._before = engine.waits()
         this = weakref.ref(self)  # neither optimizer nor runtime keep it, and so the engine, alive
         self._hook = engine.optimizer.register_step_post_hook(lambda *_: _alive(this)._stepped())
         engine.runtime.on_forward = lambda: _alive(this)._begins()
@@ -152,13 +152,13 @@ class Watch:
         assert engine is not None, "its model is being called"
         if self._ended is not None:
             now = time.perf_counter()
-            waited = sum(engine.waits().values()) - sum(self._before.waited.values())
+            waited = sum(engine.waits().values()) - sum(self._before.values())
             self._loop_s = max(0.0, now - self._ended - waited)
             self._ended = None
             self._outlet.flush()
         elif not self._begun:
             self._last = time.perf_counter()
-            self._before = StepSeconds.until_now(engine)
+            self._before = engine.waits()
         self._begun = True
 
     def _stepped(self) -> None:
@@ -166,16 +166,16 @@ class Watch:
         now, engine = time.perf_counter(), self._engine()
         assert engine is not None, "its optimizer makes a step"
         self._outlet.flush()  # where no forward of the whole model was seen
-        seconds = StepSeconds.until_now(engine)
-        row = self._row(engine, now, seconds.since(self._before))
+        waited = engine.waits()
+        row = self._row(engine, now, grown(waited, self._before))
         self._outlet.held = _Held(row, self._given, self._tokens, self._passes)
         self._given, self._passes = _Given(), None
         self._last = self._ended = now
-        self._before, self._loop_s = seconds, 0.0
+        self._before, self._loop_s = waited, 0.0
         if not self._waits_for_log:
             self._outlet.flush()
 
-    def _row(self, engine: Trained, now: float, spent: StepSeconds) -> StepMetrics:
+    def _row(self, engine: Trained, now: float, waited: dict[str, float]) -> StepMetrics:
         report = engine.report()
         return StepMetrics(
             step=engine.steps_done, loss=math.nan, lr=float(engine.optimizer.param_groups[0]["lr"]),
@@ -183,8 +183,8 @@ class Watch:
             gradient_norm=report.gradient_norm, skipped_steps=report.skipped_steps,
             rss_nbytes=rss_nbytes(),
             tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
-            moved=dict(report.bytes_moved), waited={**spent.waited, "loop": self._loop_s},
-            links=spent.links, elapsed_seconds=now - engine.made_at,
+            moved=dict(report.bytes_moved), waited={**waited, "loop": self._loop_s},
+            elapsed_seconds=now - engine.made_at,
         )  # fmt: skip
 
 

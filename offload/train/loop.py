@@ -26,7 +26,7 @@ from offload.process.interrupts import Interrupts, noted_interrupts
 from offload.process.machine import OtherPrograms, peak_rss_nbytes, rss_nbytes
 from offload.runs.folder import RunFolder, SavedRun
 from offload.runs.forecast import Forecast
-from offload.runs.metrics import StepMetrics, StepSeconds
+from offload.runs.metrics import StepMetrics, grown
 from offload.runs.own_run import RunRecord
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, LowMemoryError, OffloadError
@@ -267,7 +267,7 @@ class Trainer:
             raise
 
     def _step(self, step: int) -> StepMetrics:
-        began, before = time.perf_counter(), StepSeconds.until_now(self.engine)
+        began, before = time.perf_counter(), self.engine.waits()
         lr = self.config.optimizer.lr * self.settings.schedule.factor(step, self.settings.steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -275,8 +275,8 @@ class Trainer:
         self.engine.optimizer.step()
         self.engine.optimizer.zero_grad()
         self.steps_done = step + 1
-        seconds, now = time.perf_counter() - began, StepSeconds.until_now(self.engine)
-        return self._measure(loss, lr, seconds, now.since(before))
+        seconds, now = time.perf_counter() - began, self.engine.waits()
+        return self._measure(loss, lr, seconds, grown(now, before))
 
     def _accumulate(self, step: int) -> float:
         micro_steps = self.config.gradient_accumulation_steps
@@ -289,7 +289,9 @@ class Trainer:
             total += float(loss.detach())
         return total
 
-    def _measure(self, loss: float, lr: float, seconds: float, spent: StepSeconds) -> StepMetrics:
+    def _measure(
+        self, loss: float, lr: float, seconds: float, waited: dict[str, float]
+    ) -> StepMetrics:
         report, world = self.engine.report(), self.world
         elapsed = time.perf_counter() - self.began
         tokens = self.settings.batch * self.settings.sequence * world.size
@@ -306,8 +308,7 @@ class Trainer:
             rss_nbytes=int(world.greatest(rss_nbytes())),
             tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
             moved=dict(report.bytes_moved),
-            waited=spent.waited,
-            links=spent.links,
+            waited=waited,
             elapsed_seconds=elapsed,
             validation_loss=self._validation_loss_if_due(),
         )

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from offload.swap.threads.lanes import Lane, WaitFor, be_worker, is_worker
-from offload.swap.threads.link_use import CopyTimes
 from offload.swap.threads.recorder import Recorder
 from offload.swap.threads.transfer import Transfer
 from offload.tiers import accelerator
@@ -144,10 +143,8 @@ class CopyStream:
     Threads may share it as far as PyTorch's streams are shared: copies start in some order.
     """
 
-    def __init__(self, device: torch.device, times: CopyTimes | None = None) -> None:
-        """`times` are those of all copies in this direction, or None."""
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._times = times
         self._stream = _new_stream(device)
         self.lane = Lane(WaitFor.LINK)
         self._watcher = _Watcher(self.lane)
@@ -181,12 +178,8 @@ class CopyStream:
         marks = [mark_here(self._device)] if after is None else after
         for mark in marks:
             mark.before(self._stream)
-        times = self._times
-        began = None if times is None else times.mark(self._stream)
         with accelerator.of(self._device).entered(self._stream):
             _start(destination, source)
-        if times is not None and began is not None:
-            times.add(began, times.mark(self._stream))
         mark = _mark(self._stream, self._device, self.lane)
         recorder = self.lane.recorder
         if recorder is not None:

@@ -241,8 +241,7 @@ class BlockStore:
                     return False
                 self._waiting += 1
                 try:
-                    waiting = self.backend.lane.waiting("room in the tier")
-                    with waiting, self.backend.held_back():
+                    with self.backend.lane.waiting("room in the tier"):
                         self._freed.wait()
                 finally:
                     self._waiting -= 1

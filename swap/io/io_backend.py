@@ -12,8 +12,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +20,6 @@ from typing import Any, Self
 from offload.swap.io.io_request import IOPiece, IORequest, Operation, Priority
 from offload.swap.io.io_watch import TIMEOUT_S, IOWatch, stuck_error
 from offload.swap.threads.lanes import Lane, WaitFor
-from offload.swap.threads.link_use import LinkMeter, LinkUse
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import STALL_S, Failure, Transfer, UnobservedErrors
 from offload.tiers.errors import ChecksumError, OffloadError, StateError, StorageError
@@ -70,7 +68,6 @@ class IOBackend(ABC):
         self._books = threading.RLock()  # guards everything below
         self._idle = threading.Condition(self._books)
         self._statistics = IOStatistics()
-        self._meter = LinkMeter()
         self._closed = False
         self._in_flight: dict[IORequest, Transfer[Any]] = {}  # the oldest first
         self._given_up: dict[str, Failure] = {}  # by path
@@ -119,25 +116,6 @@ class IOBackend(ABC):
         wake up: exact after `drain()`."""
         with self._books:
             return replace(self._statistics)
-
-    @defer_signals
-    def use(self) -> LinkUse:
-        """How the time was spent so far: busy while a call moves a piece, its retries included;
-        stalled while none does and a request waits for one. That covers the way to a thread, and
-        what comes `before` a write; not what comes `after` the last byte."""
-        with self._books:
-            return self._meter.use()
-
-    @contextmanager
-    def held_back(self) -> Iterator[None]:
-        """Count a request as asked for, while its caller waits for room."""
-        with self._books:
-            self._meter.note(asked=1)
-        try:
-            yield
-        finally:
-            with self._books:
-                self._meter.note(asked=-1)
 
     @defer_signals
     def drain(self, timeout_s: float | None = None) -> None:
@@ -222,7 +200,6 @@ class IOBackend(ABC):
             if piece.request.finished:
                 return False
             piece.moving = True
-            self._meter.note(moving=1)
             self.watch.began(piece)
             return True
 
@@ -236,7 +213,6 @@ class IOBackend(ABC):
         """Record that a call has ended (lock held)."""
         if piece.moving:
             piece.moving = False
-            self._meter.note(moving=-1)
             self.watch.ended(piece)
         self._lost.discard(piece)
 
@@ -249,7 +225,6 @@ class IOBackend(ABC):
             request.pieces_left -= 1
             last = not (request.pieces_left or request.finished)
             request.finished = request.finished or last
-            self._meter.note(asked=-last)
         if last:
             self._end(request)
 
@@ -259,7 +234,6 @@ class IOBackend(ABC):
             if request.finished:  # of a request that failed when it was queued already
                 return
             request.finished = True
-            self._meter.note(asked=-1)
         self._end(request)
 
     def _end(self, request: IORequest) -> None:
@@ -302,7 +276,6 @@ class IOBackend(ABC):
                 return False
             request.read_again, request.finished = True, False
             request.pieces_left = 1
-            self._meter.note(asked=1)
         _log.warning("reading once more: %s", error)
         try:
             self._start(request)
@@ -325,11 +298,9 @@ class IOBackend(ABC):
             for piece in moving:
                 piece.given_up, piece.moving = True, False
             self._lost.update(moving)
-            self._meter.note(moving=-len(moving))
             ending = [request for request in requests if not request.finished]
             for request in ending:
                 request.finished, request.error, request.failure = True, error, failure
-            self._meter.note(asked=-len(ending))
         _log.error("%s", error)
         try:
             self._let_go(moving)
@@ -393,7 +364,6 @@ class IOBackend(ABC):
             if request.failure is not None:
                 request.error = request.failure.error
             statistics, nbytes = self._statistics, request.buffer.nbytes
-            self._meter.note(asked=1)
             statistics.in_flight_requests += 1
             statistics.in_flight_nbytes += nbytes
 

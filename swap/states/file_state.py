@@ -12,7 +12,6 @@ The states are not stored but follow from what is in flight, so they cannot disa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -132,9 +131,7 @@ class FileState(SlotState):
             _wait_all(leaving)
         size = round_up(self.nbytes, PAGE_NBYTES)
         if next_use is None:
-            held_back = nullcontext() if fill is None else self._store.backend.held_back()
-            with held_back:
-                lease: Lease | None = self._pool.demand(size, self.name, self._class)
+            lease: Lease | None = self._pool.demand(size, self.name, self._class)
         else:
             lease = self._pool.offer(size, self.name, self._class, next_use=next_use)
         if lease is None:

@@ -109,7 +109,6 @@ def values(step: int, **changed: Any) -> dict[str, Any]:
         tiers={"device": 0, "host": 3 << 30, "nvme": 5 << 30},
         moved={"nvme read": step * 10**9, "nvme write": step * 10**8, "host to device": 0},
         waited={"nvme": 0.1, "link": 0.0, "update": 0.05, "loop": 0.01},
-        links={"nvme busy": 0.415, "nvme stalled": 0.001, "nvme idle": 0.084},
         elapsed_seconds=0.5 * step,
     ).values()  # fmt: skip
     return {**known, **changed}
@@ -144,7 +143,7 @@ def test_a_panel_has_all_figures(terminal_here: Any) -> None:
     assert terminal.shown == [
         f"step      11/1,000   {'━' * 40}   about 8 min left",
         "          loss 2.5000   8,192 tokens/s   500 ms/step   norm 1.25   lr 0.0003",
-        "moving    nvme busy 83%   nvme read 2 GB/s   nvme write 200 MB/s",
+        "moving    nvme read 2 GB/s   nvme write 200 MB/s",
         "holding   host ██████░░ 3.0 of 4.0 GiB   nvme ░░░░░░░░ 5.0 of 100.0 GiB",
         "time      computing 68%   nvme 20%   update 10%   loop 2%",
     ]
@@ -153,16 +152,6 @@ def test_a_panel_has_all_figures(terminal_here: Any) -> None:
     assert sys.stdout is terminal is sys.stderr
     print("what follows")
     assert terminal.shown[-1] == "what follows"
-
-
-def test_a_link_that_stands_still_with_work_waiting_stands_out(terminal_here: Any) -> None:
-    terminal = terminal_here()
-    screen = Screen()
-    display = panel(screen)
-    stalled = {"nvme busy": 0.3, "nvme stalled": 0.05, "nvme idle": 0.15}
-    copies = {"host to device busy": 0.0, "host to device idle": 0.5}
-    shown(screen, display, 1, links={**stalled, **copies})
-    assert "moving    nvme busy 60%   nvme stalled 10%" in terminal.shown
 
 
 def test_what_is_printed_stays_above_the_panel(terminal_here: Any) -> None:
@@ -376,7 +365,7 @@ def test_a_run_of_unknown_length_is_not_silent_for_long(monkeypatch: pytest.Monk
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     for step in range(1, 101):
         now[0] += 1.0
-        lines.log(values(step, tiers={}, moved={}, waited={}, links={}), step)
+        lines.log(values(step, tiers={}, moved={}, waited={}), step)
     assert [line.split()[1] for line in said] == ["1", "31", "61", "91"]
     assert said[0].endswith("| memory of the process 1.0 GiB")
 

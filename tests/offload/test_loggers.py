@@ -28,7 +28,6 @@ def row(step: int, **changed: Any) -> dict[str, Any]:
         step=step, loss=1.0 / step, lr=0.1, seconds=0.5, tokens_per_second=10.0, gradient_norm=2.0,
         skipped_steps=0, rss_nbytes=5, tiers={"host": 3, "nvme": 4},
         moved={"nvme read": step << 30}, waited={"nvme": 0.125}, elapsed_seconds=0.5 * step,
-        links={"nvme busy": 0.4, "nvme stalled": 0.0, "nvme idle": 0.1},
     ).values()  # fmt: skip
     return {**values, **changed}
 
@@ -50,7 +49,6 @@ def test_a_table_gets_a_column_for_a_figure_that_is_new(tmp_path: Path) -> None:
     assert [each["figures/accuracy"] for each in found] == ["", "0.5", ""]
     assert found[1]["moved/nvme read"] == str(2 << 30)
     assert found[2]["waited/nvme"] == "0.125"
-    assert found[2]["links/nvme busy"] == "0.4"
     with closing_all([again := CSVLogger(path)]):
         again.keep(2)
         again.log(row(3, loss=math.nan), 3)
@@ -106,11 +104,11 @@ def test_a_line_that_cannot_be_written_is_an_error_of_a_later_call(tmp_path: Pat
 def test_rows_of_another_version_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     known = {"step": 3, **row(3)}
-    older = {k: v for k, v in known.items() if k not in ("waited", "links", "elapsed_seconds")}
+    older = {k: v for k, v in known.items() if k not in ("waited", "elapsed_seconds")}
     older["waits"] = {"nvme": 0.375}  # since the start, as they were once
     path.write_text(f"{json.dumps(older)}\n{json.dumps({**known, 'later': 1, 'lr': None})}\n")
     first, second = MetricsFile(path).read()
-    assert (first.waited, first.links, first.loss) == ({}, {}, 1 / 3)
+    assert (first.waited, first.loss) == ({}, 1 / 3)
     assert second.waited == {"nvme": 0.125}
     assert math.isnan(second.lr)
 
@@ -202,7 +200,6 @@ def test_curves_are_per_second_and_go_on_where_a_run_does(tmp_path: Path) -> Non
     assert [each.value for each in found.Scalars("accuracy")] == [0.5]
     assert found.Scalars("GB per s/nvme read")[0].value == pytest.approx((1 << 30) / 0.5e9)
     assert [each.value for each in found.Scalars("waiting/nvme")] == [0.25] * 3
-    assert found.Scalars("links/nvme busy")[0].value == pytest.approx(0.8)
     assert {"tiers/host", "lr", "gradient_norm"} <= set(found.Tags()["scalars"])
 
 

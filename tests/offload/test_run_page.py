@@ -35,7 +35,6 @@ def rows(count: int, **changes: Any) -> Iterator[dict[str, Any]]:
             "tiers": {"device": 1 << 20, "host": 2 << 20, "nvme": 3 << 20},
             "moved": dict.fromkeys(LINKS, step * 1000000), "validation_loss": None,
             "waited": {"nvme": 0.1, "link": 0.0, "update": 0.05, "ranks": 0.0},
-            "links": {"nvme busy": 0.4, "nvme stalled": 0.0, "nvme idle": 0.1},
             **changes,
         }  # fmt: skip
 
@@ -113,7 +112,7 @@ def test_a_run_is_on_the_page(tmp_path: Path) -> None:
         "mine ended after 40 of 40 steps",
         "host 2.0 MiB 3.0 MiB 4.0 MiB", "RAM of the process 500.0 MiB 600.0 MiB -",
         "waited for in all of the steps' time nvme 4.00 s 20 %", "update 2.00 s 10 %",
-        "nvme read 38.1 MiB 976.6 KiB 0.002 GB/s 80 % -",
+        "nvme read 38.1 MiB 976.6 KiB 0.002 GB/s",
         "host at most 2.0 MiB 3.0 MiB 0.67", "step 400 ms 500 ms 0.80", "shape: gpt",
     ):  # fmt: skip
         assert said in text
@@ -127,7 +126,7 @@ CASES: dict[str, tuple[Any, dict[str, str]]] = {
     "one step": (rows(1), {}),
     "three steps": (rows(3), {"measured__json": MEASURED}),
     "no loss ever": (rows(9, loss=None, lr=None, tokens_per_second=None), {}),
-    "no waits": (rows(9, waited={}, links={}), {}),
+    "no waits": (rows(9, waited={}), {}),
     "of an older version": ([{"step": 1, "loss": 1.0, "seconds": 1.0}], {}),
     "ranks": (rows(9, moved={"all-gather": 5, "reduce-scatter": 7}), {}),
     "no seconds": (rows(9, seconds=0.0), {}),
@@ -135,7 +134,7 @@ CASES: dict[str, tuple[Any, dict[str, str]]] = {
     "tiny": (rows(9, loss=1e-320, gradient_norm=5e-324), {}),
     "negative": (rows(9, loss=-1.0, seconds=-4.0, tiers={"host": -5}, moved={"nvme read": -1}), {}),
     "of other types": (
-        rows(9, tiers=[1], moved="x", waited=None, links=[1], lr=True, gradient_norm="1"),
+        rows(9, tiers=[1], moved="x", waited=None, lr=True, gradient_norm="1"),
         {"config__resolved__yaml": "[1, 2", "prediction__json": "{", "measured__json": "[]"},
     ),
     "lists for sections": (
@@ -161,8 +160,7 @@ def test_what_files_say_is_never_html(tmp_path: Path) -> None:
         {"ph": "X", "pid": 0, "tid": 1, "name": "step 3", "ts": 0, "dur": 100},
         {"ph": "X", "pid": 0, "tid": 2, "name": evil, "ts": 5, "dur": 90},
     ]}  # fmt: skip
-    names = {"tiers": {evil: 5}, "moved": {evil: 7}, "waited": {evil: 1.0},
-             "links": {f"{evil} busy": 1.0}}  # fmt: skip
+    names = {"tiers": {evil: 5}, "moved": {evil: 7}, "waited": {evil: 1.0}}
     folder = write(
         tmp_path / "a <b> & \"c\" 'd'", rows(4, **names), trace__json=json.dumps(trace),
         config__resolved__yaml=json.dumps(
@@ -238,16 +236,6 @@ def test_a_loops_own_time_is_no_wait(tmp_path: Path) -> None:
     text, _ = check(run_page(folder))
     assert "between steps" in text
     assert "most for" not in text
-
-
-def test_links_say_what_they_did_in_the_steps_time(tmp_path: Path) -> None:
-    links = {
-        "nvme busy": 0.4, "nvme stalled": 0.05, "nvme idle": 0.05, "host to device busy": 0.25,
-        "other": 1.0,
-    }  # fmt: skip
-    text, _ = check(run_page(write(tmp_path / "run", rows(3, links=links))))
-    assert "0.002 GB/s 80 % 10 % nvme write" in text
-    assert "0.002 GB/s 50 % - device to host" in text
 
 
 def test_a_step_taken_twice_counts_once_as_it_was_taken_last(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, LowMemoryError, PathError
 from offload.process.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run, default_path
-from offload.swap.threads.link_use import LinkUse
 from offload.train.loop import RunResult, readable, run
 from offload.train.summary import plain_state_nbytes
 from tests.offload.engine_cases import ON, on_a_gpu_too
@@ -75,9 +74,6 @@ class PlainEngine:
     def waits(self) -> dict[str, float]:
         self.waited_s += 0.5  # asked for at the beginning and the end of a step
         return {"nvme": self.waited_s}
-
-    def links(self) -> dict[str, LinkUse]:
-        return {"nvme": LinkUse(2 * self.waited_s, None, 0.0)}
 
     def report(self) -> PlainReport:
         return PlainReport()
@@ -230,7 +226,6 @@ def test_every_logger_is_told_of_every_step(make_config: Any, tmp_path: Path) ->
     assert [float(row["loss"]) for row in rows] == losses(tmp_path / "run")
     assert [row["step"] for row in rows] == list("123456")
     assert {(row["waited/nvme"], row["moved/nvme read"]) for row in rows} == {("0.5", "5")}
-    assert {row["links/nvme busy"] for row in rows} == {"1.0"}
 
 
 def test_a_logger_keeps_the_rows_of_steps_before_the_checkpoint(

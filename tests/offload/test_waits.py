@@ -1,4 +1,4 @@
-"""`report().waits`: for what the thread that trains has waited; `links`: what those did then."""
+"""`report().waits`: for what the thread that trains has waited."""
 
 from __future__ import annotations
 
@@ -73,31 +73,3 @@ def test_reads_in_the_way_of_a_forward_are_waits_for_nvme(
 def test_states_in_memory_wait_for_no_transfer(make: MakeEngine) -> None:
     waits, _ = train(make(seeded(TinyLM), HOST))
     assert waits["nvme"] == waits["link"] == waits["ranks"] == 0.0
-
-
-def test_links_say_how_they_spent_the_time(make: MakeEngine, slow_files: None) -> None:
-    engine = make(seeded(TinyLM), NVME, budget={"host": "1MiB", "nvme": "64MiB"}, prefetch=1)
-    assert engine.report().links.keys() == {"nvme"}  # on a CPU a copy is a copy
-    began = time.perf_counter()
-    before = engine.report().links["nvme"]
-    _, inner_s = train(engine)
-    after = engine.report().links["nvme"]
-    outer_s = time.perf_counter() - began
-    busy_s = after.busy_s - before.busy_s
-    grown = [after.seconds()[word] - spent for word, spent in before.seconds().items()]
-    assert busy_s >= SLOW_S
-    assert min(grown) >= 0.0
-    assert inner_s <= sum(grown) <= outer_s
-    assert f"links   nvme busy {after.busy_s:.1f} s, stalled" in str(engine.report())
-    engine.settle()
-    before = engine.report().links["nvme"]
-    time.sleep(SLOW_S)
-    after = engine.report().links["nvme"]
-    assert after.idle_s - before.idle_s >= SLOW_S
-    assert (after.busy_s, after.stalled_s) == (before.busy_s, before.stalled_s)
-
-
-def test_without_files_there_is_no_link(make: MakeEngine) -> None:
-    report = make(seeded(TinyLM), HOST).report()
-    assert report.links == {}
-    assert "links" not in str(report)

@@ -166,14 +166,11 @@ def test_seconds_of_a_row_are_those_of_its_step_alone(
         report = engine.report()
     assert kept.steps == list(range(seen, 7, seen))
     for _, values in kept.rows:
-        assert sum(values["links"].values()) == pytest.approx(values["seconds"], abs=1e-3)
         assert sum(values["waited"].values()) <= values["seconds"]
-        assert min((*values["links"].values(), *values["waited"].values())) >= 0.0
+        assert min(values["waited"].values()) >= 0.0
     assert [values["waited"]["loop"] >= 1e-3 for _, values in kept.rows][1:] == [True] * (
         len(kept.rows) - 1
     )
-    busy_s = sum(values["links"]["nvme busy"] for _, values in kept.rows)
-    assert 0.0 < busy_s <= report.links["nvme"].busy_s
     assert sum(values["waited"]["update"] for _, values in kept.rows) <= report.waits["update"]
 
 

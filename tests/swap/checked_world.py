@@ -119,18 +119,6 @@ class CheckedEvent:
         self._world.order.learn(self.clock)
 
 
-class _Done:
-    """A time on a stream that does everything at once: nothing is learnt from it."""
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: _Done) -> float:
-        return 0.0
-
-
 class CheckedWorld(World):
     """The device of one test. `races` is what was found."""
 
@@ -172,7 +160,7 @@ class CheckedWorld(World):
         return CheckedStream(self, name)
 
     def event(self, device: torch.device, *, timing: bool = False) -> Any:
-        return _Done() if timing else CheckedEvent(self)
+        return CheckedEvent(self)
 
     def synchronize(self, device: torch.device) -> None:
         for stream in self.streams:

@@ -89,29 +89,6 @@ class Event:
         self.run()
 
 
-class TimedEvent:
-    """Its stream's place, and the time at which it was found there first. It makes nothing run."""
-
-    def __init__(self) -> None:
-        self._place = Event()
-        self._at_s: float | None = None
-
-    def record(self, stream: Any = None) -> None:
-        self._place.record(stream)
-
-    def query(self) -> bool:
-        if self._at_s is None and self._place.query():
-            self._at_s = time.perf_counter()
-        return self._at_s is not None
-
-    def elapsed_time(self, end: TimedEvent) -> float:
-        if not (self.query() and end.query()):
-            raise RuntimeError("asked for the time of what is not done")
-        assert self._at_s is not None
-        assert end._at_s is not None
-        return (end._at_s - self._at_s) * 1e3
-
-
 class World(Accelerator):
     """The kind of `CUDA` for one test. `model` is the stream that is current by default.
 
@@ -152,7 +129,7 @@ class World(Accelerator):
         return self.current()
 
     def event(self, device: torch.device, *, timing: bool = False) -> Any:
-        return TimedEvent() if timing else Event()
+        return Event()
 
     def synchronize(self, device: torch.device) -> None:
         for stream in self.streams:

@@ -105,24 +105,6 @@ def test_a_view_keeps_a_slot_and_a_full_pool_says_so(bench):
     assert [int(view[0]) for view in views] == [0, 1]
 
 
-def test_a_read_that_waits_for_memory_is_work_that_waits_and_a_blank_is_not(bench):
-    states = [bench.filled(str(number), number) for number in range(5)]
-    views = [state.tensor() for state in states[1:]]
-    seen = []
-
-    def await_progress() -> bool:
-        before = bench.store.backend.use().stalled_s
-        time.sleep(1e-3)
-        seen.append(bench.store.backend.use().stalled_s > before)
-        views.pop()
-        return True
-
-    bench.pool.await_progress = await_progress
-    views.append(states[0].tensor())
-    bench.state("new").blank()
-    assert seen == [True, False]
-
-
 MANY = 192  # copies, for which one look finds four
 
 

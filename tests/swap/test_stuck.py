@@ -247,7 +247,6 @@ def test_what_returns_too_late_changes_nothing_any_more(
     backend.drain(TIMEOUT_S)
     counts = backend.statistics()
     assert counts.in_flight_requests == 0
-    assert backend.use().busy_s >= 0
     assert device.calls == [
         1 << 20
     ]  # nothing goes on with the rest: the file may be another one by then

@@ -176,8 +176,6 @@ def test_a_thread_that_waits_sleeps_where_the_events_can(kind: str, module: Fake
     device: Any = Device(kind)
     mark_here(device)
     assert module.events[0].options.get("blocking", False) == (kind in SLEEPING)
-    accelerator.of(device).event(device, timing=True)
-    assert [event.options["enable_timing"] for event in module.events] == [False, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
