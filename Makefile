@@ -74,7 +74,7 @@ torture-resume: $(STAMP)
 	$(FAULTS) tests/offload/test_run_state.py tests/ranks/test_elastic_checkpoints.py \
 		tests/ranks/test_rank_checkpoints.py tests/ranks/test_rank_run_state.py
 torture-crafted: $(STAMP)
-	$(FAULTS) tests/offload/test_checkpoint_random.py tests/offload/test_dcp_forged.py \
+	$(FAULTS) tests/offload/test_checkpoint_random.py \
 		tests/deepspeed/test_importing_forged.py tests/outside/test_pretrained_random.py
 
 docs: $(DOCS_STAMP)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch import nn
 from offload.checkpoint.engine.background import BackgroundSaves
 from offload.config import OffloadConfig
 from offload.config.fields import shared_settings
-from offload.config.paths import StrPath, path_of, path_text
+from offload.config.paths import StrPath, local_path_of, path_of
 from offload.memory.tier_manager import TieredHomes
 from offload.models.activations import Activations
 from offload.models.given_back import GivenBack, Keep, close_weights
@@ -590,10 +589,8 @@ class Engine(TieredModel):
         DTensors, whose `state_dict()` is complete.
         """
         from offload.checkpoint import save, save_behind
-        from offload.checkpoint.format.stores import refuse_url
 
-        refuse_url(path_text(path, "path"), "save_checkpoint")
-        path = Path(path)
+        path = local_path_of(path, "path")
         _refuse_parts("save_checkpoint", self._open())
         if state is None:
             self.tell_of_scheduler()
@@ -644,10 +641,8 @@ class Engine(TieredModel):
         another checkpoint is loaded.
         """
         from offload.checkpoint import load
-        from offload.checkpoint.format.stores import refuse_url
 
-        refuse_url(path_text(path, "path"), "load_checkpoint")
-        path = Path(path)
+        path = local_path_of(path, "path")
         _refuse_parts("load_checkpoint", self._open())
         self._saves.wait()
         self.values.adopt_changes()

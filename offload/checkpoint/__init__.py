@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.engine.background import BackgroundSaves
     from offload.models.trained import Trained
 
-__all__ = ["copy", "latest", "load", "prune", "save", "save_behind", "step_path"]
+__all__ = ["latest", "load", "prune", "save", "save_behind", "step_path"]
 
 
 def save(engine: Trained, path: StrPath, state: Mapping[str, Any] | None = None) -> None:
@@ -63,19 +63,6 @@ def save_behind(
         return False
     BackgroundSave(engine, path_of(path, "path"), state, saves, done)
     return True
-
-
-def copy(source: StrPath, destination: StrPath) -> int:
-    """Copy a checkpoint to or from an object store (`s3://...`, or any other URL that fsspec knows;
-    its libraries are yours to install); returns the number of bytes copied.
-
-    The bytes are compared with their hashes before the copy counts: after a download, and before an
-    upload is sent. At a URL it is complete once its manifest is there, which comes last. PathError
-    where both are folders, or the URL has one already; CheckpointError, StorageError as for a load.
-    """
-    from offload.checkpoint.format.stores import copy_checkpoint
-
-    return copy_checkpoint(source, destination)
 
 
 def load(engine: Trained, path: StrPath) -> dict[str, Any]:

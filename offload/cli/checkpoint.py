@@ -34,6 +34,10 @@ Tied = Annotated[
     typer.Option(metavar="ALIAS=NAME", help="A tied parameter that PATH does not note."),
 ]
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help="PATH's files are pickles: say that you trust their source.")
+]
+
 
 class Dtype(enum.StrEnum):
     """Formats of exported weights."""
@@ -75,20 +79,6 @@ def verify(path: Folder) -> None:
     if problems:
         raise typer.Exit(EXIT_FAILED)
     echo(f"{path} is whole: {files} files, {format_bytes(nbytes)}")
-
-
-@checkpoint_app.command()
-def copy(
-    source: Annotated[str, typer.Argument(metavar="FROM", help="A folder, or a URL.")],
-    destination: Annotated[str, typer.Argument(metavar="TO", help="A URL, or a folder.")],
-) -> None:
-    """Copy a checkpoint to or from an object store (s3://..., any URL of fsspec), every byte
-    compared with its hash. It is complete there once its manifest is, which comes last."""
-    from offload.checkpoint import copy as run
-    from offload.tiers.units import format_bytes
-
-    nbytes = run(source, destination)
-    echo(f"copied {source} to {destination} ({format_bytes(nbytes)})")
 
 
 @checkpoint_app.command()
@@ -154,34 +144,32 @@ def _check_folder(path: Path, out: Path) -> None:
             )
 
 
-@checkpoint_app.command("export-dcp")
-def export_dcp(
-    path: Folder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
-) -> None:
-    """Write all of PATH to a folder of torch.distributed.checkpoint, which dcp.load reads."""
-    from offload.integrations.dcp_export import export_dcp as run
-
-    echo(f"wrote {run(path, out)}")
-
-
 @checkpoint_app.command("import-dcp")
 def import_dcp(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", exists=True, help="A folder that dcp.save wrote.")
     ],
     out: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="A new checkpoint, or OUT.safetensors: the weights."),
+        Path, typer.Argument(metavar="OUT.safetensors", help="A new file, for the weights.")
     ],
-    optimizer: Optimizer = None,
-    tied: Tied = None,
+    trust: Trust = False,
 ) -> None:
-    """Convert a folder of torch.distributed.checkpoint to offload's format. No code of PATH
-    runs."""
+    """Write the model's weights in a folder of torch.distributed.checkpoint to a safetensors
+    file."""
     from offload.integrations.dcp_import import import_dcp as run
 
-    echo(f"wrote {run(path, out, kind=optimizer, tied=_pairs(tied))}")
+    _check_trusted(path, trust=trust)
+    echo(f"wrote {run(path, out)}")
+
+
+def _check_trusted(path: Path, *, trust: bool) -> None:
+    from offload.tiers.errors import ConfigError
+
+    if not trust:
+        raise ConfigError(
+            f"{path}: it holds pickles, which can be made to run code; add --trust if you know "
+            "where they come from"
+        )
 
 
 def _pairs(tied: list[str] | None) -> dict[str, str]:
@@ -202,22 +190,14 @@ def import_deepspeed(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for TAG and latest.")],
-    trust: Annotated[
-        bool,
-        typer.Option("--trust", help="PATH's files are pickles: say that you trust their source."),
-    ] = False,
+    trust: Trust = False,
     optimizer: Optimizer = None,
     tied: Tied = None,
 ) -> None:
     """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to offload's format, to train on."""
     from offload.deepspeed.importing import import_checkpoint
-    from offload.tiers.errors import ConfigError
 
-    if not trust:
-        raise ConfigError(
-            f"{path}: the files of DeepSpeed's checkpoints are pickles, which can be made to run "
-            "code; add --trust if you know where they come from"
-        )
+    _check_trusted(path, trust=trust)
     target = import_checkpoint(path, out, kind=optimizer, tied=_pairs(tied))
     echo(f"wrote {target}")
 

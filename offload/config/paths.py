@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from offload.tiers.errors import PathError
@@ -24,3 +25,15 @@ def path_text(given: StrPath, argument: str) -> str:
             f"{argument}: expected a path (str or os.PathLike), found {type(text).__name__}{remedy}"
         )
     return text
+
+
+def local_path_of(given: StrPath, argument: str) -> Path:
+    """Return a Path. Raises PathError for a URL, also for one that went through a Path."""
+    text = path_text(given, argument)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+        raise PathError(
+            f"{argument}: {text} is a URL, and a checkpoint is saved to and loaded from a folder "
+            "of this machine; copy the whole folder there or back with your store's own tool, and "
+            "compare what came with `offload checkpoint verify`"
+        )
+    return Path(text)

@@ -1,11 +1,8 @@
-"""Converts a folder of torch.distributed.checkpoint to a checkpoint of offload, or its weights to a
-safetensors file: `offload checkpoint import-dcp`.
+"""The weights in a folder of torch.distributed.checkpoint, as a safetensors file: `offload
+checkpoint import-dcp`.
 
-    {"app": {"model": ..., "optim": ...}}    and the same without "app", or under another name
-    {"offload": ...}                         beside it: what `export-dcp` wrote, taken over whole
-
-Nothing of the folder is run (`checkpoint/foreign/dcp_folder.py`). One parameter at a time is in
-memory, with its states.
+Torch's own reader is asked for one tensor at a time, so no more is in memory. It unpickles the
+folder's `.metadata`, which runs what its author wrote there.
 """
 
 from __future__ import annotations
@@ -14,146 +11,107 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from offload.checkpoint.foreign.dcp_folder import DcpFolder
 from offload.checkpoint.foreign.exporting import check_new, pending_output
-from offload.checkpoint.format.composing import Composer, fields_of
+from offload.checkpoint.foreign.torch_files import refusals
 from offload.checkpoint.format.disk import check_room
-from offload.checkpoint.format.folder import PendingFolder
-from offload.checkpoint.format.manifest import (
-    BUFFERS,
-    BufferRecord,
-    Manifest,
-    ParameterRecord,
-)
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
 from offload.display.plain_text import plain
-from offload.integrations.dcp_export import (
-    ABOUT,
-    MANIFEST_KEY,
-    OURS,
-    state_format_of,
-    states_of,
-)
-from offload.integrations.dcp_foreign import foreign
-from offload.integrations.dcp_layout import OTHERWISE, Layout, Plan, grouped
-from offload.kernels.variants import Master
-from offload.process import bounded_json
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, NoCheckpointError, PathError
 from offload.zero.groups.bits import DTYPE_NAMES
-from offload.zero.step.records import RecordFormat
 
-_MASTERS = {"none": Master.NONE, "split": Master.SPLIT, "fp32": Master.FP32}
+_MODEL = "model"
+_METADATA = {"format": "pt"}
+_REMEDY = "load another checkpoint"
+_OTHERWISE = (
+    'with the model at hand: dcp.load({"app": EngineState(engine)}, checkpoint_id=FOLDER), then '
+    "engine.save_checkpoint"
+)
 
 
-def import_dcp(
-    source: Path, out: Path, *, kind: str | None = None, tied: Mapping[str, str] | None = None
-) -> Path:
-    """Write the content of `folder` to the new checkpoint `out`, or its weights to OUT.safetensors;
-    return the path written.
+def import_dcp(source: Path, out: Path) -> Path:
+    """Write the model's weights in the folder `source` to the new file OUT.safetensors; return its
+    path.
 
-    `kind`: the optimizer, and `tied`: the parameter of each alias, if the folder is not
-    of `export-dcp`. Raise CheckpointError or ConfigError, with nothing written, for a folder that
-    cannot be read so; the message suggests a remedy.
+    Only for folders whose author is trusted: their metadata is unpickled. Raises PathError if `out`
+    is no such name, or exists; CheckpointError, with nothing written, for a folder that is damaged,
+    or has no model or several.
     """
-    with DcpFolder(source) as folder:
-        layout = Layout.of(folder)
-        if out.suffix == ".safetensors":
-            check_new(out)
-            _write_weights(folder, layout, out)
-            return out
-        plan = _ours(folder, layout) or foreign(folder, layout, kind, dict(tied or {}))
-        with PendingFolder(out) as pending:
-            _write(folder, layout, plan, pending.path, out.name)
-            pending.commit()
-    return out
-
-
-# --------------------------------------------------------------------------- ours
-def _ours(folder: DcpFolder, layout: Layout) -> Plan | None:
-    """Return the plan for a folder that `export-dcp` wrote; None for any other folder."""
-    own = {path[1:]: name for name, path in folder.paths.items() if path[0] == OURS}
-    if (MANIFEST_KEY,) not in own:
-        return None
-    text = folder.read_object(own[(MANIFEST_KEY,)])
-    try:
-        if not isinstance(text, str):
-            raise ValueError("it is no text")
-        content = bounded_json.parse(text.encode())
-        if not isinstance(content, dict) or not set(content) <= set(ABOUT):
-            raise ValueError("it has other keys")
-        manifest = Manifest.model_validate(
-            {**content, "groups": [], "buffers_file": BUFFERS, "files": {}}
+    if out.suffix != ".safetensors":
+        raise PathError(
+            f"{out}: the weights alone are written, to a file OUT.safetensors; {_OTHERWISE}"
         )
-        kept = RecordFormat(
-            _MASTERS[manifest.optimizer.master], states_of(manifest), state_format_of(manifest)
-        )
-        if fields_of(kept) != manifest.optimizer.fields:
-            raise ValueError("its optimizer has other fields")
-    except (ValidationError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{folder.path}: what {OURS}.{MANIFEST_KEY} says is damaged ({error!s:.200}); export "
-            "the checkpoint again"
-        ) from None
-    run = {str(path[1]): name for path, name in own.items() if path[:1] == ("run",) and path[1:]}
-    records = [
-        record.model_copy(update={"group": n}) for n, record in enumerate(manifest.parameters)
+    check_new(out)
+    folder = _DcpFolder(source)
+    infos = [
+        TensorInfo(name, _dtype_name(source, name, found), tuple(found.size))
+        for name, (_, found) in folder.weights.items()
     ]
-    return Plan(grouped(manifest, records), kept, run)
-
-
-# --------------------------------------------------------------------------- writing
-def _write(folder: DcpFolder, layout: Layout, plan: Plan, into: Path, name: str) -> None:
-    manifest = plan.manifest
-    made = Composer(into, manifest, plan.kept)
-    for record in manifest.parameters:
-        weight = _value(folder, layout.model, record.names[0], record)
-        if record.trainable:
-            fields = [*plan.kept.states, *(["master"] if plan.kept.master else [])]
-            of = layout.states.get(record.names[0], {})
-            values = {field: _value(folder, of, field, record, torch.float32) for field in fields}
-            made.add_trained(record, weight, values, values.pop("master", None))
-        else:
-            made.add_weight(record, weight)
-    made.add_buffers(_value(folder, layout.model, r.name, r) for r in manifest.buffers)
-    if manifest.run is not None and manifest.run.tensors:
-        made.add_run(_value(folder, plan.run, r.name, r) for r in manifest.run.tensors)
-    made.finish(name)
-
-
-def _value(
-    folder: DcpFolder, names: Mapping[str, str], name: str,
-    record: ParameterRecord | BufferRecord, dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return a tensor, states in `dtype`. Raise CheckpointError unless it fits its record."""
-    where = names.get(name)
-    found = None if where is None else folder.tensors.get(where)
-    fits = found is not None and list(found.shape) == record.shape
-    if not fits or (dtype is None and DTYPE_NAMES.get(found.dtype) != record.dtype):  # type: ignore[union-attr]
-        raise CheckpointError(
-            f"{folder.path}: {plain(name, 200)} should be {record.dtype} {tuple(record.shape)} and "
-            f"is {'missing' if found is None else f'{found.dtype} {found.shape}'}; {OTHERWISE}"
-        )
-    value = folder.read(where or "")
-    return value if dtype is None else value.to(dtype)
-
-
-def _write_weights(folder: DcpFolder, layout: Layout, out: Path) -> None:
-    tensors = {name: folder.tensors[where] for name, where in layout.model.items()}
-    unknown = [name for name, tensor in tensors.items() if tensor.dtype not in DTYPE_NAMES]
-    if unknown:
-        raise CheckpointError(
-            f"{folder.path}: {plain(unknown[0], 80)} is {tensors[unknown[0]].dtype}, which no file "
-            "of safetensors holds"
-        )
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # for alignment
-    infos = [TensorInfo(n, DTYPE_NAMES[tensors[n].dtype], tensors[n].shape) for n in order]
-    metadata, sections = {"format": "pt"}, {"tensors": infos}
-    check_room(out.parent, file_nbytes(sections, metadata))
-    with pending_output(out) as pending, SafetensorsWriter(pending, sections, metadata) as file:
-        for name in order:
-            value = folder.read(layout.model[name])
+    infos.sort(key=lambda info: -info.nbytes // max(1, torch.Size(info.shape).numel()))  # aligned
+    sections = {"tensors": infos}
+    check_room(out.parent, file_nbytes(sections, _METADATA))
+    with pending_output(out) as pending, SafetensorsWriter(pending, sections, _METADATA) as file:
+        for info in infos:
+            value = folder.read(info.name)
             if value.numel():
                 file.append("tensors", value.reshape(-1).view(torch.uint8).numpy().data)
         file.finish()
+    return out
+
+
+def _dtype_name(source: Path, name: str, found: TensorStorageMetadata) -> str:
+    dtype = found.properties.dtype
+    if dtype not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"{source}: {plain(name, 80)} is {dtype}, which no file of safetensors holds"
+        )
+    return DTYPE_NAMES[dtype]
+
+
+class _DcpFolder:
+    """`weights`: the model's tensors by name, each with its key in the folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader = FileSystemReader(path)
+        if not (path / ".metadata").is_file():
+            raise NoCheckpointError(
+                f"{path} is no folder of torch.distributed.checkpoint (no .metadata in it); name "
+                "one that dcp.save wrote"
+            )
+        with refusals(str(path / ".metadata"), "is damaged", _REMEDY):
+            self._metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            self.weights = _weights_in(path, self._metadata)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, put together from the parts that ranks have written."""
+        key, found = self.weights[name]
+        value = torch.empty(found.size, dtype=found.properties.dtype)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        with refusals(f"{self._path}: {plain(key, 200)}", "cannot be read", _REMEDY):
+            planner.set_up_planner({key: value}, self._metadata, is_coordinator=True)
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        return value
+
+
+def _weights_in(path: Path, metadata: Metadata) -> Mapping[str, tuple[str, TensorStorageMetadata]]:
+    """The tensors below the key "model", wherever it is, or all of a folder without one."""
+    keys = metadata.planner_data or {}
+    paths = {name: keys.get(name, (name,)) for name in metadata.state_dict_metadata}
+    homes = {each[: each.index(_MODEL)] for each in paths.values() if _MODEL in each[:-1]}
+    homes -= {home for home in homes if any(home[:n] in homes for n in range(len(home)))}
+    if len(homes) > 1:
+        raise CheckpointError(f"{path} has {len(homes)} models, and one is read; {_OTHERWISE}")
+    start = (*next(iter(homes)), _MODEL) if homes else ()
+    found = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        inside = paths[key][: len(start)] == start
+        if inside and isinstance(entry, TensorStorageMetadata):
+            found[".".join(map(str, paths[key][len(start) :]))] = key, entry
+    if not found:
+        raise CheckpointError(f"{path} has no tensors of a model; {_OTHERWISE}")
+    return found

@@ -3,10 +3,9 @@
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"app": EngineState(engine)}, checkpoint_id="checkpoint")
-    dcp.load({"app": EngineState(engine)}, storage_reader=SafeReader("checkpoint"))
+    dcp.load({"app": EngineState(engine)}, checkpoint_id="checkpoint")
 
-(`SafeReader`: see `dcp_reader`. With `checkpoint_id=` torch's own reader unpickles: it runs what
-the folder's author wrote.)
+Torch's reader unpickles: it runs what the folder's author wrote. Load only folders that you trust.
 
 The entries have the names of torch's `get_state_dict(model, optimizer)`, so each of the two loads
 the checkpoints of the other. That function returns copies of all states at once. These tensors are

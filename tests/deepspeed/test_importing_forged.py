@@ -4,8 +4,10 @@ nothing of it is run."""
 from __future__ import annotations
 
 import copy
+import io
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,39 @@ from offload.deepspeed.importing import import_checkpoint
 from offload.errors import CheckpointError, OffloadError
 from tests.deepspeed import zero_files
 from tests.deepspeed.test_importing import trained
-from tests.offload.forged_dcp import archive
 from tests.offload.json_changes import changed, changes
 from tests.offload.test_checkpoint_forged import in_time
-from tests.offload.test_dcp_forged import BY_HAND
 
 pytestmark = pytest.mark.sample(4)
 
 STATES, MODEL = "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+BY_HAND = {
+    "global": b"cos\nmkdir\n(Vrun\ntR.",
+    "inst": b"(Vrun\nios\nmkdir\n.",
+    "obj": b"(cos\nmkdir\nVrun\no.",
+    "newobj": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x03run\x85\x81.",
+    "build of a class": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93}\x8c\x01aK\x01sb.",
+    "call of a call": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93)R)R.",
+    "getattr": b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93\x8c\x02os\x8c\x06system\x86R.",
+    "dotted": b"\x80\x04\x8c\x02os\x8c\x0bpath.exists\x93\x8c\x03run\x85R.",
+    "dotted in torch": b"\x80\x04\x8c\x05torch\x8c\x0cSize.__new__\x93.",
+    "nothing": b"",
+    "no stop": b"\x80\x04K\x01",
+    "append to a number": b"\x80\x04K\x01K\x02a.",
+    "unknown opcode": b"\x80\x04\xff.",
+    "no utf-8": b"\x80\x04\x8c\x02\xff\xfe.",
+    "a number": b"\x80\x04K\x01.",
+}
+
+
+def archive(data_pkl: bytes, files: dict[str, bytes] | None = None, **how: Any) -> bytes:
+    """As `torch.save` writes one, of any pickle."""
+    all_files = {"data.pkl": data_pkl, "byteorder": b"little", "version": b"3", **(files or {})}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", **how) as file:
+        for name, content in all_files.items():
+            file.writestr(f"archive/{name}", content)
+    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")

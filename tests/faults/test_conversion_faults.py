@@ -1,4 +1,4 @@
-"""Exports, imports and copies of checkpoints on a disk that fails at any call: the bits of one
+"""Exports and imports of checkpoints on a disk that fails at any call: the bits of one
 without faults, or an error that says why. Nothing is half there under the name that was asked for,
 the source is as it was, and the next try succeeds."""
 
@@ -18,19 +18,15 @@ import torch
 from safetensors.torch import load_file
 
 import offload
-from offload import checkpoint
 from offload.checkpoint.foreign.exporting import export
-from offload.checkpoint.format.manifest import MANIFEST
+from offload.checkpoint.format.manifest import MANIFEST, Manifest
 from offload.deepspeed.importing import import_checkpoint
 from offload.errors import OffloadError
-from offload.integrations.dcp_export import export_dcp
-from offload.integrations.dcp_import import import_dcp
 from tests.deepspeed import zero_files
 from tests.deepspeed.test_importing import trained
 from tests.faults.checkpoint_bench import Tally
 from tests.faults.faulty_calls import UNSEEN, FaultyCalls, kinds_of
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
-from tests.outside.test_dcp_folders import contents
 
 LONG_CASES = 3000
 TAG = "step3"
@@ -42,17 +38,13 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.sources, self.outs = folder / "sources", folder / "outs"
-        self.saved, self.dcp = self.sources / "saved", self.sources / "dcp"
-        self.theirs, self.store = self.sources / "theirs", self.sources / "store"
-        self.checks = folder / "checks"
+        self.saved, self.theirs = self.sources / "saved", self.sources / "theirs"
         self.sources.mkdir()
         self.outs.mkdir()
         self.calls = FaultyCalls()
         with offload.initialize(seeded(TinyLM), config(folder, HOST, precision="bf16")) as engine:
             losses_of(engine, batches(2))
             engine.save_checkpoint(self.saved)
-        export_dcp(self.saved, self.dcp)
-        checkpoint.copy(self.saved, f"file://{self.store}")
         zero_files.write(self.theirs / TAG, *trained(), 2, 2)
         # its source, what makes `out` of it, and how `out` is read
         self.verbs: dict[str, tuple[Path, Callable[[Path], Any], Callable[[Path], Found]]] = {
@@ -60,26 +52,15 @@ class Bench:
                 self.saved, lambda out: export(self.saved, out, "fp32"), tensors_of,
             ),
             "export a folder": (self.saved, lambda out: export(self.saved, out), tensors_of),
-            "export-dcp": (self.saved, lambda out: export_dcp(self.saved, out), self._of_dcp),
-            "import-dcp": (self.dcp, lambda out: import_dcp(self.dcp, out), checkpoint_of),
-            "import-dcp weights": (self.dcp, lambda out: import_dcp(self.dcp, out), tensors_of),
             "import-deepspeed": (
                 self.theirs, lambda out: import_checkpoint(self.theirs, out), imported,
-            ),
-            "copy here": (
-                self.store, lambda out: checkpoint.copy(f"file://{self.store}", out),
-                checkpoint_of,
-            ),
-            "copy away": (
-                self.saved, lambda out: checkpoint.copy(self.saved, f"file://{out}"), uploaded,
             ),
         }  # fmt: skip
         self.source_bytes = bytes_of(self.sources)
         self.expected = {verb: self.made(verb) for verb in self.verbs}
 
     def out(self, verb: str) -> Path:
-        is_file = verb in ("export a file", "import-dcp weights")
-        return self.outs / ("out.safetensors" if is_file else "out")
+        return self.outs / ("out.safetensors" if verb == "export a file" else "out")
 
     def made(self, verb: str) -> Found:
         """Without faults."""
@@ -99,12 +80,6 @@ class Bench:
         self.outs.mkdir()
         return seen
 
-    def _of_dcp(self, out: Path) -> Found:
-        import_dcp(out, self.checks)
-        found = checkpoint_of(self.checks)
-        shutil.rmtree(self.checks)
-        return found
-
     def meet(
         self, verb: str, operation: str, number: int, kind: str, *, always: bool
     ) -> OffloadError | None:
@@ -118,7 +93,7 @@ class Bench:
         except OffloadError as error:
             caught = error
         hit, hits = self.calls.hit, self.calls.hits
-        foreign = source in (self.dcp, self.theirs) and hit.rpartition(" of ")[2].startswith(
+        foreign = source == self.theirs and hit.rpartition(" of ")[2].startswith(
             str(source)
         )  # it has no hashes
         unseen = hits and kind in UNSEEN and (operation == "pwrite" or foreign)
@@ -130,7 +105,7 @@ class Bench:
                 assert unseen or read(out) == self.expected[verb], hit
             except OffloadError:
                 assert unseen, hit
-        elif verb not in ("import-deepspeed", "copy away"):
+        elif verb != "import-deepspeed":
             assert not os.path.lexists(out), hit
         assert bytes_of(self.sources) == self.source_bytes, hit
         # what is left of it, beside the name that was asked for, is in nobody's way
@@ -144,8 +119,7 @@ class Bench:
     @staticmethod
     def _is_complete(verb: str, out: Path) -> bool:
         """Whether it counts."""
-        last = {"import-deepspeed": "latest", "copy away": MANIFEST}
-        return os.path.lexists(out / last.get(verb, ""))
+        return os.path.lexists(out / "latest" if verb == "import-deepspeed" else out)
 
 
 def bytes_of(folder: Path) -> Found:
@@ -167,12 +141,11 @@ def packed(tensors: dict[str, torch.Tensor]) -> Found:
 
 
 def checkpoint_of(out: Path) -> Found:
-    said, tensors = contents(out)
+    """What a checkpoint says, apart from what differs each time, and its tensors."""
+    manifest = Manifest.from_json((out / MANIFEST).read_bytes(), str(out))
+    said = manifest.model_dump(exclude={"files", "generation", "saved_as"})
+    tensors = {n: v for f in sorted(out.rglob("*.safetensors")) for n, v in load_file(f).items()}
     return {**packed(tensors), "": repr(said).encode()}
-
-
-def uploaded(out: Path) -> Found:
-    return bytes_of(out)
 
 
 def imported(out: Path) -> Found:

@@ -21,7 +21,6 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.cli.checkpoint import inspect, verify
 from offload.cli.errors import guarded
 from offload.errors import OffloadError
-from offload.integrations.dcp_export import export_dcp
 from tests.offload.engine_cases import TinyLM, batches, losses_of, seeded
 from tests.offload.json_changes import changed, changes
 from tests.offload.test_checkpoint_forged import in_time, keys_of, signed
@@ -78,13 +77,12 @@ def test_manifests_at_random(
                 longest[0] = max(longest[0], len(str(error)))
             ends_well(inspect, path, capsys)
             ends_well(verify, path, capsys)
-            for number, write in enumerate((export, export_dcp)):
-                out = tmp_path / f"out{number}"
-                try:
-                    write(path, out)
-                    shutil.rmtree(out)
-                except OffloadError:
-                    assert not out.exists()
+            out = tmp_path / "out"
+            try:
+                export(path, out)
+                shutil.rmtree(out)
+            except OffloadError:
+                assert not out.exists()
 
     check()
     assert min(counts.values()) > 0, counts

@@ -246,12 +246,6 @@ def steps(given: Given, folder: Path) -> Any:
     return found and found.name, [each.name for each in gone]
 
 
-@gives("checkpoint.copy(source)", "checkpoint.copy(destination)")
-def copy(given: Given, folder: Path) -> Any:
-    source = given("checkpoint.copy(source)", folder / "a")
-    offload.checkpoint.copy(source, given("checkpoint.copy(destination)", folder / "b"))
-
-
 @gives("runs.recording.Recording.write(path)")
 def record(given: Given, folder: Path) -> Any:
     with an_engine() as engine:
@@ -409,28 +403,6 @@ def accelerate(given: Given, folder: Path) -> Any:
         out = given(f"{_ACCELERATOR}.save_model(save_directory)", folder / "b")
         accelerator.save_model(model, out)
     return names_in(folder / "a"), names_in(folder / "b")
-
-
-_READER = "integrations.dcp_reader.SafeReader"
-
-
-@gives(
-    f"{_READER}.__init__(path)", f"{_READER}.reset(checkpoint_id)",
-    f"{_READER}.validate_checkpoint_id(checkpoint_id)",
-)  # fmt: skip
-def safe_reader(given: Given, folder: Path) -> Any:
-    import torch.distributed.checkpoint as dcp
-
-    from offload.integrations.dcp_reader import SafeReader
-
-    saved = folder / "saved"
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"a": torch.ones(2)}, checkpoint_id=saved, no_dist=True)
-    reader = SafeReader(given(f"{_READER}.__init__(path)", saved))
-    reader.reset(given(f"{_READER}.reset(checkpoint_id)", saved))
-    name = f"{_READER}.validate_checkpoint_id(checkpoint_id)"
-    assert SafeReader.validate_checkpoint_id(given(name, saved))
-    return list(reader.read_metadata().state_dict_metadata)
 
 
 _LIGHTNING = "integrations.lightning"

@@ -1,2 +1,1 @@
-"""Checkpoints and weights in other formats: torch.distributed.checkpoint, torch.save, safetensors
-files for the hub."""
+"""Checkpoints and weights in other formats: torch.save, safetensors files for the hub."""

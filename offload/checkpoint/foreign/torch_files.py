@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -52,13 +52,6 @@ def load_file(path: Path) -> Any:
         names = get_unsafe_globals_in_checkpoint(str(path)) if is_mapped else []
         with safe_globals([(Opaque, name) for name in names]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-
-
-def load_stream(file: BinaryIO, what: str) -> Any:
-    """Load what `torch.save` wrote, from a file that may hold more beside it. Raises
-    CheckpointError like `load_file`, naming it as `what`."""
-    with refusals(what):
-        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 @contextmanager

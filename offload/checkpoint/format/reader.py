@@ -359,7 +359,10 @@ def _foreign(path: Path) -> str:
     listing = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
     advice = "name a folder that engine.save_checkpoint wrote"
     if ".metadata" in found:
-        advice = f"of torch.distributed.checkpoint: `offload checkpoint import-dcp {path} OUT`"
+        advice = (
+            "a folder of torch.distributed.checkpoint: load it into the model with dcp.load, or "
+            f"take its weights with `offload checkpoint import-dcp {path} OUT.safetensors`"
+        )
     elif any(name.endswith((".pt", ".pth", ".bin", ".pkl")) for name in found):
         advice = "it seems to hold pickles (torch.save), which offload never opens; " + advice
     elif any(name.endswith(".safetensors") for name in found):
