@@ -24,7 +24,6 @@ from offload.models.activations import Activations
 from offload.models.given_back import GivenBack, Keep, close_weights
 from offload.models.structure import ModelStructure
 from offload.models.trained import SavedCheckpoint
-from offload.moe.gate import Gate
 from offload.optimizers.optimizer import (
     OffloadOptimizer,
     optimizer_class,
@@ -221,22 +220,6 @@ class Engine(TieredModel):
         structure = ModelStructure(self.module, runtime.store.spec_of)
         self.optimizer.register_step_pre_hook(lambda *_: structure.check())
 
-    def _share_loads(self, ranks: Ranks) -> None:
-        """Let gates that balance by their experts' loads count all ranks' tokens, after a step."""
-        modules = self.module.modules()
-        gates = [each for each in modules if isinstance(each, Gate) and each.balances]
-
-        def share(*_: Any) -> None:
-            loads = torch.cat([gate.own_load for gate in gates]).tolist()
-            rows = ranks.exchange(loads, "the loads of experts")
-            total = torch.from_numpy(rows.sum(axis=0, dtype="int64"))
-            sizes = [len(gate.load) for gate in gates]
-            for gate, part in zip(gates, total.split(sizes), strict=True):
-                gate.share_load(part)
-
-        if gates:
-            self.optimizer.register_step_post_hook(share)
-
     def _keep_activations(
         self, config: OffloadConfig, discovery: Discovery, runtime: Runtime
     ) -> None:
@@ -365,8 +348,6 @@ class Engine(TieredModel):
 
     def _prepare_optimizer(self, runtime: Runtime) -> None:
         self._watch_structure(runtime)
-        if self._ranks is not None:
-            self._share_loads(self._ranks)
         self.optimizer.serve(self)
 
     # ---------------------------------------------------------------- training

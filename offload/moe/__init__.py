@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from offload.moe.experts import Experts
 from offload.moe.gate import Gate
-from offload.moe.gradients import average_gradients, clip_gradients
 from offload.moe.layer import MoE
 
-__all__ = ["Experts", "Gate", "MoE", "average_gradients", "clip_gradients"]
+__all__ = ["Experts", "Gate", "MoE"]

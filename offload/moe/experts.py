@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.moe.routing import chosen
 from offload.tiers.errors import ConfigError
 
 
@@ -56,7 +55,7 @@ class Experts(nn.ModuleList):
         """Compute `x` [N, H], sorted by expert, of which `counts` has the number of rows of each.
         Return NH in the format of `x`, also under autocast: other ranks, which may have no rows,
         receive it."""
-        numbers = chosen(counts, self.first)
+        numbers = [number for number, count in enumerate(counts, self.first) if count]
         if self.on_chosen is not None:
             self.on_chosen(numbers)
         parts = x.split(list(counts))

@@ -2,8 +2,7 @@
 
     top_1    Switch (Fedus et al., 2021), random token selection (Kim et al., 2021)
     top_2    GShard (Lepikhin et al., 2020): the second choice by the Gumbel-max trick
-    top_k    any number; groups of experts (DeepSeek-V2), sigmoid scores and a bias for the choice
-             alone (DeepSeek-V3)
+    top_k    any number
 
 T tokens, E experts, K choices. Capacities, losses and weights are DeepSpeed's to the bit: the order
 of each operation matters. Random numbers are arguments. `used` (T bool) leaves tokens out: they go
@@ -13,13 +12,24 @@ nowhere. NaN and infinite logits give NaN weights and losses, and choices within
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from offload.moe.routing import Routing
+
+@dataclass(frozen=True)
+class Routing:
+    """A gate's decisions about T tokens."""
+
+    experts: Tensor  # TK int64, the number of the expert
+    weights: Tensor  # TK fp32, differentiable; 0 where the route was dropped
+    kept: Tensor  # TK bool
+    l_aux: Tensor  # fp32 scalar, differentiable
+    shares: Tensor  # TE fp32, differentiable: the loss's probabilities
+    exp_counts: Tensor  # E int64, routes to each expert before any was dropped
 
 
 def capacity_of(tokens: int, experts: int, factor: float, min_capacity: int) -> int:
@@ -48,10 +58,9 @@ def top_1(
         priority = mask if uniform is None else mask * uniform.unsqueeze(1)
         best = torch.topk(priority, min(capacity, T), dim=0).indices
         mask = mask * torch.zeros_like(mask).scatter_(0, best, 1)
-    slots = torch.cumsum(mask, dim=0) - 1
     kept = mask.bool().gather(1, experts)
     weights = gates.gather(1, experts) * kept
-    return Routing(experts, weights, kept, slots.gather(1, experts), capacity, l_aux, gates, counts)
+    return Routing(experts, weights, kept, l_aux, gates, counts)
 
 
 def top_2(
@@ -81,50 +90,40 @@ def top_2(
         mask2 = mask2 * (places2 < capacity)
     experts = torch.stack([first, second], 1)
     kept = torch.stack([_at(mask1, first), _at(mask2, second)], 1).bool()
-    slots = torch.stack([_at(places1, first), _at(places2, second)], 1)
     weights = gates.gather(1, experts) * kept
     weights = weights / _nonzero(weights[:, :1] + weights[:, 1:])
-    return Routing(experts, weights, kept, slots, capacity, l_aux, gates, counts)
+    return Routing(experts, weights, kept, l_aux, gates, counts)
 
 
 def top_k(
     logits: Tensor, k: int, capacity_factor: float, min_capacity: int, *, drop: bool = True,
-    drop_policy: str = "probs", normalise: bool = True, used: Tensor | None = None,
-    sigmoid: bool = False, bias: Tensor | None = None, groups: tuple[int, int] | None = None,
+    drop_policy: str = "probs", used: Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """Choose the k best experts, weights normalised over those kept. Capacity for k times the
     tokens.
 
-    An expert with too many tokens keeps those with the largest score (`drop_policy` "probs") or the
-    first ones ("position"). `sigmoid` scores each expert alone, in the place of a softmax over all.
-    `bias` (E fp32) is added to scores for the choice of experts alone. `groups` (G, g): experts lie
-    in G groups of equal size, and a token chooses among those of g groups: by a group's best score,
-    or with `sigmoid` by the sum of its two best.
+    An expert with too many tokens keeps those with the largest probability (`drop_policy` "probs")
+    or the first ones ("position").
     """
     T, E = logits.shape
-    scores = torch.sigmoid(logits) if sigmoid else F.softmax(logits, dim=1)
-    experts = _best(scores.detach(), k, sigmoid, bias, groups)
-    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
+    gates = F.softmax(logits, dim=1)
+    experts = gates.detach().topk(k, dim=1).indices
+    mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, experts, True)
     mask = mask if used is None else mask & used.unsqueeze(1)
     counts = mask.sum(0)
-    shares = scores / _nonzero(scores.sum(1, keepdim=True)) if sigmoid else scores
-    l_aux = balancing_loss(_mean(shares), _mean(mask.float()), k)
+    l_aux = balancing_loss(_mean(gates), _mean(mask.float()), k)
     capacity = capacity_of(T, E, capacity_factor * k, min_capacity) if drop else None
-    slots = torch.cumsum(mask, dim=0) - 1
     if capacity is not None and drop_policy == "position":
-        mask = mask & (slots < capacity)
+        mask = mask & (torch.cumsum(mask, dim=0) <= capacity)
     elif capacity is not None:
-        wanted = torch.zeros_like(scores).scatter(1, experts, scores.gather(1, experts).detach())
+        wanted = torch.zeros_like(gates).scatter(1, experts, gates.gather(1, experts).detach())
         best = torch.topk(wanted, min(capacity, T), dim=0, sorted=False).indices
         mask = mask & torch.zeros_like(mask).scatter_(0, best, True)
-        slots = torch.cumsum(mask, dim=0) - 1
-    weights = scores * mask
-    if normalise:
+    weights = gates * mask
+    if k > 1:
         weights = weights / _nonzero(weights.sum(1, keepdim=True))
-    return Routing(
-        experts, weights.gather(1, experts), mask.gather(1, experts), slots.gather(1, experts),
-        capacity, l_aux, shares, counts,
-    )  # fmt: skip
+    kept = mask.gather(1, experts)
+    return Routing(experts, weights.gather(1, experts), kept, l_aux, gates, counts)
 
 
 def balancing_loss(shares: Tensor, chosen: Tensor, k: int) -> Tensor:
@@ -132,27 +131,6 @@ def balancing_loss(shares: Tensor, chosen: Tensor, k: int) -> Tensor:
     each expert and the share of tokens that chose it. It is 1 if all are chosen equally often."""
     E = shares.shape[0]
     return torch.mean(shares * chosen) * E * E / k
-
-
-def z_loss(logits: Tensor) -> Tensor:
-    """Return the mean square of the log-sum-exp of each token's logits, a loss that keeps them
-    small (ST-MoE, Zoph et al., 2022)."""
-    return _mean(torch.logsumexp(logits, dim=1).square())
-
-
-def _best(
-    scores: Tensor, k: int, sigmoid: bool, bias: Tensor | None, groups: tuple[int, int] | None
-) -> Tensor:
-    """Return the numbers of the chosen experts (TK), the best first."""
-    scores = scores if bias is None else scores + bias
-    if groups is not None:
-        number, taken = groups
-        grouped = scores.unflatten(1, (number, -1))  # T, G, E / G
-        best = grouped.topk(min(2 if sigmoid else 1, grouped.shape[2]), dim=2).values.sum(2)
-        open_groups = torch.zeros_like(best, dtype=torch.bool)
-        open_groups.scatter_(1, best.topk(taken, dim=1).indices, True)
-        scores = grouped.masked_fill(~open_groups.unsqueeze(2), -math.inf).flatten(1)
-    return scores.topk(k, dim=1).indices
 
 
 def _mean(values: Tensor) -> Tensor:

@@ -1,4 +1,10 @@
-"""A layer whose tokens are computed by the experts that they choose."""
+"""A layer whose tokens are computed by the experts that they choose.
+
+    x       TH  ──gather──▶  NH, sorted by expert  ──experts──▶  NH  ──combine──▶  TH
+
+T tokens, H hidden, K choices of a token, E experts, N routes that are kept. There is no array of
+tokens, experts and places of an expert (MegaBlocks, Gale et al., 2022, does without, too).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offload.moe.exchange import Exchange, expert_groups
 from offload.moe.experts import Experts
 from offload.moe.gate import Gate, GateOptions
-from offload.moe.routing import Dispatch, Routing
+from offload.moe.gating import Routing
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.recompute.random_state import RandomState, default_generators
 
@@ -44,18 +50,11 @@ class MoE(nn.Module):
         drop_tokens: False: no capacity, every token reaches its experts.
         use_rts: k=1: which tokens a full expert takes is left to chance, in training.
         top2_2nd_expert_sampling: k=2: draw the second expert from the probabilities, in training.
-        drop_policy: otherwise: a full expert keeps the 'probs' (largest scores; the default) or
-            'position' (first tokens).
-        scores: 'softmax' over experts, or 'sigmoid' of each. The weights of k > 1 experts are
-            normalised to a sum of 1, that of a single one is its score.
-        groups: (G, g): a token chooses among the experts of g of G groups (DeepSeek).
-        bias_update_rate: balances the load without a loss; `Gate` says how. 0: off.
-        z_loss_weight: `l_aux` has this times the z-loss beside the balancing loss.
-        shared_expert: a module that computes every token; its output is added.
-        seed: of the random numbers that routing draws; by default from torch's generator.
+        drop_policy: otherwise: a full expert keeps the 'probs' (largest probabilities; the default)
+            or 'position' (first tokens).
 
-    Random numbers are drawn in training alone, and repeated when a forward is recomputed. Raises
-    ConfigError for invalid arguments.
+    Random numbers are drawn in training alone, from torch's generator. Raises ConfigError for
+    invalid arguments.
     """
 
     def __init__(
@@ -75,12 +74,6 @@ class MoE(nn.Module):
         *,
         top2_2nd_expert_sampling: bool = True,
         drop_policy: str | None = None,
-        scores: str = "softmax",
-        groups: tuple[int, int] | None = None,
-        bias_update_rate: float = 0.0,
-        z_loss_weight: float = 0.0,
-        shared_expert: nn.Module | None = None,
-        seed: int | None = None,
     ) -> None:
         super().__init__()
         options = GateOptions(
@@ -89,8 +82,6 @@ class MoE(nn.Module):
             noisy_gate_policy=None if noisy_gate_policy == "None" else noisy_gate_policy,
             drop_tokens=drop_tokens, use_rts=use_rts,
             top2_2nd_expert_sampling=top2_2nd_expert_sampling, drop_policy=drop_policy,
-            scores=scores, groups=groups, bias_update_rate=bias_update_rate,
-            z_loss_weight=z_loss_weight,
         )  # fmt: skip
         if ep_size < 1 or num_experts % ep_size:
             raise ConfigError(
@@ -103,14 +94,13 @@ class MoE(nn.Module):
         self.ep_size = ep_size
         self.use_residual = use_residual
         make = _maker(expert)
-        self.gate = Gate(hidden_size, options, seed)
+        self.gate = Gate(hidden_size, options)
         here = num_experts // ep_size
         first = here * expert_groups(ep_size).expert.rank() if ep_size > 1 else 0
         self.experts = Experts(map(make, range(first, first + here)), first, num_experts)
         for param in self.experts.parameters():  # as DeepSpeed marks them, for code that asks
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
-        self.shared_expert = shared_expert
         if use_residual:
             self.mlp = expert if isinstance(expert, nn.Module) else make(num_experts)
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -142,8 +132,6 @@ class MoE(nn.Module):
             share = F.softmax(self.coefficient(hidden_states), dim=-1)
             dense = _tensor_of(self.mlp(hidden_states))
             output = output * share[..., 0:1] + dense * share[..., 1:]
-        if self.shared_expert is not None:
-            output = output + _tensor_of(self.shared_expert(hidden_states))
         return output, routing
 
     def _compute(self, x: Tensor, counts: list[int]) -> Tensor:
@@ -162,8 +150,7 @@ class MoE(nn.Module):
         if not params.isdisjoint(self.experts.parameters()):
             raise UnsupportedError(
                 f"MoE: ep_size is {self.ep_size}, and DistributedDataParallel makes the experts of "
-                "all ranks equal; train without it and call offload.moe.average_gradients(model) "
-                "before each step, or set ep_size=1"
+                "all ranks equal; train with offload.initialize, or set ep_size=1"
             )
 
     def _check(self, x: Tensor, used: Tensor | None) -> None:
@@ -181,6 +168,38 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         """Return the text for `print(model)`."""
         return f"num_experts={self.num_experts}, k={self.k}, ep_size={self.ep_size}"
+
+
+class Dispatch:
+    """The kept routes, sorted by expert, and within one by token.
+
+    Waits for the device once: the numbers of tokens are needed to call the experts."""
+
+    def __init__(self, routing: Routing) -> None:
+        E = routing.exp_counts.shape[0]
+        self._routing = routing
+        experts = torch.where(routing.kept, routing.experts, E).flatten()
+        order = experts.argsort(stable=True)
+        self.counts: list[int] = torch.bincount(experts, minlength=E)[:E].tolist()
+        total = sum(self.counts)
+        self._order = order[:total]
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        self._places = places.clamp(max=total)  # a dropped route's is behind the last one
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather TH to NH."""
+        # Every row of what is indexed is read once: its gradient is written, not summed, and the
+        # sum over K has one order. Indexing `x` would add gradients in any order.
+        repeated = x.unsqueeze(1).expand(-1, self._routing.experts.shape[1], -1)
+        return repeated.reshape(-1, x.shape[1]).index_select(0, self._order)
+
+    def combine(self, y: Tensor) -> Tensor:
+        """Sum NH to TH in fp32 or wider: each token over its experts, zeros if it has none."""
+        T, K = self._routing.experts.shape
+        padded = y if len(y) == T * K else torch.cat([y, y.new_zeros(1, y.shape[1])])
+        routed = padded.index_select(0, self._places).view(T, K, y.shape[1])
+        return (routed * self._routing.weights.unsqueeze(-1)).sum(1)
 
 
 def _tensor_of(output: object) -> Tensor:

@@ -41,12 +41,6 @@ def batches(number: int = 2) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def process_group() -> None:
-    """Of this process alone; the page destroys it."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-
 def pretrained(folder: str) -> None:
     """A folder of transformers in the current one."""
     language_model().save_pretrained(folder)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError, StateError
-from offload.moe import MoE, average_gradients
+from offload.errors import ConfigError
+from offload.moe import MoE
 from tests.moe.parallel_programs import (
     EXPERTS,
-    NORM,
     WIDTH,
     Steps,
     alone,
@@ -30,14 +29,13 @@ EXACT: dict[str, Any] = {"k": 2, "drop_tokens": False, "top2_2nd_expert_sampling
 CASES: list[tuple[dict[str, Any], list[int]]] = [
     ({"k": 1, "capacity_factor": 0.7, "min_capacity": 0}, [20, 20]),
     ({"k": 2, "capacity_factor": 0.7, "noisy_gate_policy": "Jitter"}, [20, 20]),
-    ({"k": 2, "scores": "sigmoid", "bias_update_rate": 0.05, "groups": (2, 1)}, [20, 20]),
     ({**EXACT, "k": 1, "frozen": True, "autocast": True}, [1, 0]),  # a rank without tokens
     ({"k": 2, "recompute": "yes"}, [20, 20]),
     ({"k": 1, "recompute": "yes", "frozen": True}, [1, 3]),
     ({"k": 3, "drop_tokens": False, "use_residual": True}, [20, 7]),
     ({"k": 2, "recompute": "reentrant"}, [20, 20]),
 ]
-FEW = 5  # of the cases, unless --long
+FEW = 4  # of the cases, unless --long
 
 
 def merged(found: list[Steps], which: str) -> list[dict[str, Tensor | None]]:
@@ -48,8 +46,6 @@ def merged(found: list[Steps], which: str) -> list[dict[str, Tensor | None]]:
         together: dict[str, Tensor | None] = {}
         for mine in per_rank:
             for name, value in mine.items():
-                if name.endswith((".load", ".stepped_from")):
-                    continue  # of a rank's own tokens; of a weight's exact bits
                 if name in together:
                     assert same(together[name], value, 0.0), name
                 together[name] = value
@@ -98,8 +94,6 @@ def test_ranks_learn_what_one_process_does(tmp_path: Path, long: bool) -> None:
     found = [rank[0] for rank in ranks]
     expected = alone(EXACT, tokens)
     assert_same(merged(found, "gradients"), expected[1])
-    torch.testing.assert_close(found[0][2]["norms"], expected[2]["norms"], rtol=1e-6, atol=1e-6)
-    assert expected[2]["norms"].min() > NORM
     for step, output in enumerate(expected[0]):
         joined = torch.cat([each[0][step] for each in found])
         torch.testing.assert_close(joined, output, rtol=1e-6, atol=1e-6)
@@ -110,7 +104,6 @@ def test_states_load_at_another_ep_size(tmp_path: Path) -> None:
     whole = net(k=2, top2_2nd_expert_sampling=False)
     for param in whole.parameters():
         torch.nn.init.normal_(param)
-    whole.layers[1].gate.load += 5
     ranks = run_ranks(2, tmp_path, load_and_save, whole.state_dict())
     together: dict[str, Tensor] = {}
     for rank, (missing, state, output) in enumerate(ranks):
@@ -120,7 +113,7 @@ def test_states_load_at_another_ep_size(tmp_path: Path) -> None:
     back = net(k=2, top2_2nd_expert_sampling=False)
     back.load_state_dict(together)
     for name, value in whole.state_dict().items():
-        assert name.endswith(".load") or torch.equal(back.state_dict()[name], value), name
+        assert torch.equal(back.state_dict()[name], value), name
 
 
 def test_sizes_that_do_not_fit_are_named(tmp_path: Path) -> None:
@@ -133,5 +126,3 @@ def test_sizes_that_do_not_fit_are_named(tmp_path: Path) -> None:
         assert "layers.0.experts.8.0.weight" in said[5]
     with pytest.raises(ConfigError, match="no process group"):
         MoE(WIDTH, expert, num_experts=EXPERTS, ep_size=2)
-    with pytest.raises(StateError, match="no process group"):
-        average_gradients(net())

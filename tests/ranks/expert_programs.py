@@ -14,14 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offload
 from offload.errors import OffloadError
-from offload.moe import MoE, average_gradients
+from offload.moe import MoE
 from tests.offload.engine_cases import (
     NVME,
     WIDTH,
     TinyLM,
     batches,
     config,
-    seeded,
     states_of,
 )
 from tests.ranks.programs import BUDGET, OPTIMIZER, Case
@@ -94,15 +93,6 @@ def keys_of(folder: str, stage: int, **keys: Any) -> dict[str, Any]:
         Path(folder), NVME, budget=BUDGET, optimizer=OPTIMIZER, zero={"stage": stage},
         clip_grad_norm=0.5, **keys,
     )  # fmt: skip
-
-
-def balanced_biases(folder: str) -> list[Tensor]:
-    """After steps with other data on each rank, and a forward, which takes the last one in."""
-    model = seeded(spread(2, bias_update_rate=0.01))
-    with offload.initialize(model, keys_of(folder, 1)) as engine:
-        steps(engine, 0, 3)
-        model.loss(batches(1)[0])
-        return [module.choice_bias for module in model.modules() if hasattr(module, "choice_bias")]
 
 
 def steps(engine: offload.Engine, first: int, last: int) -> None:
@@ -179,10 +169,6 @@ def set_ones(engine: offload.Engine) -> None:
     engine.optimizer.step()
 
 
-def average(engine: offload.Engine) -> None:
-    average_gradients(engine.module)
-
-
 def clip_by_own_norm(engine: offload.Engine) -> None:
     nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
     engine.optimizer.step()
@@ -226,7 +212,7 @@ def refusals(folder: str) -> list[str]:
         said(partial(offload.initialize, spread(2)(), keys, mesh=mesh)),
         said(partial(offload.initialize, MoE(WIDTH, expert, EXPERTS, ep_size=2).experts, keys)),
     ]
-    for act in (offload.Engine.idle, set_ones, average, clip_by_own_norm):
+    for act in (offload.Engine.idle, set_ones, clip_by_own_norm):
         with offload.initialize(spread(2)(), keys) as engine:
             steps(engine, 0, 1)
             engine.backward(engine.module.loss(batches(2)[dist.get_rank()]))  # type: ignore[operator]
