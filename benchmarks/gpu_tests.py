@@ -1,18 +1,14 @@
-"""The tests that need a GPU, in several processes at once, and what became of them.
+"""The tests that need a GPU, in one run of pytest, and what became of them.
 
-GPU tests wait for compilers most of the time, so several processes go through them side by side,
-each with its share; neighbours in a file, which compile alike, are spread over all of them. This
-module is also their pytest plugin:
-
-    OFFLOAD_TEST_SHARE=2/8 python -m pytest -p benchmarks.gpu_tests ...
+GPU tests wait for compilers most of the time, so pytest-xdist, where it is installed, runs several
+processes side by side.
 """
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,8 +20,7 @@ from offload.process.child import Parent, child_environment, repository
 from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 
-VARIABLE = "OFFLOAD_TEST_SHARE"
-_MOST_SHARES = 8
+_MOST_PROCESSES = 8
 _DEVICE_NBYTES = 3 << 30  # per process: a context, and tests that take a gigabyte
 _SHOWN_CHARACTERS = 400
 _SHOWN_FAILURES = 20
@@ -35,7 +30,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _HANG_S = 60  # a test that takes longer is shown with its stacks, and ends its process
-_ENDED = (0, 1, 5)  # pytest's status: all passed, some failed, none was in this share
+_ENDED = (0, 1)  # pytest's status: all passed, some failed
 
 
 @dataclass
@@ -47,7 +42,7 @@ class Tests:
     skipped: int = 0
     failures: list[str] = field(default_factory=list)
     skips: dict[str, int] = field(default_factory=dict)  # reason -> cases
-    broken: list[str] = field(default_factory=list)  # processes that did not get to their end
+    broken: list[str] = field(default_factory=list)  # why pytest did not get to its end
 
     @property
     def ok(self) -> bool:
@@ -84,69 +79,52 @@ def gpu_test_files(root: Path) -> list[Path]:
     return [path for path in found if any(mark in path.read_text() for mark in marks)]
 
 
-def shares_of(cores: int, device_nbytes: int) -> int:
-    """The number of processes that run the tests side by side."""
-    return max(1, min(_MOST_SHARES, cores // 2, device_nbytes // _DEVICE_NBYTES))
-
-
 def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     """Run the tests as a child's program. PathError where no tests are beside the package."""
     root = repository()
     files = gpu_test_files(root)
     if not files:
         raise PathError(f"{root} has no GPU tests; run this in a checkout of the project")
-    free = accelerator.free_nbytes(accelerator.default_device())
-    shares = shares_of(machine.cpu_count(), free)
-    tests = run_shares(root, files, shares, options["limit_s"], Path(options["folder"]))
-    parent.answer(tests.to_dict() | {"processes": shares})
+    room = accelerator.free_nbytes(accelerator.default_device()) // _DEVICE_NBYTES
+    processes = max(1, min(_MOST_PROCESSES, machine.cpu_count() // 2, room))
+    if importlib.util.find_spec("xdist") is None:
+        processes = 1
+    tests = run_files(root, files, processes, options["limit_s"], Path(options["folder"]))
+    parent.answer(tests.to_dict() | {"processes": processes})
 
 
-def run_shares(
-    root: Path, files: Sequence[Path], shares: int, limit_s: float, folder: Path
+def run_files(
+    root: Path, files: Sequence[Path], processes: int, limit_s: float, folder: Path
 ) -> Tests:
-    """Run the GPU tests of `files` that are not slow, in `shares` processes; one that hangs, or
-    breaks, is reported."""
-    ends = time.perf_counter() + limit_s
-    tests = Tests()
-    started = [_start(root, files, f"{number}/{shares}", folder) for number in range(shares)]
-    for number, process in enumerate(started):
-        report, log = folder / f"tests-{number}.xml", folder / f"tests-{number}.log"
-        try:
-            code: int | None = process.wait(max(0.1, ends - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            code = None
-        if code is not None and report.is_file():  # else it may be half a report
-            tests.add_report(report)
-        if code is None:
-            tests.broken.append(f"not done in {limit_s:.0f} s, at: {_last_test(log)}")
-        elif code not in _ENDED or not report.is_file():
-            tests.broken.append(f"pytest ended with status {code}, at: {_last_test(log)}")
-    return tests
-
-
-def _start(
-    root: Path, files: Sequence[Path], share: str, folder: Path
-) -> subprocess.Popen[bytes]:  # fmt: skip
-    number = share.split("/")[0]
+    """Run the GPU tests of `files` that are not slow; a test that hangs is reported."""
+    report, log = folder / "tests.xml", folder / "tests.log"
     command = [
         sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow", "-p", "no:cacheprovider",
         "-p", "no:benchmark",  # it would warn beside xdist, and a warning is a failure
-        "-p", "benchmarks.gpu_tests", f"--junitxml={folder / f'tests-{number}.xml'}",
+        f"--junitxml={report}", *(["-n", str(processes)] if processes > 1 else []),
         "-o", f"faulthandler_timeout={_HANG_S}", "-o", "faulthandler_exit_on_timeout=true",
         # libraries are those that are there, not those that were pinned: what they announce for
         # later versions is no failure here
         "-W", "default::DeprecationWarning", "-W", "default::PendingDeprecationWarning",
         "-W", "default::FutureWarning", *map(str, files),
     ]  # fmt: skip
-    environ: dict[str, str] = {**child_environment(), **_ENVIRONMENT, VARIABLE: share}
+    environ: dict[str, str] = {**child_environment(), **_ENVIRONMENT}
     environ.pop("TRITON_INTERPRET", None)  # on the device
-    with (folder / f"tests-{number}.log").open("w") as output:
-        return subprocess.Popen(
-            command, cwd=root, env=environ, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    tests = Tests()
+    try:
+        with log.open("w") as output:
+            code = subprocess.run(
+                command, cwd=root, env=environ, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, timeout=limit_s, check=False,
+            ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        tests.broken.append(f"not done in {limit_s:.0f} s, at: {_last_test(log)}")
+        return tests
+    if report.is_file():
+        tests.add_report(report)
+    if code not in _ENDED or not report.is_file():
+        tests.broken.append(f"pytest ended with status {code}, at: {_last_test(log)}")
+    return tests
 
 
 def _what(wrong: ET.Element) -> str:
@@ -161,13 +139,3 @@ def _last_test(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if "::" in line]
     return [*lines[-1:], *named][-1].strip()[:_SHOWN_CHARACTERS] if lines else "(no output)"
-
-
-def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Keep every n-th test. Runs before or after `-m` is applied: a share of the share is the same
-    either way."""
-    number, count = (int(word) for word in os.environ[VARIABLE].split("/"))
-    left = [item for place, item in enumerate(items) if place % count != number]
-    if left:
-        config.hook.pytest_deselected(items=left)
-    items[:] = items[number::count]

@@ -1,4 +1,4 @@
-"""Parts of a GPU check that fail or hang, and tests that are run in shares: real processes."""
+"""Parts of a GPU check that fail or hang, and the tests that it runs: real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import gpu_tests
 from benchmarks.gpu_parts import Outcome, Status, run_part, run_program
-from benchmarks.gpu_tests import gpu_test_files, run_shares
+from benchmarks.gpu_tests import gpu_test_files, run_files
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -119,11 +119,11 @@ def test_a_part_without_its_gpu_is_a_line(tmp_path: Path) -> None:
     assert outcome.note.strip()
 
 
-# ---------------------------------------------------------------- tests in shares
+# ---------------------------------------------------------------- the tests of the device
 GPU_TESTS = """
 import time, pytest
 pytestmark = pytest.mark.gpu
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(3))
 def test_good(number): pass
 def test_bad(): assert 1 == 2, "one is not two"
 @pytest.mark.skip(reason="not today")
@@ -131,45 +131,41 @@ def test_skipped(): pass
 """
 
 
-@pytest.mark.parametrize("shares", [1, 3])
-def test_shares_cover_every_test_once(shares: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_every_test_is_counted_once_and_a_failure_is_named(processes: int, tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(GPU_TESTS)
-    tests = run_shares(tmp_path, [file], shares, 60, tmp_path)
-    assert (tests.passed, tests.failed, tests.skipped, tests.broken) == (7, 1, 1, [])
+    tests = run_files(tmp_path, [file], processes, 60, tmp_path)
+    assert (tests.passed, tests.failed, tests.skipped, tests.broken) == (3, 1, 1, [])
     assert tests.skips == {"not today": 1}
     assert "one is not two" in tests.failures[0]
     assert "test_bad" in tests.failures[0]
     assert not tests.ok
 
 
-def test_a_test_that_hangs_breaks_its_share_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text", "limit_s", "fragment"),
+    [
+        ("import a_library_that_nobody_has\n", 60.0, "a_library_that_nobody_has"),
+        ("import time\ntime.sleep(600)\n", 1.0, "not done in 1 s"),
+    ],
+)
+def test_tests_that_do_not_get_to_their_end_are_named(
+    text: str, limit_s: float, fragment: str, tmp_path: Path
 ) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(text)
+    tests = run_files(tmp_path, [file], 1, limit_s, tmp_path)
+    assert not tests.ok
+    assert fragment in json.dumps(tests.to_dict())
+
+
+def test_a_test_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tests, "_HANG_S", 1)
     file = tmp_path / "test_some.py"
-    hangs = "def test_hangs():\n    time.sleep(600)\n"
-    file.write_text(GPU_TESTS.replace("def test_bad", hangs + "def test_bad"))
-    tests = run_shares(tmp_path, [file], 2, 120, tmp_path)
-    assert (tests.passed, tests.failed) == (4, 1)  # every other one: good 0, 2, 4, 6, and bad
-    (broken,) = tests.broken
+    file.write_text(f"{GPU_TESTS}def test_hangs():\n    time.sleep(600)\n")
+    (broken,) = run_files(tmp_path, [file], 1, 120, tmp_path).broken
     assert "test_some.py::test_hangs" in broken
-
-
-def test_tests_that_take_too_long_are_ended(tmp_path: Path) -> None:
-    file = tmp_path / "test_some.py"
-    file.write_text("import time\ntime.sleep(600)\n")
-    tests = run_shares(tmp_path, [file], 2, 1.0, tmp_path)
-    assert len(tests.broken) == 2
-    assert all(text.startswith("not done in 1 s") for text in tests.broken)
-
-
-def test_a_file_that_cannot_be_imported_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "test_some.py"
-    file.write_text("import a_library_that_nobody_has\n")
-    tests = run_shares(tmp_path, [file], 1, 60, tmp_path)
-    assert not tests.ok
-    assert "a_library_that_nobody_has" in json.dumps(tests.to_dict())
 
 
 def test_the_files_with_gpu_tests_are_found() -> None:
