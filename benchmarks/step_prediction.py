@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from offload.bench.contenders import LLAMA_151M, OURS, Contender, SystemSpec, Turn, all_on
 from offload.bench.record import Kind, Record, Row
@@ -169,32 +168,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class Measured(Protocol):
-    """A case and its results round by round: seconds, and bytes of nvme in both directions."""
-
-    case: Case
-    workload: Workload
-    facts: ActivationFacts
-    measured: list[float]
-    predicted: list[float]
-    moved: list[tuple[int, int]]
-    estimate: StepEstimate | None
-
-    def turn(self, speeds: Speeds) -> None:
-        """Predict from `speeds`, then measure."""
-        ...
-
-    def forget(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-Start = Callable[[Case, Path, ExitStack], Measured]
-
-
 def measure(
-    cases: Sequence[Case], start: Start, folder: Path, rounds: int
-) -> Iterator[tuple[list[Measured], list[Speeds]]]:
+    cases: Sequence[Case], folder: Path, rounds: int
+) -> Iterator[tuple[list[Run], list[Speeds]]]:
     """Measure every case once per round, each round beginning with another one; yields the results
     after each round but the first, which does not count. If all are large, every round counts: a
     turn begins with a step that is not timed, and takes minutes."""
@@ -222,7 +198,7 @@ def measure(
             run.close()
 
 
-def row_of(run: Measured) -> Row:
+def row_of(run: Run) -> Row:
     """A row of ratios round by round; of nvme's bytes, predicted over moved, both ways together."""
     assert run.estimate is not None, "it had a turn"
     ratios = [p / m for p, m in zip(run.predicted, run.measured, strict=True)]
@@ -237,8 +213,8 @@ def row_of(run: Measured) -> Row:
     return row
 
 
-def record_of(runs: Sequence[Measured], speeds: Sequence[Speeds], name: str) -> Record:
-    record = Record(name, {"rounds": len(speeds)}, [row_of(run) for run in runs])
+def record_of(runs: Sequence[Run], speeds: Sequence[Speeds]) -> Record:
+    record = Record("step prediction", {"rounds": len(speeds)}, [row_of(run) for run in runs])
     near = [row for row in record.rows if abs(row.median(RATIO) - 1) <= BAR]
     record.notes.append(f"{len(near)} of {len(runs)} cases within {BAR:.0%}")
     record.details["speeds"] = [asdict(each) for each in speeds]
@@ -253,26 +229,24 @@ def record_of(runs: Sequence[Measured], speeds: Sequence[Speeds], name: str) -> 
     return record
 
 
-def main(
-    description: str | None, name: str, known: Sequence[Case], start: Start
-) -> None:  # fmt: skip
-    parser = argparse.ArgumentParser(description=description)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", default="", help="names, separated by ;")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wanted = [part.strip() for part in options.cases.split(";") if part.strip()]
-    cases = [case for case in known if (case.name in wanted if wanted else not case.large)]
+    cases = [case for case in CASES if (case.name in wanted if wanted else not case.large)]
     if not cases or options.rounds < 1:
         parser.error("nothing to measure: name at least one case and one round")
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        for runs, speeds in measure(cases, start, Path(folder), options.rounds):
-            found = record_of(runs, speeds, name)
+        for runs, speeds in measure(cases, Path(folder), options.rounds):
+            found = record_of(runs, speeds)
             if options.json is not None:  # anew after every round: one may be the last
                 found.write(options.json)
     print_record(found, COLUMNS)
 
 
 if __name__ == "__main__":
-    main(__doc__, "step prediction", CASES, start)
+    main()
