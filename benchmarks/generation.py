@@ -5,8 +5,7 @@
 A pass computes the next token of every sequence of the batch, each with a cache of the tokens
 before it. Shapes: `dense`, 3 B in the shape of Llama's; `mixture`, 2.5 B in that of Qwen3's, 64
 experts in each block, four of which compute a token; `large`, 39 B, which only `--storage int4`
-makes fit. (`13b`, `70b` and `175b` are for the host memory of a machine with a GPU: `make
-gpu-check` chooses among them.)
+makes fit.
 
 Each system has a process of its own. The bounds are measured in the same rounds: the disk reads the
 bytes of a pass in a raw loop (`mixture`: in blocks of an expert's size), and the same pass is
@@ -56,18 +55,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 56,
         "num_attention_heads": 64, "num_key_value_heads": 8,
     },
-    "13b": _LLAMA | {
-        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
-        "num_attention_heads": 40, "num_key_value_heads": 8,
-    },
-    "70b": _LLAMA | {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8,
-    },
-    "175b": _LLAMA | {
-        "hidden_size": 12288, "intermediate_size": 40448, "num_hidden_layers": 96,
-        "num_attention_heads": 96, "num_key_value_heads": 8,
-    },
     "small": _LLAMA | {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -84,12 +71,6 @@ def from_shape(shape: str) -> nn.Module:
     config = AutoConfig.for_model(settings.pop("model_type"), tie_word_embeddings=False, **settings)
     model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.eval()
-
-
-def on_meta(shape: str) -> nn.Module:
-    """The model of `from_shape` without values, on the meta device."""
-    with torch.device("meta"):
-        return from_shape(shape)
 
 
 # Billions of fresh normal values take a CPU minutes, and no speed depends on them: products of
@@ -134,7 +115,6 @@ class Passes:
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
         self._model, self._options = model, options
-        self._device = torch.device(options.get("device", "cpu"))
 
     def turn(self, bytes_read: Callable[[], int]) -> dict[str, Any]:
         """Seconds and bytes of each pass after the first, which is the prompt's."""
@@ -142,14 +122,13 @@ class Passes:
         generator = torch.Generator().manual_seed(1)
         shape = (options["batch"], options["prompt"])
         tokens = torch.randint(self._model.config.vocab_size, shape, generator=generator)
-        tokens = tokens.to(self._device)
         seconds, read, chosen, cache = [], [], [], None
         with torch.inference_mode():
             for _ in range(options["passes"] + 1):
                 began, before = time.perf_counter(), bytes_read()
                 out = self._model(tokens, past_key_values=cache, logits_to_keep=1)
                 tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-                chosen.append(int(tokens.sum()))  # waits for a GPU
+                chosen.append(int(tokens.sum()))
                 seconds.append(time.perf_counter() - began)
                 read.append(bytes_read() - before)
         passes = options["passes"]
@@ -182,27 +161,22 @@ def _ours(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[
     }  # fmt: skip
     if options["storage"] is not None:
         config["storage"] = {"weights": options["storage"]}
+    import offload
+
     model = dispatch(options["shape"], config, stack)
-    return model, bytes_over(model, "nvme read")
+    return model, lambda: offload.dispatched(model).report().bytes_moved["nvme read"]
 
 
 def dispatch(shape: str, config: Mapping[str, Any], stack: ExitStack) -> Any:
     """A model of repeated values; `stack` closes it."""
     import offload
 
-    model = on_meta(shape)
+    with torch.device("meta"):
+        model = from_shape(shape)
     give_quick_values(model, 0.02)
     model = offload.dispatch(model, config)
     stack.callback(offload.dispatched(model).close)
     return model
-
-
-def bytes_over(model: Any, link: str) -> Callable[[], int]:
-    """A function that returns the number of bytes that have moved over `link` so far."""
-    import offload
-
-    owner = offload.dispatched(model)
-    return lambda: owner.report().bytes_moved[link]
 
 
 def _in_ram(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[], int]]:

@@ -1,7 +1,7 @@
 """`make gpu-check`: tests, kernels, copies and training steps on the GPU that is there; one record.
 
     python -m benchmarks.gpu_check [--out FILE or FOLDER] [--parts NAMES] [--model NAME]
-                                   [--pass NAME] [--memory SIZE] [--folder DIR] [--keep-going]
+                                   [--memory SIZE] [--folder DIR] [--keep-going]
 
     first     small checks of all that the others need, within a minute: where one fails, the rest
               is left out
@@ -11,7 +11,6 @@
     copies    offload bench copy
     inference text generated with weights, codes, keys and values on each tier: the bits that the
               model has in the GPU's memory
-    pass      passes of a large batch of the largest model whose weights host memory holds
     step      the largest Llama that fits, ours; where DeepSpeed is installed, the largest that both
               can hold, ours and DeepSpeed's; and that one with every home left to the planner; one
               with half of the optimizer's states on nvme, as far as the time that is left allows
@@ -37,7 +36,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_passes
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_page import render
 from benchmarks.gpu_parts import Outcome, Status, failed_checks, run_part
@@ -53,9 +51,9 @@ from offload.tiers.units import parse_bytes
 TOTAL_S = 535.0  # all parts together; with what is between them, nine minutes
 LIMITS_S = {
     "first": 60.0, "probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0,
-    "inference": 60.0, "pass": 150.0, "step": 320.0,
+    "inference": 60.0, "step": 320.0,
 }  # fmt: skip
-PARTS = ("first", "tests", "kernels", "copies", "inference", "pass", "step")
+PARTS = ("first", "tests", "kernels", "copies", "inference", "step")
 LEAST_S = 20.0  # a part that has less is not begun
 _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
 _COMPILE = "deepspeed"  # its CPU Adam, while the tests run
@@ -63,7 +61,6 @@ _COMPILE_S = 150.0
 _TRANSFORMERS = "transformers"  # whose models generate
 _PEER_SHARE = 0.5  # of the time for steps, kept for the case that DeepSpeed can hold
 _SPILL_SHARE = 0.5  # of the time that is left: a disk may give less than the probe's short passes
-_NAMED_SHARE = 1.5  # of the estimate of a pass that is named, until it is ended
 _SPILLED = 50  # per cent of the optimizer's states
 _OURS, _BESIDE, _THEIRS = "step", "step:beside", "step:deepspeed"
 _AUTO, _SPILL = "step:auto", "step:spill"
@@ -81,7 +78,6 @@ class Wanted:
 
     parts: tuple[str, ...] = PARTS
     model: str | None = None  # a shape's name; None takes the largest that has the time
-    large_pass: str | None = None  # the same of the part `pass`
     memory_nbytes: int | None = None  # None takes what the system says is available
     keep_going: bool = False  # also where the first checks failed
 
@@ -153,42 +149,18 @@ def run_all(check: Check, wanted: Wanted) -> None:
     for name in ("kernels", "copies"):
         if name in wanted.parts:
             check.run(name, {}, LIMITS_S[name])
-    if "inference" in wanted.parts and _has_transformers(check, "inference"):
-        found = check.run("inference", here, LIMITS_S["inference"])
-        if found.result:
-            check.add(_checked(found))
-    sized = [name for name in ("pass", "step") if name in wanted.parts]
-    if not probed.ok:
-        for name in sized:
-            check.leave_out(name, "without the probe there is nothing to choose sizes by")
+    if "inference" in wanted.parts:
+        if importlib.util.find_spec(_TRANSFORMERS) is None:
+            why = "transformers is not installed: pip install 'offload[hf]'"
+            check.leave_out("inference", why)
+        else:
+            check.add(_checked(check.run("inference", here, LIMITS_S["inference"])))
+    if "step" not in wanted.parts:
         return
-    machine = GpuMachine.from_dict(probed.result["machine"])
-    if "pass" in sized and _has_transformers(check, "pass"):
-        limit_s = check.left_s() if sized == ["pass"] else min(LIMITS_S["pass"], check.left_s())
-        _run_pass(check, machine, wanted.large_pass, limit_s)
-    if "step" in sized:
-        run_steps(check, machine, wanted.model)
-
-
-def _has_transformers(check: Check, name: str) -> bool:
-    found = importlib.util.find_spec(_TRANSFORMERS) is not None
-    if not found:
-        check.leave_out(name, "transformers is not installed: pip install 'offload[hf]'")
-    return found
-
-
-def _run_pass(check: Check, machine: GpuMachine, name: str | None, limit_s: float) -> None:
-    """Run the part `pass`. A named model has the time that it takes, whatever was left."""
-    choice, refused = gpu_passes.choose(machine, limit_s, name)
-    if choice is None:
-        check.leave_out("pass", "; ".join(refused))
-        return
-    if name is not None:
-        limit_s = max(limit_s, _NAMED_SHARE * choice.estimated_s)
-        check.deadline = max(check.deadline, time.monotonic() + limit_s)
-    check.record.notes += [f"pass: {text}" for text in choice.why]
-    options = gpu_passes.options_of(choice, machine, str(check.folder))
-    check.run("pass", options, limit_s)
+    if probed.ok:
+        run_steps(check, GpuMachine.from_dict(probed.result["machine"]), wanted.model)
+    else:
+        check.leave_out("step", "without the probe there is nothing to choose sizes by")
 
 
 def _run_first(check: Check) -> bool:
@@ -323,8 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.folder) as private:
             check = begin(options.out, Path(private))
             wanted = Wanted(
-                options.parts, options.model, options.large_pass, options.memory,
-                options.keep_going,
+                options.parts, options.model, options.memory, options.keep_going,
             )  # fmt: skip
             run_all(check, wanted)
     except OffloadError as error:
@@ -397,11 +368,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", choices=list(_NAMED),
         help="train this one, however long it may take (default: the largest that has the time)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--pass", dest="large_pass", choices=list(gpu_passes.NAMED),
-        help="the model of the part `pass`, however long it may take (default: the largest in "
-        "bf16 that has the time)",
     )  # fmt: skip
     parser.add_argument(
         "--memory", type=_size, metavar="SIZE",

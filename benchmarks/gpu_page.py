@@ -25,13 +25,6 @@ _Json = Mapping[str, Any]
 _KERNEL_COLUMNS = (
     Column("ms", number("seconds", 1e-3, 3)), Column("GB/s", number("bytes_per_s", 1e9, 0)),
 )  # fmt: skip
-_PASS_COLUMNS = (
-    Column("s/pass", number("seconds")),
-    Column("tokens/s", number("tokens_per_s", digits=0)),
-    Column("GB to the device", number("read_nbytes", 1e9)),
-    Column("peak host GiB", number("peak_rss_nbytes", 2**30, 1)),
-    Column("peak device GiB", number("peak_device_nbytes", 2**30, 1)),
-)
 _STEP_COLUMNS = (
     Column("s/step", number("seconds")),
     Column("predicted", number("predicted_s")),
@@ -54,7 +47,6 @@ def render(record: Record) -> str:
         ("kernels", lambda found: _bench("Kernels", found, _KERNEL_COLUMNS)),
         ("copies", lambda found: _bench("Between host and device", found, COPY_COLUMNS)),
         ("inference", lambda found: _checks("Text generated from the tiers", found)),
-        ("pass", lambda found: _bench("A large batch from host memory", found, _PASS_COLUMNS)),
     )
     sections = [_head(record), _parts(record)]
     sections += [draw(results[name]) for name, draw in renderers if name in results]

@@ -16,7 +16,7 @@ from offload.process.child import Child, ChildFailed, ChildTimedOut, Parent
 COPY_NBYTES = 512 << 20
 _PAGE_NBYTES = 4096
 PROGRAMS = {
-    "inference": "benchmarks.gpu_inference:run_inference", "pass": "benchmarks.gpu_passes:run_pass",
+    "inference": "benchmarks.gpu_inference:run_inference",
     "first": "benchmarks.gpu_first:run_first",
     "probe": "benchmarks.gpu_machine:probe", "tests": "benchmarks.gpu_tests:run_tests",
     "kernels": "benchmarks.gpu_kernels:run_kernels", "copies": "benchmarks.gpu_parts:run_copies",

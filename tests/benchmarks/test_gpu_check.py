@@ -120,15 +120,11 @@ STEP = {
     "moved_nbytes": [{"host to device": 10, "device to host": 10}] * 3, "tokens": 1,
     "peak_rss_nbytes": 110 * GIB, "peak_device_nbytes": 90 * GIB,
 }  # fmt: skip
-PASS = {
-    **COMMON,
-    "rows": [row("ours, all on host", "ours", [1e9, 1e9, 1e9])], "ratios": [], "notes": ["39 B"],
-}  # fmt: skip
 CHECKS = {"checks": [{"name": "step: host", "seconds": 0.2, "wrong": ""}], "at": ""}
 GOOD = {
     "first": CHECKS,
     "probe": {"machine": dataclasses.asdict(H200), "hardware": HARDWARE}, "tests": TESTS,
-    "inference": CHECKS, "pass": PASS,
+    "inference": CHECKS,
     "kernels": KERNELS, "copies": COPIES, "step": STEP, "deepspeed": {"compiled_s": 60.0},
 }  # fmt: skip
 
@@ -143,7 +139,7 @@ def run(
         wanted: Wanted | None = None, *, peer: bool = False, **ends: Outcome
     ) -> tuple[Check, dict[str, Any], str]:
         def part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path) -> Outcome:
-            assert 0 < limit_s <= gpu_check.TOTAL_S or name == "pass"
+            assert 0 < limit_s <= gpu_check.TOTAL_S
             kind = name.split(":")[0]
             result = {**GOOD[kind], "given": json.loads(json.dumps(dict(options)))}
             ended = ends.get(name.replace(":", "_"), Outcome(name, Status.DONE, 1.0, limit_s))
@@ -168,7 +164,7 @@ def run(
 def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
     check, record, page = run()
     assert [part["name"] for part in record["details"]["parts"]] == [
-        "first", "probe", "tests", "kernels", "copies", "inference", "pass", "step",
+        "first", "probe", "tests", "kernels", "copies", "inference", "step",
         "step:deepspeed", "step:spill",
     ]  # fmt: skip
     assert succeeded(check.outcomes.values())
@@ -187,9 +183,7 @@ def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.TIMED_OUT])
-@pytest.mark.parametrize(
-    "name", ["probe", "tests", "kernels", "copies", "inference", "pass", "step"]
-)
+@pytest.mark.parametrize("name", ["probe", "tests", "kernels", "copies", "inference", "step"])
 def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, status: Any) -> None:
     broken = Outcome(name, status, 3.0, 60.0, "the end of its output: CUDA error 999")
     check, record, page = run(**{name: broken})
@@ -200,7 +194,7 @@ def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, stat
     assert {"tests", "kernels", "copies"} <= {*ended, name}
     assert "CUDA error 999" in page
     if name == "probe":
-        assert ended["pass"] == ended["step"] == "left out"
+        assert ended["step"] == "left out"
 
 
 WRONG = {"checks": [*CHECKS["checks"], {**CHECKS["checks"][0], "wrong": "9 bytes"}], "at": ""}
@@ -297,19 +291,10 @@ def test_a_part_for_which_no_time_is_left_is_left_out(run: Any, tmp_path: Path) 
     assert f"5 s were left of {gpu_check.TOTAL_S:.0f}" in (tmp_path / "late.md").read_text()
 
 
-def test_a_pass_that_is_named_has_all_the_time(run: Any) -> None:
-    check, record, page = run(Wanted(parts=("pass",), large_pass="175 B int4"))
-    given = record["details"]["parts"][-1]["result"]["given"]
-    assert (given["shape"], given["storage"]) == ("175b", "int4")
-    assert check.outcomes["pass"].limit_s > gpu_check.TOTAL_S
-    assert "## A large batch from host memory" in page
-
-
-def test_without_transformers_its_parts_are_left_out(run: Any, monkeypatch: Any) -> None:
+def test_without_transformers_its_part_is_left_out(run: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(gpu_check, "_TRANSFORMERS", "a_library_that_nobody_has")
     check, _, page = run()
-    for name in ("inference", "pass"):
-        assert check.outcomes[name].status is Status.LEFT_OUT
+    assert check.outcomes["inference"].status is Status.LEFT_OUT
     assert "pip install 'offload[hf]'" in page
 
 
