@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from offload import __version__
 from offload.tools.memest.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 # all that is needed of hardware, so that answers do not depend on this machine
 MACHINE = ["--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD"]
-TINY = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "256"]
+TINY = ["--layers", "2", "--hidden", "64", "--vocab", "256"]
 WORK = ["--batch", "2", "--sequence", "32", "--precision", "bf16"]
 SMALL = [
     *TINY,
@@ -94,17 +93,9 @@ def _without(words: Sequence[str], settings: dict[str, str]) -> list[str]:
     return kept
 
 
-def test_json_of_a_configuration_names_its_model_and_work(yaml: Path, capsys: Any) -> None:
-    assert run(str(yaml), "--no-measure", "--format", "json") == 0
-    value = json.loads(capsys.readouterr().out)
-    assert value["model"]["name"] == "run.yaml"
-    assert value["workload"] == {"batch": 2, "sequence": 32, "passes": 1, "tokens_per_step": 64}
-    assert value["plan"]["budgets"]["host"] == 64 << 20
-    assert set(value["memory"]) <= {"host", "nvme"}  # a CPU's device tier is part of RAM
-
-
 def test_options_win_over_the_file(yaml: Path, capsys: Any) -> None:
-    options = ["--batch", "4", "--sequence", "16", "--accumulate", "3", "--precision", "fp16"]
+    options = ["--batch", "4", "--sequence", "16", "--precision", "fp16"]
+    options += ["-o", "gradient_accumulation_steps=3"]
     assert run(str(yaml), *options, "--no-measure", "--format", "json") == 0
     value = json.loads(capsys.readouterr().out)
     assert value["workload"] == {"batch": 4, "sequence": 16, "passes": 3, "tokens_per_step": 192}
@@ -122,7 +113,7 @@ def test_the_file_s_name_says_the_format(name: str, start: bytes, tmp_path: Path
 
 
 def test_advice_is_given_where_it_would_matter(capsys: Any) -> None:
-    model = ["--layers", "2", "--hidden", "512", "--heads", "4", "--vocab", "256"]
+    model = ["--layers", "2", "--hidden", "512", "--vocab", "256"]
     tight = ["-o", "budget={device: 24MiB, host: 48MiB}", "-o", "optimizer.chunk=65536"]
     asked = [*model, *SMALL[len(TINY) :], *tight, "--format", "json"]
     assert run(*asked, "--advise") == 0
@@ -228,13 +219,13 @@ def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: A
     assert any(note.startswith(said) for note in value["notes"])
 
 
-@pytest.mark.sample("2GiB")
+@pytest.mark.slow
 @pytest.mark.parametrize("ram", ["1280MiB", "2GiB"])
 def test_what_fits_with_recomputation_fits_where_that_is_left_open(ram: str, capsys: Any) -> None:
-    sizes = ["--layers", "8", "--hidden", "512", "--heads", "8", "--vocab", "1000"]
+    sizes = ["--layers", "8", "--hidden", "512", "--vocab", "1000"]
     work = ["--batch", "8", "--sequence", "256", "--precision", "bf16", "--no-measure"]
     asked = [*sizes, *work, "--gpu", "none", "--ram", ram, "--nvme", "64GiB", "--format", "json"]
-    recomputing = run(*asked, "--checkpoint", "true")
+    recomputing = run(*asked, "-o", "placement.activations.checkpoint=true")
     assert run(*asked) <= recomputing
 
 
@@ -254,11 +245,6 @@ def test_help_shows_the_options_and_the_other_commands(capsys: Any) -> None:
     assert "estimate " not in text
 
 
-def test_version(capsys: Any) -> None:
-    assert run("--version") == 0
-    assert capsys.readouterr().out == f"memest {__version__}\n"
-
-
 def test_compare_has_every_system_and_ours_last(capsys: Any) -> None:
     assert run("compare", *SMALL, "--format", "json") == 0
     systems = json.loads(capsys.readouterr().out)["systems"]
@@ -274,51 +260,39 @@ def test_compare_has_no_page(tmp_path: Path, capsys: Any) -> None:
     assert "--format table or --format json" in capsys.readouterr().err
 
 
-@pytest.mark.sample("command0")
-@pytest.mark.parametrize("command", [[], ["compare"]])
+@pytest.mark.slow
 def test_a_model_too_large_for_a_machine_without_a_disk_is_told_how_much_would_do(
-    command: list[str], capsys: Any
+    capsys: Any,
 ) -> None:
     wide = ["--layers", "24", "--hidden", "2048", "--vocab", "32000", *WORK]
     hardware = ["--gpu", "RTX 4090", "--ram", "6GiB", "--nvme", "0", "-o", "budget.device=1GiB"]
-    assert run(*command, *wide, *hardware, "--format", "json") == 1
+    assert run(*wide, *hardware, "--format", "json") == 1
     value = json.loads(capsys.readouterr().out)
-    if not command:
-        disks = [each["settings"] for each in value["changes"] if "--nvme" in each["settings"]]
-        assert disks
-        (size,) = {each["--nvme"] for each in disks}
-        assert run(*wide, *hardware[:-4], "--nvme", size, *hardware[-2:], "--format", "json") == 0
+    disks = [each["settings"] for each in value["changes"] if "--nvme" in each["settings"]]
+    (size,) = {each["--nvme"] for each in disks}
+    assert run(*wide, *hardware[:-4], "--nvme", size, *hardware[-2:], "--format", "json") == 0
 
 
-def test_compare_says_nothing_of_one_rank_above_numbers_of_a_node(capsys: Any) -> None:
-    assert run("compare", *SMALL, "--gpus", "4", "--format", "json") == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
-    assert not [note for note in notes if "ranks" in note or "collectives" in note]
-
-
-@pytest.mark.parametrize(
-    "hardware",
-    [
-        ["--gpu", "none", "--ram", "1GiB", "--nvme", "2GiB"],
-        ["--gpu", "1500MiB", "--ram", "20GiB", "--nvme", "0", "--gpus", "3"],
-        ["--gpu", "none", "--no-measure"],
-    ],
-)
-def test_every_system_is_held_to_the_same_capacities(hardware: list[str], capsys: Any) -> None:
+def test_every_system_is_held_to_the_same_capacities(capsys: Any) -> None:
+    hardware = ["--gpu", "1500MiB", "--ram", "20GiB", "--nvme", "0", "--gpus", "3"]
     assert run("compare", *TINY, *WORK, *hardware, "--format", "json") in (0, 1)
     value = json.loads(capsys.readouterr().out)
-    capacities: dict[str, set[int]] = {}
     for row in value["systems"]:
-        for tier, place in row["places"].items():
-            capacities.setdefault(tier, set()).add(place["capacity_nbytes"])
-            assert not row["fits"] or place["peak_nbytes"] <= place["capacity_nbytes"]
-    assert all(len(found) == 1 for found in capacities.values())
-    assert any("left to the system" in note for note in value["notes"]) == ("--ram" in hardware)
+        over = [
+            tier
+            for tier, nbytes in row["peak_nbytes"].items()
+            if nbytes > value["capacity_nbytes"][tier]
+        ]
+        assert row["short"] == over
+        assert row["fits"] == (not over)
+    assert any("left to the system" in note for note in value["notes"])
+    assert not any("ranks" in note or "collectives" in note for note in value["notes"])
 
 
 @pytest.mark.parametrize(("passes", "said"), [(6, False), (7, True)])
 def test_passes_that_are_not_gone_through_are_said(passes: int, said: bool, capsys: Any) -> None:
-    assert run(*TINY, *WORK, *MACHINE, "--accumulate", str(passes), "--format", "json") == 0
+    asked = [*TINY, *WORK, *MACHINE, "-o", f"gradient_accumulation_steps={passes}"]
+    assert run(*asked, "--format", "json") == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert any(f"of {passes} passes per step 6 are" in note for note in notes) == said
 
@@ -335,11 +309,6 @@ def test_a_place_that_was_left_open_is_short_once(capsys: Any) -> None:
     assert any(each["message"].startswith("budget.host: 100.0 MiB is ") for each in found)
 
 
-def test_the_list_of_parts_has_its_sources(capsys: Any) -> None:
-    assert run("profiles") == 0
-    assert "data sheet" in capsys.readouterr().out
-
-
 def test_check_prints_predicted_and_measured(tmp_path: Path, capsys: Any) -> None:
     from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 
@@ -352,66 +321,48 @@ def test_check_prints_predicted_and_measured(tmp_path: Path, capsys: Any) -> Non
     assert "+10.0%" in text
     assert "+100.0%" in text
     assert "7 steps" in text
-    assert run("check", str(tmp_path), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["rows"][-1]["ratio"] == 2.0
 
 
 # ---------------------------------------------------------------- bad input
 BAD: list[tuple[list[str], str]] = [
     (["nothing.json"], "nothing.json"),
-    (["comapre", "x.json"], "x.json"),
     (["--layers", "2"], "--hidden"),
-    (["--params", "-5"], "'-5' is no number of parameters"),
     (["--params", "7 apples"], "is no number of parameters"),
     (["--params", "1e99"], "is no number of parameters"),
-    (["--params", "7e9", "--layers", "0"], "--layers 0"),
-    (["--params", "7e9", "--layers", "-3"], "--layers -3"),
-    (["--layers", "2", "--hidden", "65", "--heads", "2"], "hidden"),
+    (["--params", "7e9", "--layers", "0"], "invalid value for '--layers'"),
+    (["--layers", "2", "--hidden", "65"], "hidden"),
     (["--params", "1e6", "--layers", "80", "--hidden", "8192"], "1,000,000"),
     (["m.json", "--params", "7e9"], "--params contradicts the model m.json"),
-    ([*TINY, "--batch", "0"], "--batch 0: at least 1"),
-    ([*TINY, "--sequence", "-1"], "--sequence -1: at least 1"),
+    ([*TINY, "--batch", "0"], "invalid value for '--batch'"),
     ([*TINY, "--batch", "100000", "--sequence", "1000000"], "tokens in a pass"),
-    ([*TINY, "--accumulate", "0"], "gradient_accumulation_steps"),
+    ([*TINY, "--prompt", "5"], "--prompt 5: is of inference alone"),
     ([*TINY, "--precision", "fp8"], "fp8"),
-    ([*TINY, "-o", "precision=fp8"], "fp32, bf16, fp16"),
     ([*TINY, "-o", "precsion=bf16"], "did you mean `precision`?"),
     ([*TINY, "-o", "nonsense"], "expected key=value"),
     ([*TINY, "-o", "precision=fp32", "--precision", "bf16"], "given twice"),
     ([*TINY, "--gpu", "24XB"], "'XB' is not a unit of bytes"),
-    ([*TINY, "--gpu", "-4GiB"], "--gpu -4GiB"),
-    ([*TINY, "--gpu", "RTX 4O90"], "did you mean 'RTX 4090'?"),
-    ([*TINY, "--gpu", "24EiB"], "is not a unit of bytes"),
+    ([*TINY, "--gpu", "RTX 4O90"], "did you mean `RTX 4090`?"),
     ([*TINY, "--ram", "99999999999TiB"], "--ram"),
     ([*TINY, "--ram", "1KiB"], "--ram 1KiB"),
-    ([*TINY, "--nvme", "lots"], "--nvme:"),
+    ([*TINY, "--nvme", "Gen4 SSD"], "is a drive, not a size; name it with --ssd"),
     ([*TINY, "--ssd", "Gen9 SSD"], "--ssd Gen9 SSD"),
     ([*TINY, "--gpus", "2", "--gpu", "none"], "--gpus"),
-    ([*TINY, "--gpu", "24GiB", "--gpus", "0"], "--gpus 0"),
-    ([*TINY, "--nodes", "-1"], "--nodes -1"),
     ([*TINY, "--profile", "DGX-3"], "--profile DGX-3"),
-    ([*TINY, "--profile", "DGX-2", "--gpus", "0"], "error: --gpus 0: write 1 to"),
     ([*TINY, "--profile", "DGX-2", "--gpu", "24GiB"], "--profile DGX-2 contradicts --gpu"),
     ([*TINY, "-o", "device=cuda", "--gpu", "none"], "has no GPU"),
-    ([*TINY, "--format", "pdf"], "pdf"),
-    ([*TINY, "--dark"], "--dark"),
     ([*TINY, "--force"], "--force"),
     ([*TINY, "--out", "missing/x.html"], "there is no folder missing"),
     ([*TINY, "--out", "."], "it is a folder"),
-    ([*TINY, "--write", "missing/x.yaml"], "there is no folder missing"),
     ([*TINY, "--out", "a.html", "--write", "a.html"], "--write names the same file"),
     (["compare", *TINY, "--write", "a.yaml"], "compare: writes no configuration"),
+    (["compare", *TINY, "--inference"], "compare: is of training alone"),
     (["check", "nothing"], "nothing cannot be checked"),
-    (["calibrate", "missing/folder"], "missing/folder does not exist"),
     (["calibrate", "absent"], "absent does not exist"),
-    (["calibrate", os.devnull], "is not a folder"),
     (["--bathc", "3"], "no such option: --bathc"),
-    ([*TINY, "--batch", "abc"], "'--batch'"),
     (["a.json", "b.json"], "unexpected extra argument"),
-    (["compare", "a", "b"], "unexpected extra argument"),
     (["check"], "missing argument 'RUN'"),
     ([""], "the model's name is empty"),
-    (["--layers", "2", "--hidden", "64", "--vocab", "1"], "--vocab 1: must be from 256 to"),
+    (["--layers", "2", "--hidden", "64", "--vocab", "1"], "--vocab: input should be greater"),
 ]
 
 
@@ -471,12 +422,6 @@ def test_a_configuration_s_mistake_is_named_with_its_line(tmp_path: Path, capsys
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_one_line_and_exit_code_2(capsys: Any) -> None:
-    assert run(*SMALL, "--format", "json", "--out", "/dev/full") == 2
-    assert "error: --out /dev/full: cannot be written: No space left" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_standard_output_is_not_a_verdict() -> None:
     command = [sys.executable, "-m", "offload.tools.memest", "profiles"]
     with open("/dev/full", "w") as full:
@@ -501,13 +446,14 @@ def test_an_output_that_has_no_blocks_gets_question_marks(monkeypatch: Any) -> N
 # ---------------------------------------------------------------- what is imported
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["compare", "--help"]])
-def test_answering_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    _runs_without({"torch", "numba", "numpy", "matplotlib", "yaml"}, arguments)
-
-
-def test_an_answer_on_a_terminal_draws_no_pictures() -> None:
-    _runs_without({"matplotlib"}, ["--params", "1e7", "--ram", "64GiB", "--no-measure"])
+def test_answering_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom offload.tools.memest.cli import main\n"
+        "try:\n    main(['compare', '--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numba', 'numpy', 'matplotlib', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, capture_output=True)
 
 
 def test_no_module_of_memest_imports_anything_heavy() -> None:
@@ -523,20 +469,11 @@ def test_no_module_of_memest_imports_anything_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY)
 
 
-def _runs_without(modules: set[str], arguments: list[str]) -> None:
-    program = (
-        "import sys\nfrom offload.tools.memest.cli import main\n"
-        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
-        f"heavy = {modules!r} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, capture_output=True)
-
-
+@pytest.mark.slow
 def test_a_budget_that_is_proposed_is_enough_when_it_is_taken(capsys: Any) -> None:
     """Chunks that are left open grow with the budget, and with them what is needed."""
     question = [
-        "--layers", "16", "--hidden", "1536", "--heads", "16", "--vocab", "32000", "--gpu", "none",
+        "--layers", "16", "--hidden", "1536", "--vocab", "32000", "--gpu", "none",
         "--ram", "64GiB", "--nvme", "100GiB", "--no-measure", "--precision", "fp32",
         "--batch", "1", "--sequence", "128", "-o", "placement.optimizer=host", "--format", "json",
     ]  # fmt: skip

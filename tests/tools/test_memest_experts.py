@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from offload.config import OffloadConfig
 from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.experts import active_numel
 from offload.planning.plan.workload import Workload
-from offload.tools.memest.cli import main
 from offload.tools.memest.source.read_model import read_model
 from offload.zero.groups.discovery import experts_per_token, experts_per_token_of
 
@@ -131,103 +129,6 @@ def test_a_function_of_ones_own_with_listed_experts(
 
 
 # ---------------------------------------------------------------- over ranks
-SMALL: dict[str, Any] = {
-    **QWEN3_30B, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64,
-    "moe_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 2,
-    "num_hidden_layers": 2, "vocab_size": 512,
-}  # fmt: skip
-EXPERT = 3 * 64 * 64
-ON = ["--profile", "DGX A100-40", "--batch", "2", "--sequence", "32"]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    return int(caught.value.code or 0)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> str:
-    return written(tmp_path, **SMALL)
-
-
-def asked(capsys: Any, *arguments: str) -> dict[str, Any]:
-    assert run(*arguments, "--format", "json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_experts_over_ranks_are_of_one_rank_and_the_model_s(
-    stage: int, small: str, capsys: Any
-) -> None:
-    option = ["-o", f"zero.stage={stage}"]
-    whole = asked(capsys, small, *ON, *option)
-    spread = asked(capsys, small, *ON, *option, "--ep-size", "4")
-    assert spread["model"] == whole["model"]
-    experts = spread["experts"]
-    there = [experts[key] for key in ("experts", "ep_size", "experts_per_rank", "parameters")]
-    assert there == [32, 4, 8, 32 * EXPERT]
-    assert experts["sent_nbytes"] == 64 * 2 * 64 * 2 * 4 * 2 * 3 // 4
-    weights = next(each for each in experts["moved"] if each["name"] == "updated weights")
-    assert weights["all_nbytes"] == 8 * EXPERT * 2
-    held = spread["memory"]["device"]["by_class"]["parameters"]
-    dense = whole["model"]["parameters"] - 32 * EXPERT
-    expected = 2 * (8 * EXPERT + dense // (8 if stage == 3 else 1))
-    assert held == pytest.approx(expected, rel=0.05)
-    assert any("each expert is on 2 of them" in note for note in spread["notes"])
-    said = next(note for note in spread["notes"] if "exchange of tokens would take" in note)
-    # 4 calls for each of 2 tables, of 16 KiB at 600 GB/s: latency alone
-    assert re.search(r" take [1-9]\d\d µs of a step", said), said
-    assert not any("exchange of tokens" in note for note in whole["notes"])
-    ratio = spread["checkpoint_nbytes"] / whole["checkpoint_nbytes"]
-    assert ratio == pytest.approx(1, rel=0.05)  # at stage 3 experts are files of their blocks
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--ep-size", "3"], "--ep-size 3 does not divide the 16 experts of model.layers.0"),
-        (["--ep-size", "16"], "--ep-size 16 does not divide the 8 ranks"),
-        (["--ep-size", "0"], "--ep-size 0: at least 1"),
-        (["--ep-size", "2", "-o", "micro_batches=2"], "--ep-size 2 with micro_batches: 2"),
-    ],
-)
-def test_experts_that_cannot_be_spread_so_are_refused(
-    arguments: list[str], reason: str, small: str, capsys: Any
-) -> None:
-    assert run(small, *ON, *arguments) == 2
-    assert reason in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_dense_model_has_nothing_to_spread(capsys: Any) -> None:
-    dense = ["--layers", "2", "--hidden", "64", "--vocab", "512"]
-    assert run(*dense, *ON, "--ep-size", "2") == 2
-    assert "has no experts that move one by one" in " ".join(capsys.readouterr().err.split())
-
-
-def test_other_systems_spread_their_experts_too(small: str, capsys: Any) -> None:
-    held = {}
-    for ep_size in ("1", "4"):
-        systems = asked(capsys, "compare", small, *ON, "--ep-size", ep_size)["systems"]
-        ddp = next(each for each in systems if each["system"] == "DDP")
-        held[ep_size] = ddp["places"]["device"]["by_class"]["parameters"]
-    assert held["1"] - held["4"] == 2 * 24 * EXPERT
-
-
-def test_a_configuration_for_experts_over_ranks_says_so_and_is_read_again(
-    small: str, tmp_path: Path, capsys: Any
-) -> None:
-    file = tmp_path / "offload.yaml"
-    options = [*ON, "-o", "zero.stage=2", "--ep-size", "4"]
-    assert run(small, *options, "--write", str(file)) == 0
-    text = file.read_text()
-    assert re.search(r"^# layers of experts: offload.moe.MoE\(..., ep_size=4\)$", text, re.M)
-    capsys.readouterr()
-    again = asked(capsys, str(file), *ON, "--ep-size", "4")
-    assert again["experts"]["ep_size"] == 4
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_of_many_blocks_with_experts_four_are_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool

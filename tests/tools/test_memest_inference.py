@@ -215,7 +215,7 @@ def test_a_written_configuration_is_for_dispatch(folder: Path, tmp_path: Path) -
     [
         (["--inference", "--sequence", "8"], "--sequence 8: is of training alone"),
         (["--prompt", "8"], "--prompt 8: is of inference alone; add --inference"),
-        (["--inference", "--new-tokens", "0"], "--new-tokens 0: at least 1"),
+        (["--inference", "--new-tokens", "0"], "invalid value for '--new-tokens'"),
         (["--inference", "--batch", "100000000"], "tokens in each sequence: at most"),
     ],
 )  # fmt: skip
@@ -226,17 +226,11 @@ def test_what_contradicts_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_other_systems_are_compared_in_training_alone(folder: Path, capsys: Any) -> None:
-    assert run("compare", str(folder), "--inference", "--profile", "DGX H100") == 2
-    assert "is of training alone" in capsys.readouterr().err
-
-
 def test_weights_in_four_bits_take_a_fraction_of_the_room(folder: Path, capsys: Any) -> None:
     held = []
-    for storage in ([], ["--storage", "int4", "--group-size", "32"]):
-        assert (
-            run(str(folder), *ASKED, *HARDWARE, "--no-measure", *storage, "--format", "json") == 0
-        )
+    for storage in ([], ["-o", "storage={weights: int4, group_size: 32}"]):
+        asked = [str(folder), *ASKED, *HARDWARE, "--no-measure", *storage]
+        assert run(*asked, "--format", "json") == 0
         value = json.loads(capsys.readouterr().out)
         held.append(value["memory"]["host"]["by_class"]["parameters"])
     assert 0.25 * held[0] < held[1] < 0.5 * held[0]  # the head stays as it is

@@ -21,14 +21,13 @@ from offload.gpt import build_meta_model
 from offload.planning.machine.disk_cache import cache_folder, remembered
 from offload.planning.plan.workload import Workload
 from offload.process.child import child_environment
-from offload.tiers.errors import ConfigError, PathError, UnsupportedError
+from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, built_in_shape, parse_count
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
 from tests.tools.model_files import (
-    TINY_LLAMA,
     TINY_LLAMA_NUMEL,
     entries_of,
     write_config,
@@ -412,11 +411,10 @@ def test_experts_of_the_built_in_model_say_how_many_compute_a_token() -> None:
     [
         {"params": 7_000_000_000, "layers": 32, "hidden": 4096},
         {"params": 7_000_000_001},
-        {"params": 6_738_415_616, "layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000},
-        {"params": 70 * 10**9, "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8},
+        {"params": 6_738_415_616, "layers": 32, "hidden": 4096, "vocab": 32000},
         {"params": 1_000_000},
         {"params": 10**12},
-        {"params": 125_000_000, "hidden": 768, "tied": True},
+        {"params": 125_000_000, "hidden": 768},
         {"params": 3 * 10**9, "layers": 26},
     ],
 )
@@ -425,7 +423,7 @@ def test_stated_parameters_are_met_by_the_width_of_the_mlp(sizes: dict[str, Any]
     model = source.train_model
     assert model is not None
     assert 0 <= sizes["params"] - source.shape.numel < 3 * model.hidden * model.layers
-    for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab"):
+    for name in ("layers", "hidden", "vocab"):
         assert sizes.get(name) in (None, getattr(model, name))
 
 
@@ -467,14 +465,7 @@ def test_what_is_no_count_is_refused(text: str) -> None:
     [
         ({}, "which size"),
         ({"layers": 3}, "which size"),
-        ({"params": 10**9, "layers": 0}, "--layers 0: must be from 1"),
-        ({"params": -1}, "--params -1"),
-        ({"params": 10**9, "hidden": -5}, "--hidden -5"),
-        ({"params": 10**9, "kv_heads": 10**9}, "--kv-heads"),
         ({"params": 10**6, "layers": 32, "hidden": 4096}, r"already have [\d,]+; lower"),
-        ({"params": 10**9, "layers": 32, "hidden": 4096, "mlp": 11008}, "follows from --params"),
-        ({"layers": 2, "hidden": 100, "heads": 7}, "not a multiple of heads"),
-        ({"layers": 2, "hidden": 96, "heads": 4, "kv_heads": 3}, "kv_heads"),
         ({"layers": 2, "hidden": 33}, "even size"),
         ({"layers": 2, "hidden": 64, "vocab": 100}, "--vocab"),
     ],
@@ -508,9 +499,3 @@ def test_what_is_known_already_is_read_without_torch(tmp_path: Path) -> None:
         "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
     }  # fmt: skip
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
-
-
-def test_paths_that_are_none_are_path_errors(tmp_path: Path) -> None:
-    with pytest.raises(PathError, match="no such file"):
-        read_model(str(tmp_path / "nowhere"))
-    assert TINY_LLAMA["model_type"] == "llama"

@@ -12,13 +12,7 @@ from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.solver import Candidate, RunFacts, solve
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.workload import Workload
-from offload.tools.memest.commands.options import (
-    EstimateOptions,
-    MachineOptions,
-    ModelOptions,
-    OutputOptions,
-    WorkOptions,
-)
+from offload.tools.memest.commands.options import EstimateOptions
 from offload.tools.memest.commands.run_estimate import answered, read_question
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Question
@@ -101,11 +95,10 @@ def test_the_smallest_round_figure_that_fits_is_advised() -> None:
     """369 M parameters that fit a GPU, in 3 GiB of RAM: 4 GiB are enough."""
 
     def asked(ram: str) -> Question:
-        machine = MachineOptions(gpu="RTX 4090", ram=ram, nvme="0")
-        sizes = ModelOptions(layers=24, hidden=1024)
-        work = WorkOptions(batch=1, sequence=512)
         return read_question(
-            EstimateOptions(model=sizes, work=work, machine=machine, output=OutputOptions())
+            EstimateOptions(
+                layers=24, hidden=1024, batch=1, sequence=512, gpu="RTX 4090", ram=ram, nvme="0"
+            )
         )
 
     _, short = answered(asked("3GiB"), estimate)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,22 +11,20 @@ from offload.planning.machine.speeds import Speeds
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.hardware import profiles
-from offload.tools.memest.hardware.parts import GEN4, GPUS, LINKS, MACHINES, SSDS
-from offload.tools.memest.hardware.profiles import MATMUL_SHARE, SYSTEM_NBYTES, with_ram
+from offload.tools.memest.hardware.parts import GEN4, GPUS, MACHINES, SSDS
+from offload.tools.memest.hardware.profiles import MATMUL_SHARE, SYSTEM_NBYTES
 from offload.tools.memest.hardware.read_profile import (
     LocalGpu,
     local_gpus,
     read_profile,
     this_machine,
-    visible,
 )
 
 GIB = 1 << 30
-ROOT = Path(__file__).parents[2]
 
 
 def test_every_figure_names_its_source() -> None:
-    for part in (*GPUS, *LINKS, *SSDS, *MACHINES):
+    for part in (*GPUS, *SSDS, *MACHINES):
         assert len(part.source) > 10, part.name
 
 
@@ -36,16 +32,6 @@ def test_names_are_unique_whatever_their_spelling() -> None:
     for parts in (GPUS, SSDS, MACHINES):
         names = [part.name.lower().replace(" ", "").replace("-", "") for part in parts]
         assert len(set(names)) == len(names)
-
-
-def test_all_parts_that_were_asked_for_are_there() -> None:
-    wanted = {
-        "V100-32", "A100-40", "A100-80", "H100", "H200", "GH200", "RTX 3090", "RTX 4090", "RTX 5090"
-    }  # fmt: skip
-    assert wanted == {gpu.name for gpu in GPUS}
-    assert {"Gen3 SSD", "Gen4 SSD", "Gen5 SSD"} <= {ssd.name for ssd in SSDS}
-    assert all(gpu.flops_per_s["bf16"] <= gpu.flops_per_s["fp16"] for gpu in GPUS)
-    assert all(ssd.endurance_nbytes > 100 * ssd.nbytes for ssd in SSDS)
 
 
 @pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"])
@@ -71,25 +57,10 @@ def test_ram_that_is_described_leaves_the_system_its_part() -> None:
         hardware = profile.hardware()
         assert profile.usable_ram_nbytes == kept
         assert hardware.host_nbytes == hardware.host_free_nbytes == kept // profile.ranks_per_node
-        assert "2.0 GiB are left to the system" in profile.reserve_note
+        assert "2.0 GiB are left to the system" in profile.all_notes[-1]
     here = read_profile(gpu="RTX 4090")
     assert here.usable_ram_nbytes == machine.memory_limit_nbytes()
-    assert here.reserve_note == ""
-
-
-def test_what_the_system_keeps_can_be_said() -> None:
-    container = read_profile(gpu="none", ram="4GiB", reserve="0")
-    assert container.usable_ram_nbytes == 4 * GIB
-    assert container.reserve_note == ""
-    shared = read_profile(gpu="DGX-2", reserve="64GiB")
-    assert shared.ram_nbytes - shared.usable_ram_nbytes == 64 * GIB
-    assert with_ram(shared, 128 * GIB).usable_ram_nbytes == 64 * GIB
-    for ram, reserve, said in [
-        (None, "1GiB", "goes with --ram"), ("4GiB", "4GiB", "leaves less than"),
-        ("4GiB", "-1", "not a size"), ("4GiB", "much", "not a size"),
-    ]:  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
-            read_profile(gpu="none", ram=ram, reserve=reserve)
+    assert here.all_notes == here.notes
 
 
 def test_speeds_are_shared_out_and_stay_below_the_peaks() -> None:
@@ -165,23 +136,18 @@ def test_no_gpu_means_that_the_cpu_computes() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"gpu": "RTX 4080"}, "did you mean 'RTX 4090'"),
-        ({"gpu": "H100 80GB"}, "did you mean 'H100'"),
-        ({"gpu": "A100"}, "A100-40 or A100-80"),
+        ({"gpu": "RTX 4080"}, "did you mean `RTX 4090`"),
+        ({"gpu": "A100"}, "allowed: V100-32, A100-40, A100-80"),
         ({"gpu": "24"}, "24 B is not between"),
         ({"gpu": "24 parsecs"}, "not a unit"),
         ({"ram": "-3GiB"}, "--ram"),
         ({"ram": "9999PiB"}, "--ram"),
-        ({"ram": "1e30"}, "--ram"),
         ({"nvme": "floppy"}, "--nvme"),
         ({"nvme": "Gen4 SSD"}, "name it with --ssd"),
         ({"ssd": "floppy"}, "no such part"),
         ({"ssd": "1TiB"}, "write a size like 24GiB with --nvme"),
-        ({"ssd": "0 x Gen4 SSD"}, "0 drives"),
-        ({"gpu": "H100", "gpus": 0}, "--gpus 0"),
+        ({"ssd": "0 x Gen4 SSD"}, "no such part"),
         ({"gpu": "none", "gpus": 2}, "--gpus"),
-        ({"nodes": 0}, "--nodes 0"),
-        ({"nodes": 1 << 40}, "--nodes"),
     ],
 )  # fmt: skip
 def test_what_is_no_hardware_is_refused_with_the_option_named(
@@ -191,18 +157,6 @@ def test_what_is_no_hardware_is_refused_with_the_option_named(
         read_profile(**options)  # type: ignore[arg-type]
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_gpus_are_those_that_cuda_would_show() -> None:
-    gpus = [LocalGpu(f"gpu {i}", 1, 1) for i in range(4)]
-    assert visible(gpus, None) == gpus
-    assert visible(gpus, "2,0") == [gpus[2], gpus[0]]
-    assert visible(gpus, "") == visible(gpus, "-1") == []
-    assert len(visible(gpus, "GPU-8932f937,GPU-8932f938")) == 2
-
-
-def test_without_a_driver_there_is_no_gpu() -> None:
-    assert local_gpus("no-such-program") == []
 
 
 def test_gpus_are_read_as_the_driver_lists_them(
@@ -218,22 +172,13 @@ def test_gpus_are_read_as_the_driver_lists_them(
     found = [LocalGpu("NVIDIA H200", 143771 << 20, 143160 << 20),
              LocalGpu("A, B", 24564 << 20, 1000 << 20)]  # fmt: skip
     assert local_gpus(str(program)) == found
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert local_gpus(str(program)) == found[1:]
+    for setting, shown in [
+        ("1,0", found[::-1]), ("1", found[1:]), ("", []), ("-1", []), ("GPU-8932f937", found[:1]),
+    ]:  # fmt: skip
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+        assert local_gpus(str(program)) == shown
     monkeypatch.setenv("FAILS", "9")
     assert local_gpus(str(program)) == []
-
-
-def test_nothing_here_imports_torch() -> None:
-    program = (
-        "import sys\n"
-        "from offload.tools.memest.estimate import other_systems\n"
-        "from offload.tools.memest.hardware.read_profile import read_profile\n"
-        "read_profile(gpu='H100').speeds()\n"
-        "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_a_disk_beside_a_gpu_that_is_elsewhere_is_assumed_as_fast_as_a_usual_one() -> None:

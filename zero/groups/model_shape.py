@@ -115,17 +115,6 @@ class ModelShape:
         )
         return replace(self, groups=tuple(groups))
 
-    def with_adapters(self, rank: int) -> ModelShape:
-        """Return the model frozen, with two trained LoRA matrices beside each one of a block."""
-        repeated = {index for unit in self.units if unit.repeated for index in unit.groups}
-        groups = (
-            replace(group, params=(*group.params, *_adapters(group, rank)))
-            if index in repeated
-            else group
-            for index, group in enumerate(self.frozen.groups)
-        )
-        return replace(self, groups=tuple(groups))
-
     def spread(self, ep_size: int) -> ModelShape:
         """Return the first rank's part of the model when the experts of every table are spread over
         `ep_size` ranks, which divides their number: others have as many, under other numbers."""
@@ -193,14 +182,6 @@ class ModelShape:
         """The groups that several units use: with micro-batches they get a gradient from each."""
         uses = Counter(index for unit in self.units for index in unit.groups)
         return frozenset(index for index, count in uses.items() if count > 1)
-
-
-def _adapters(group: GroupShape, rank: int) -> Iterator[ParamShape]:
-    for param in group.params:
-        if len(param.shape) == 2:
-            rows, columns = param.shape
-            yield ParamShape((f"{param.names[0]}.lora_A",), (rank, columns))
-            yield ParamShape((f"{param.names[0]}.lora_B",), (rows, rank))
 
 
 def _unpacked(rows: Sequence[ParamShape]) -> Iterator[ParamShape]:

@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from offload.pages.page import Page
+    from offload.tools.memest.commands.options import EstimateOptions
 
 _FILE_COLUMNS = 100  # of a table in a file
 
 
 def show_answer(
-    kind: str, out: Path | None, *, table: Callable[[], RenderableType],
+    asked: EstimateOptions, *, table: Callable[[], RenderableType],
     values: Callable[[], dict[str, Any]], page: Callable[[], Page] | None = None,
 ) -> None:  # fmt: skip
-    """Write the answer as `kind` (table, json, html), the only one that is computed, to the file of
-    --out or to standard output. Raise ConfigError for a page of what has none."""
+    """Write the answer in the format that was asked for, the only one that is computed, to the file
+    of --out or to standard output. Raise ConfigError for a page of what has none."""
+    kind, out = asked.chosen_format, asked.out
     if kind == "table":
         if out is None:
             _print(table())

@@ -19,9 +19,8 @@ from offload.tools.memest.commands.output import show_answer
 from offload.tools.memest.commands.run_estimate import DOES_NOT_FIT, answered, read_question
 from offload.tools.memest.estimate.answer import case_notes
 from offload.tools.memest.estimate.estimator import Estimator
-from offload.tools.memest.estimate.other_systems import Row, compare
+from offload.tools.memest.estimate.other_systems import Row, capacities_of, compare
 from offload.tools.memest.show import view
-from offload.tools.memest.show.render_json import places
 from offload.tools.memest.show.tables import bullets, cell_table
 
 _TITLES = {Tier.DEVICE: "GPU memory", Tier.HOST: "RAM of a node", Tier.NVME: "Disk of a node"}
@@ -32,55 +31,63 @@ def run_compare(asked: EstimateOptions) -> int:
 
     Raise ConfigError for what only `memest MODEL` does: inference, a page, a configuration.
     """
-    output = asked.output
-    if output.write is not None or output.advise:
+    if asked.write is not None or asked.advise:
         raise ConfigError("compare: writes no configuration; leave --write and --advise out")
-    if asked.work.inference:
+    if asked.inference:
         raise ConfigError("compare: is of training alone; leave --inference out")
     estimator = Estimator()
     question, ours = answered(read_question(asked), estimator)
     case = question.case
     ours = replace(ours, notes=tuple(dict.fromkeys([*ours.notes, *case_notes(case)])))
-    model = case.shape if case.ep_size > 1 else case.source.shape
-    rows = compare(model, estimator.facts(case, ours.config), ours, case.profile)
+    rows = compare(case.source.shape, estimator.facts(case, ours.config), ours, case.profile)
+    held = {tier for row in rows for tier in row.peaks}
+    capacities = {t: n for t, n in capacities_of(case.profile).items() if t in held}
     show_answer(
-        output.chosen, output.out,
-        table=lambda: _table(ours, rows), values=lambda: _values(ours, rows),
-    )  # fmt: skip
+        asked,
+        table=lambda: _table(ours, rows, capacities),
+        values=lambda: _values(ours, rows, capacities),
+    )
     return 0 if ours.fits else DOES_NOT_FIT
 
 
-def _table(ours: Estimate, rows: Sequence[Row]) -> RenderableType:
-    capacities = {t: p.capacity_nbytes for row in rows for t, p in row.places.items()}
-    tiers = [tier for tier in Tier if tier in capacities]
-    heads = (f"{_TITLES[tier]}\nof {format_bytes(capacities[tier])}" for tier in tiers)
+def _table(
+    ours: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
+) -> RenderableType:  # fmt: skip
+    heads = (f"{_TITLES[tier]}\nof {format_bytes(n)}" for tier, n in capacities.items())
     cells: list[list[str | Cell]] = [
         [
-            str(row.system),
-            *(_peak_cell(row, tier) for tier in tiers),
-            Cell("yes", state="good") if row.fits else Cell("no", state="bad"),
+            row.name,
+            *(_peak_cell(row, tier) for tier in capacities),
+            Cell("no", state="bad") if row.full else Cell("yes", state="good"),
         ]
         for row in rows
     ]
     title = f"{view.model_text(ours, ours.model)}\n{ours.hardware}, {view.workload_text(ours)}"
-    table = Table(("system", *heads, "fits"), cells, left=frozenset({0, len(tiers) + 1}))
-    return Group(Text(title), cell_table(table), "", *bullets(ours.notes))
+    left = frozenset({0, len(capacities) + 1})
+    table = cell_table(Table(("system", *heads, "fits"), cells, left=left))
+    return Group(Text(title), table, "", *bullets(ours.notes))
 
 
 def _peak_cell(row: Row, tier: Tier) -> Cell:
-    place = row.places.get(tier)
-    text = format_bytes(place.peak_nbytes) if place and place.peak_nbytes else "-"
-    return Cell(text, state="bad" if tier in row.full else "")
+    nbytes = row.peaks.get(tier, 0)
+    return Cell(format_bytes(nbytes) if nbytes else "-", state="bad" if tier in row.full else "")
 
 
-def _values(ours: Estimate, rows: Sequence[Row]) -> dict[str, Any]:
+def _values(
+    ours: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
+) -> dict[str, Any]:  # fmt: skip
     systems = [
         {
-            "system": str(row.system),
-            "fits": row.fits,
-            "places": places(row.places),
+            "system": row.name,
+            "fits": not row.full,
+            "peak_nbytes": {str(tier): row.peaks.get(tier, 0) for tier in capacities},
             "short": [str(tier) for tier in row.full],
         }
         for row in rows
     ]
-    return {"schema": "memest-compare/2", "systems": systems, "notes": list(ours.notes)}
+    return {
+        "schema": "memest-compare/3",
+        "capacity_nbytes": {str(tier): nbytes for tier, nbytes in capacities.items()},
+        "systems": systems,
+        "notes": list(ours.notes),
+    }

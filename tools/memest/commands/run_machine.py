@@ -1,4 +1,4 @@
-"""`memest calibrate` and `memest profiles`: this machine's speeds, and those of parts by name."""
+"""`memest calibrate`, `check` and `profiles`: what this machine does, a run did, and parts can."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from offload.planning.choice.run_check import Row, check_run
 from offload.planning.machine.baseline import machine_baseline
 from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
-from offload.tools.memest.hardware.parts import GPUS, LINKS, MACHINES, SSDS
+from offload.tools.memest.hardware.parts import GPUS, MACHINES, SSDS
 from offload.tools.memest.show.tables import plain, ruled, show
 from offload.tools.memest.show.view import counted, duration
 
@@ -72,10 +73,6 @@ def print_profiles() -> None:
         rates = f"{g.flops_per_s['bf16'] / 1e12:,.4g}", f"{g.bytes_per_s / 1e9:,.0f}"
         gpus.add_row(g.name, format_bytes(g.nbytes), *rates, g.link.name)
     _show(gpus, [(gpu.name, gpu.source) for gpu in GPUS])
-    links = ruled("name", "GB/s each way", title="Links")
-    for link in LINKS:
-        links.add_row(link.name, f"{link.bytes_per_s / 1e9:,.4g}")
-    _show(links, [(link.name, link.source) for link in LINKS])
     heads = ("name", "size", "read GB/s", "write GB/s", "rated TB written")
     ssds = ruled(*heads, title="SSDs, sustained")
     for s in SSDS:
@@ -96,3 +93,33 @@ def _show(table: Table, named: Sequence[tuple[str, str]]) -> None:
         by_source.setdefault(source, []).append(name)
     lines = [f"{', '.join(names)}: {source}" for source, names in by_source.items()]
     show(table, Text("\n" + "\n".join(lines) + "\n", style="dim"))
+
+
+# ---------------------------------------------------------------- predicted and measured
+# How far apart a prediction may be, by figure: beyond, the line is marked.
+_TOLERANCES = {"RSS": 0.08, "step": 0.20}
+_TOLERANCE = 0.03  # of a tier's ledger
+
+
+def print_check(folder: Path) -> None:
+    """Print one line per figure. Raise ConfigError if the folder holds no checkable run."""
+    found = check_run(folder)
+    table = ruled("", "predicted", "measured", "apart")
+    for row in found.rows:
+        apart = row.ratio - 1
+        far = abs(apart) > _TOLERANCES.get(row.name, _TOLERANCE)
+        far = far and not (row.is_bound and apart > 0)
+        table.add_row(
+            f"{row.name}, at most" if row.is_bound else row.name,
+            _figure(row, row.predicted), _figure(row, row.measured),
+            Text(f"{apart:+.1%}", style="yellow" if far else "green"),
+        )  # fmt: skip
+    show(table)
+    for reason in found.missing:
+        print(reason)
+    ended = "" if found.finished else ", cut short: the most that was held at the end of one"
+    print(f"{found.steps:,} step{'' if found.steps == 1 else 's'}{ended}")
+
+
+def _figure(row: Row, value: float) -> str:
+    return duration(value) if row.unit == "seconds" else format_bytes(int(value))

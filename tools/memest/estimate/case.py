@@ -7,7 +7,6 @@ from functools import cached_property
 
 from offload.config import OffloadConfig
 from offload.planning.machine.speeds import Speeds
-from offload.planning.plan.experts import check_ranks, check_spread
 from offload.planning.plan.kv_plan import kv_in_tiers
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
@@ -26,19 +25,16 @@ class Case:
     workload: Workload
     profile: HardwareProfile
     speeds: Speeds | None
-    ep_size: int = 1  # ranks that share the experts of each table
     generation: Generation | None = None  # None: training; else `workload` is its usual pass
 
     @cached_property
     def shape(self) -> ModelShape:
-        """One rank's part of the model; its experts are separate if the configuration allows it,
-        and if they are spread over ranks; frozen weights are as they are stored."""
+        """The model as it is planned; its experts are separate if the configuration allows it, and
+        frozen weights are as they are stored."""
         shape = self.source.shape
         if self.generation is not None:
             shape = shape.frozen
-        if self.ep_size > 1:
-            shape = shape.spread(self.ep_size)
-        elif not self.config.splits_experts(self.profile.ranks):
+        if not self.config.splits_experts(self.profile.ranks):
             shape = shape.joined
         shape = shape.stored(self.config.stored)
         if self.generation is None:
@@ -49,14 +45,9 @@ class Case:
     @property
     def sharding(self) -> Sharding:
         """The sharding of the first rank, whose shards are as long as all others'. Raises
-        ConfigError if shard groups, or groups of `ep_size` ranks, do not divide the ranks."""
-        zero, ranks = self.config.zero, self.profile.ranks
-        check_ranks(ranks, self.ep_size)
-        return Sharding.of(zero.stage, zero.shard_group, ranks, 0)
-
-    def check_ep_size(self) -> None:
-        """Raise ConfigError if the experts of this model cannot be spread as requested."""
-        check_spread(self.source.shape, self.config, self.ep_size)
+        ConfigError if shard groups do not divide the ranks."""
+        zero = self.config.zero
+        return Sharding.of(zero.stage, zero.shard_group, self.profile.ranks, 0)
 
     @property
     def timed(self) -> bool:

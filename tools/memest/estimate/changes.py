@@ -8,21 +8,20 @@ minimal if it works, and neither without one of its options nor with a milder on
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import TypeVar
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.choice.durations import three_digits
-from offload.planning.plan.estimate import Change, Estimate, StepEstimate
+from offload.planning.plan.estimate import Change, Estimate
 from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_formats
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
-from offload.tools.memest.estimate.knobs import Knob, Option, adapters, knobs, larger_batches
+from offload.tools.memest.estimate.knobs import Option, knobs
 
 MOST_CHANGES_IN_A_SET, MOST_SHOWN = 3, 5
 _ENOUGH = 3  # with so many ways, larger sets of changes are not looked for
@@ -56,51 +55,6 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
             found.append((len(options), _change(options, now, after)))
     found.sort(key=lambda pair: (pair[0], pair[1].step_factor or float("inf")))
     return tuple(change for _, change in found)
-
-
-def improvements(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
-    """Return the largest batch that fits, and adapters instead of all weights, each tried with the
-    settings chosen for `now`; the one with more tokens per second comes first."""
-    chosen = now.config
-    checkpoint = str(chosen.placement.activations.checkpoint).lower()
-    overrides = [
-        f"placement.activations.checkpoint={checkpoint}",
-        f"micro_batches={max(1, chosen.micro_batches)}", f"optimizer.chunk={now.plan.chunk_numel}",
-    ]  # fmt: skip
-    case = replace(case, config=OffloadConfig.load(case.config, overrides))
-    batches = _tried(case, larger_batches(case), estimator)
-    found = [next(batches, None), max(_tried(case, adapters(case), estimator), default=None)]
-    best = sorted((each for each in found if each is not None), reverse=True)
-    return tuple(_improvement(each, now) for each in best)
-
-
-@dataclass(frozen=True, order=True)
-class _Tried:
-    tokens_per_s: float
-    option: Option = field(compare=False)
-    after: StepEstimate = field(compare=False)
-
-
-def _tried(case: Case, knob: Knob, estimator: Estimator) -> Iterator[_Tried]:
-    """Yield the options that fit, up to the first whose step is not limited by a disk."""
-    for option in knob:
-        changed = option.apply(case)
-        after = None if changed is None else estimator.first_fit(changed)
-        if after is not None and after.step is not None:
-            yield _Tried(after.step.tokens_per_s, option, after.step)
-            if not after.step.bottleneck.startswith("nvme"):
-                return
-
-
-def _improvement(found: _Tried, now: Estimate) -> Change:
-    assert now.step is not None, "it was judged by that"
-    factor = now.step.tokens_per_s / found.tokens_per_s
-    text = f"{found.option.text}: at least {three_digits(1 / factor)} times as fast"
-    if now.step.written_nbytes:
-        before, after = (s.written_nbytes / s.tokens for s in (now.step, found.after))
-        part = f"{max(1, round(100 * after / before))} % of the writes per token"
-        text += f", {part if after else 'nothing is written to the SSD'}"
-    return Change(found.option.settings, text, factor)
 
 
 def _changed(case: Case, options: tuple[Option, ...]) -> Case | None:

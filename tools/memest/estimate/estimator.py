@@ -11,7 +11,7 @@ from offload.planning.activations.facts import NOTHING, ActivationFacts, HeapFac
 from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.choice.advice import advise
 from offload.planning.choice.inference import estimate_inference
-from offload.planning.choice.planner import chosen_config, resolved_config
+from offload.planning.choice.planner import resolved_config
 from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
@@ -74,15 +74,6 @@ class Estimator:
         if planned.shortfalls and planned.best.fits:
             planned = self._planned(case)
         return not planned.shortfalls
-
-    def first_fit(self, case: Case) -> Estimate | None:
-        """Return the estimate of the first plan that fits: seldom much slower than the fastest, and
-        found in a fraction of the time. None if no plan fits."""
-        planned = self._planned(case, any_fit=True)
-        if planned.shortfalls:
-            return None
-        config = chosen_config(planned.best.config, planned.best.plan)
-        return self(replace(case, config=config))
 
     def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
         """Return the memory and operations of one pass under `config`; `NOTHING` if the model's

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from offload.config import OffloadConfig
 from offload.planning.plan.estimate import Estimate
@@ -15,9 +14,8 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
-from offload.tools.memest.hardware.profiles import HardwareProfile, with_ram
+from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import with_assumed_drive
-from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.stated_sizes import divisors
 
 GIB = 1 << 30
@@ -83,11 +81,6 @@ def _set(text: str, settings: Mapping[str, str]) -> Option:
     return Option(dict(settings), text, apply)
 
 
-def _changing(settings: Mapping[str, str], text: str, **fields: Any) -> Option:
-    """Return an option that sets fields of a case."""
-    return Option(settings, text, lambda case: replace(case, **fields))
-
-
 def _recompute(case: Case) -> Knob:
     now = case.config.placement.activations.checkpoint
     key = "placement.activations.checkpoint"
@@ -105,7 +98,7 @@ def _micro_batches(case: Case, peak_at: str) -> Knob:
     if not any(place == name or place.startswith(f"{name}.") for name in names):
         return ()
     now, batch = case.config.micro_batches, case.workload.batch
-    if not isinstance(now, int) or now < 1 or case.ep_size > 1:
+    if not isinstance(now, int) or now < 1:
         return ()
     pieces = [n for n in divisors(batch) if n >= 2 * now]
     return [
@@ -131,7 +124,8 @@ def _batch(case: Case) -> Knob:
             workload = replace(case.workload, batch=batch, passes=passes)
             return None if changed is None else replace(changed, workload=workload)
 
-        return Option({"--batch": str(batch), "--accumulate": str(passes)}, text, apply)
+        settings = {"--batch": str(batch), "gradient_accumulation_steps": str(passes)}
+        return Option(settings, text, apply)
 
     return [split(parts) for parts in divisors(work.batch)[1:]]
 
@@ -144,8 +138,10 @@ def _sequences(case: Case) -> Knob:
     def split(parts: int) -> Option:
         fewer = replace(asked, batch=asked.batch // parts)
         text = f"{parts} batches of {fewer.batch}, one after the other"
-        return _changing(
-            {"--batch": str(fewer.batch)}, text, generation=fewer, workload=fewer.usual
+        return Option(
+            {"--batch": str(fewer.batch)},
+            text,
+            lambda case: replace(case, generation=fewer, workload=fewer.usual),
         )
 
     return [split(parts) for parts in divisors(asked.batch)[1:]]
@@ -216,79 +212,39 @@ def _states(case: Case) -> Knob:
     ]
 
 
-# ---------------------------------------------------------------- of what fits, but is slow
-_RANK = 16  # of adapters, as is usual
-
-
-def larger_batches(case: Case) -> Knob:
-    """Return options with more sequences for each time that states are read and written; the
-    strongest first."""
-    work = case.workload
-    return [
-        _changing(
-            {"--batch": str(batch)}, f"{batch} sequences per pass",
-            workload=replace(work, batch=batch),
-        )
-        for batch in (8 * work.batch, 4 * work.batch, 2 * work.batch)
-    ]  # fmt: skip
-
-
-def adapters(case: Case) -> Knob:
-    """Return options with a frozen base, as it is or in 4 bits; none for a model that is partly
-    frozen already, or for one with experts."""
-    shape = case.source.shape
-    if shape.numel_trainable != shape.numel or shape.tables or case.source.kind is SourceKind.YAML:
-        return ()
-    text = f"LoRA adapters of rank {_RANK} are trained, the weights are frozen"
-    source = replace(case.source, shape=shape.with_adapters(_RANK))
-    frozen = _changing({}, f"{text} (docs/peft.md)", source=source)
-    in_4_bits = _set(f"{text} and in 4 bits (QLoRA, docs/peft.md)", {"storage.weights": "nf4"})
-    return (
-        frozen,
-        replace(in_4_bits, apply=lambda case: in_4_bits.apply(replace(case, source=source))),
-    )
-
-
 # ---------------------------------------------------------------- hardware
 def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Knob]:
     profile = case.profile
-    ranks = profile.ranks_per_node
     if Tier.HOST in tiers:
         sizes = [n for n in _MEMORY_SIZES if n > profile.ram_nbytes]
-        yield [_bought("--ram", n, "more RAM", with_ram) for n in sizes]
+        yield [_bought("--ram", n, "more RAM", HardwareProfile.with_ram) for n in sizes]
     if Tier.DEVICE in tiers and profile.gpu_nbytes and not profile.whole:
         sizes = [n for n in _GPU_SIZES if n > profile.gpu_nbytes]
         yield [_bought("--gpu", n, "a GPU with more memory, as fast", _with_gpu) for n in sizes]
-    if profile.nvme_nbytes // ranks < _DISK_SIZES[-1]:
+    if profile.nvme_nbytes // profile.ranks_per_node < _DISK_SIZES[-1]:
         sizes = [n for n in _DISK_SIZES if n > profile.nvme_nbytes]
-        yield [_disk(n) for n in sizes]
+        yield [_bought("--nvme", n, "more free disk", _with_disk) for n in sizes]
 
 
 def _bought(
     option: str, nbytes: int, text: str, change: Callable[[HardwareProfile, int], HardwareProfile]
 ) -> Option:
-    return Option(
-        _size_of(option, nbytes), text,
-        lambda case: replace(case, profile=change(case.profile, nbytes)),
-    )  # fmt: skip
+    def apply(case: Case) -> Case:
+        profile = change(case.profile, nbytes)
+        speeds = case.speeds
+        if speeds is not None and profile.ssds != case.profile.ssds:
+            speeds = profile.speeds(speeds)
+        return replace(case, profile=profile, speeds=speeds)
 
-
-def _size_of(option: str, nbytes: int) -> Mapping[str, str]:
-    return {option: format_bytes(nbytes).replace(".0 ", "")}
+    return Option({option: format_bytes(nbytes).replace(".0 ", "")}, text, apply)
 
 
 def _with_gpu(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
     return replace(profile, gpu_nbytes=nbytes, gpu_free_nbytes=nbytes)
 
 
-def _disk(nbytes: int) -> Option:
-    """Return an option with more free disk; if there was none, it is on a drive of usual speed."""
-
-    def apply(case: Case) -> Case:
-        speeds = case.speeds
-        if speeds is None or speeds.nvme_read_bytes_per_s:
-            return replace(case, profile=replace(case.profile, nvme_nbytes=nbytes))
-        profile = with_assumed_drive(case.profile, nbytes)
-        return replace(case, profile=profile, speeds=profile.speeds(speeds))
-
-    return Option(_size_of("--nvme", nbytes), "more free disk", apply)
+def _with_disk(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
+    """Return the profile with more free disk; if there was none, on a drive of usual speed."""
+    if profile.nvme_nbytes:
+        return replace(profile, nvme_nbytes=nbytes)
+    return with_assumed_drive(profile, nbytes)

@@ -21,17 +21,6 @@ class LinkPart:
 
     name: str
     bytes_per_s: float
-    source: str
-
-
-@dataclass(frozen=True)
-class HostPart:
-    """The usual machine around a GPU, per GPU socket or per desktop."""
-
-    name: str
-    cores: int
-    bytes_per_s: float  # of RAM, all channels
-    source: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class GpuPart:
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
     link: LinkPart
-    host: HostPart
+    host: tuple[str, float]  # the usual machine around it, and its RAM's bytes per second
     source: str
 
 
@@ -68,7 +57,6 @@ class MachinePart:
     gpu: GpuPart
     gpus: int
     ram_nbytes: int
-    cores: int
     ram_bytes_per_s: float
     uplinks: int  # links of the GPUs' kind that reach the host, shared by all GPUs
     ssd: SsdPart | None
@@ -78,48 +66,30 @@ class MachinePart:
     inside: LinkPart | None = None  # of one GPU to the others; None: through the host
 
 
-_PCIE_SOURCE = "PCI-SIG: 8, 16, 32 GT/s x 16 lanes, 128b/130b encoding"
-PCIE3 = LinkPart("PCIe 3.0 x16", 15.75 * GB, _PCIE_SOURCE)
-PCIE4 = LinkPart("PCIe 4.0 x16", 31.5 * GB, _PCIE_SOURCE)
-PCIE5 = LinkPart("PCIe 5.0 x16", 63.0 * GB, _PCIE_SOURCE)
-NVLINK_C2C = LinkPart("NVLink-C2C", 450.0 * GB, "NVIDIA GH200 data sheet: 900 GB/s both ways")
-LINKS = (PCIE3, PCIE4, PCIE5, NVLINK_C2C)
+# PCI-SIG: 8, 16, 32 GT/s x 16 lanes, 128b/130b encoding; GH200's data sheet: 900 GB/s both ways.
+PCIE3 = LinkPart("PCIe 3.0 x16", 15.75 * GB)
+PCIE4 = LinkPart("PCIe 4.0 x16", 31.5 * GB)
+PCIE5 = LinkPart("PCIe 5.0 x16", 63.0 * GB)
+NVLINK_C2C = LinkPart("NVLink-C2C", 450.0 * GB)
 
-# Through switches that all GPUs of a machine are connected to at this rate.
-NVLINK2 = LinkPart("NVLink 2", 150.0 * GB, "NVIDIA V100 data sheet (SXM): 300 GB/s both ways")
-NVLINK3 = LinkPart("NVLink 3", 300.0 * GB, "NVIDIA A100 data sheet (SXM): 600 GB/s both ways")
-NVLINK4 = LinkPart("NVLink 4", 450.0 * GB, "NVIDIA H100 data sheet (SXM): 900 GB/s both ways")
+# Through switches that all GPUs of a machine are connected to at this rate: half of what the data
+# sheets of V100, A100 and H100 (SXM) say of both ways.
+NVLINK2 = LinkPart("NVLink 2", 150.0 * GB)
+NVLINK3 = LinkPart("NVLink 3", 300.0 * GB)
+NVLINK4 = LinkPart("NVLink 4", 450.0 * GB)
 
-
-@dataclass(frozen=True)
-class Latencies:
-    """The times of a collective that do not depend on its bytes."""
-
-    begin_s: float
-    inside_step_s: float  # of a ring, from one GPU to the next
-    between_step_s: float  # ... from one machine to the next
-    message_s: float  # where each rank sends to each
-    source: str
-
-
-NCCL = Latencies(
-    8.4e-6, 3.4e-6, 14e-6, 1e-6,
-    "NCCL, src/graph/tuning.cc: base and hardware latencies of a ring, simple protocol, over "
-    "NVLink and network; 1 us for each message of an all-to-all is assumed",
-)  # fmt: skip
-
-_JEDEC = "JEDEC transfer rate x 8 bytes x channels"
-DESKTOP_DDR4 = HostPart("desktop, DDR4-3200 x 2", 16, 51.2 * GB, _JEDEC)
-DESKTOP_DDR5 = HostPart("desktop, DDR5-5600 x 2", 16, 89.6 * GB, _JEDEC)
-SERVER_2018 = HostPart("server, DDR4-2666 x 6", 24, 128.0 * GB, _JEDEC)
-SERVER_2020 = HostPart("server, DDR4-3200 x 8", 64, 204.8 * GB, _JEDEC)
-SERVER_2023 = HostPart("server, DDR5-4800 x 8", 56, 307.2 * GB, _JEDEC)
-GRACE = HostPart("Grace, LPDDR5X", 72, 512.0 * GB, "NVIDIA GH200 data sheet: up to 512 GB/s")
+# JEDEC transfer rate x 8 bytes x channels; of Grace the data sheet's.
+DESKTOP_DDR4 = ("desktop, DDR4-3200 x 2", 51.2 * GB)
+DESKTOP_DDR5 = ("desktop, DDR5-5600 x 2", 89.6 * GB)
+SERVER_2018 = ("server, DDR4-2666 x 6", 128.0 * GB)
+SERVER_2020 = ("server, DDR4-3200 x 8", 204.8 * GB)
+SERVER_2023 = ("server, DDR5-4800 x 8", 307.2 * GB)
+GRACE = ("Grace, LPDDR5X", 512.0 * GB)
 
 
 def _gpu(
     name: str, mib: int, tflops: tuple[float, float], gb_per_s: float, link: LinkPart,
-    host: HostPart, source: str, *, bf16: bool = True,
+    host: tuple[str, float], source: str, *, bf16: bool = True,
 ) -> GpuPart:  # fmt: skip
     """Create a GPU; `tflops`: of fp32 (without TF32, PyTorch's default) and of 16-bit inputs."""
     fp32, half = (each * TERA for each in tflops)
@@ -177,22 +147,22 @@ SSDS = (GEN3, GEN4, GEN5, GEN3_SERVER, GEN4_SERVER, GEN5_SERVER)
 _BY_NAME = {gpu.name: gpu for gpu in GPUS}
 
 MACHINES = (
-    MachinePart("DGX-2", _BY_NAME["V100-32"], 16, 1536 * GIB, 48, 256 * GB, 4, GEN3_SERVER, 8,
+    MachinePart("DGX-2", _BY_NAME["V100-32"], 16, 1536 * GIB, 256 * GB, 4, GEN3_SERVER, 8,
                 100 * GB, "NVIDIA DGX-2 data sheet: 16 V100-32, 1.5 TB RAM, 30 TB NVMe, 8 x 100 "
                 "Gb/s; four x16 uplinks, as ZeRO-Infinity (2104.07857) measures 3 GB/s a GPU",
                 NVLINK2),
-    MachinePart("DGX A100-40", _BY_NAME["A100-40"], 8, 1024 * GIB, 128, 409.6 * GB, 4, GEN4_SERVER,
+    MachinePart("DGX A100-40", _BY_NAME["A100-40"], 8, 1024 * GIB, 409.6 * GB, 4, GEN4_SERVER,
                 4, 200 * GB, "NVIDIA DGX A100 data sheet (320 GB): 1 TB RAM, 15 TB NVMe, 8 x 200 "
                 "Gb/s; two GPUs share an x16 switch port to the host", NVLINK3),
-    MachinePart("DGX A100-80", _BY_NAME["A100-80"], 8, 2048 * GIB, 128, 409.6 * GB, 4, GEN4_SERVER,
+    MachinePart("DGX A100-80", _BY_NAME["A100-80"], 8, 2048 * GIB, 409.6 * GB, 4, GEN4_SERVER,
                 8, 200 * GB, "NVIDIA DGX A100 data sheet (640 GB): 2 TB RAM, 30 TB NVMe, 8 x 200 "
                 "Gb/s", NVLINK3),
-    MachinePart("ND A100 v4", _BY_NAME["A100-40"], 8, 900 * GIB, 96, 409.6 * GB, 4, GEN4, 3,
+    MachinePart("ND A100 v4", _BY_NAME["A100-40"], 8, 900 * GIB, 409.6 * GB, 4, GEN4, 3,
                 200 * GB, "Azure ND A100 v4 series: 96 cores, 900 GiB RAM, 6.5 TB local NVMe, 8 x "
                 "200 Gb/s", NVLINK3),
-    MachinePart("DGX H100", _BY_NAME["H100"], 8, 2048 * GIB, 112, 614.4 * GB, 8, GEN4_SERVER, 8,
+    MachinePart("DGX H100", _BY_NAME["H100"], 8, 2048 * GIB, 614.4 * GB, 8, GEN4_SERVER, 8,
                 400 * GB, "NVIDIA DGX H100 data sheet: 2 TB RAM, 8 x 3.84 TB NVMe, 8 x 400 Gb/s",
                 NVLINK4),
-    MachinePart("GH200", _BY_NAME["GH200"], 1, 480 * GB, 72, 512 * GB, 1, None, 0,
+    MachinePart("GH200", _BY_NAME["GH200"], 1, 480 * GB, 512 * GB, 1, None, 0,
                 25 * GB, "NVIDIA GH200 data sheet: 480 GB LPDDR5X"),
 )  # fmt: skip

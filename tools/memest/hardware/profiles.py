@@ -13,9 +13,8 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.tuning import rated_bandwidth
 from offload.process import machine
-from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
-from offload.tools.memest.hardware.parts import NCCL, GpuPart, LinkPart, SsdPart
+from offload.tools.memest.hardware.parts import GpuPart, LinkPart, SsdPart
 from offload.zero.ranks.sharding import ALONE, Sharding
 
 # The share of a rated peak that a training step reaches in the long run.
@@ -37,20 +36,17 @@ class HardwareProfile:
     gpu_nbytes: int
     gpu_free_nbytes: int
     gpus: int  # per node
-    nodes: int
     ram_nbytes: int
     ram_free_nbytes: int
-    cores: int
     ram_bytes_per_s: float  # 0: unknown
-    link: LinkPart | None
     uplinks: int  # links that reach the host; all GPUs share them
     nvme_nbytes: int  # free
-    ssds: tuple[SsdPart, ...]  # empty: rates and endurance unknown
+    ssds: tuple[SsdPart, ...] = ()  # empty: rates and endurance unknown
+    nodes: int = 1
     network_bytes_per_s: float = 0.0  # of one node; 0: unknown
     inside: LinkPart | None = None  # of one GPU to those beside it; None: as to the host
     here: bool = False  # it computes where we are: speeds can be measured
     whole: bool = False  # a machine by name: no option gives it other GPUs
-    reserve_nbytes: int | None = None  # of RAM, kept for the system; None: the default
     own_ram: bool = False  # the RAM is this machine's, as this process sees it
     notes: tuple[str, ...] = ()  # assumptions
 
@@ -59,7 +55,7 @@ class HardwareProfile:
         """The name; for this machine also its hardware."""
         if self.name != "this machine":
             return self.name
-        parts = [machine.cpu_model(), f"{self.cores} cores"]
+        parts = [machine.cpu_model(), f"{machine.cpu_count()} cores"]
         if self.gpu_nbytes:
             name = self.gpu.name if self.gpu is not None else "GPU"
             count = f"{self.gpus} x " if self.gpus > 1 else ""
@@ -87,16 +83,26 @@ class HardwareProfile:
         return self.ram_nbytes - self.usable_ram_nbytes
 
     @property
-    def reserve_note(self) -> str:
-        """A sentence on the RAM that is left to the system; empty if none is."""
+    def all_notes(self) -> tuple[str, ...]:
+        """The assumptions, and a sentence on RAM that is left to the system."""
         kept = self.system_nbytes
         if not kept:
-            return ""
+            return self.notes
         return (
+            *self.notes,
             f"of the {format_bytes(self.ram_nbytes)} of RAM, {format_bytes(kept)} are left to the "
-            f"system: {format_bytes(self.usable_ram_nbytes)} can be filled; --reserve 0 where a "
-            "container has them all"
+            f"system: {format_bytes(self.usable_ram_nbytes)} can be filled",
         )
+
+    def with_ram(self, nbytes: int) -> HardwareProfile:
+        """Return the profile with `nbytes` of RAM in a node, of which what an idle system takes is
+        kept for it."""
+        free = max(nbytes // 2, nbytes - SYSTEM_NBYTES)
+        return replace(self, ram_nbytes=nbytes, ram_free_nbytes=free, own_ram=False)
+
+    def without_gpus(self) -> HardwareProfile:
+        """Return the profile without GPUs: the model computes on the CPU."""
+        return replace(self, gpu=None, gpu_nbytes=0, gpu_free_nbytes=0, gpus=0)
 
     def hardware(self, sharding: Sharding = ALONE) -> Hardware:
         """Return the hardware that one rank's plan may use: its GPU, and an even share of the
@@ -115,19 +121,24 @@ class HardwareProfile:
         )
 
     def speeds(self, measured: Speeds | None = None) -> Speeds | None:
-        """Return one rank's sustained rates; None if the GPU's, the RAM's or the link's are
-        unknown.
+        """Return one rank's sustained rates; None if the GPU's or the RAM's are unknown.
 
         `measured`: those of this machine, which hold where it computes; drives may be others.
         """
+        read, write = self._ssd_rates()
+        endurance_nbytes = sum(ssd.endurance_nbytes for ssd in self.ssds) // self.ranks_per_node
         if self.here:
-            return self._with_drives(measured) if measured is not None else None
-        gpu, link = self.gpu, self.link
-        if gpu is None or link is None or not self.ram_bytes_per_s:
+            if measured is None or not self.ssds:
+                return measured
+            return replace(
+                measured, name=self.name, nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write,
+                endurance_nbytes=endurance_nbytes,
+            )  # fmt: skip
+        gpu = self.gpu
+        if gpu is None or not self.ram_bytes_per_s:
             return None
         ranks = self.ranks_per_node
-        read, write = self._ssd_rates()
-        crossing = link.bytes_per_s * LINK_SHARE * min(1.0, self.uplinks / ranks)
+        crossing = gpu.link.bytes_per_s * LINK_SHARE * min(1.0, self.uplinks / ranks)
         return Speeds(
             name=self.name,
             gpu=True,
@@ -139,38 +150,26 @@ class HardwareProfile:
             nvme_write_bytes_per_s=write,
             host_to_device_bytes_per_s=crossing,
             device_to_host_bytes_per_s=crossing,
-            endurance_nbytes=self._endurance_nbytes(),
-            network=self.network(),
+            endurance_nbytes=endurance_nbytes,
+            network=self._network(gpu.link),
         )
 
-    def network(self) -> Network | None:
-        """Return the network between all ranks; None if the connection of the GPUs is unknown."""
-        inside = self.inside or self.link
-        if inside is None:
-            return None
+    def _network(self, link: LinkPart) -> Network:
+        """Return the network between all ranks; `link` is a GPU's to its host."""
+        inside = self.inside or link
         # without links of their own they share the ways to the host
         share = 1.0 if self.inside is not None else min(1.0, self.uplinks / self.ranks_per_node)
         return Network(
             ranks_per_machine=self.ranks_per_node,
             inside_bytes_per_s=inside.bytes_per_s * NETWORK_SHARE * share,
             between_bytes_per_s=self.network_bytes_per_s * NETWORK_SHARE,
-            begin_s=NCCL.begin_s,
-            inside_step_s=NCCL.inside_step_s,
-            between_step_s=NCCL.between_step_s,
-            message_s=NCCL.message_s,
+            # NCCL, src/graph/tuning.cc: base and hardware latencies of a ring, simple protocol,
+            # over NVLink and network; 1 us for each message of an all-to-all is assumed
+            begin_s=8.4e-6,
+            inside_step_s=3.4e-6,
+            between_step_s=14e-6,
+            message_s=1e-6,
         )
-
-    def _with_drives(self, measured: Speeds) -> Speeds:
-        if not self.ssds:
-            return measured
-        read, write = self._ssd_rates()
-        return replace(
-            measured, name=self.name, nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write,
-            endurance_nbytes=self._endurance_nbytes(),
-        )  # fmt: skip
-
-    def _endurance_nbytes(self) -> int:
-        return sum(ssd.endurance_nbytes for ssd in self.ssds) // self.ranks_per_node
 
     def _ssd_rates(self) -> tuple[float, float]:
         """Return the sustained read and write rates of one rank's share of all drives."""
@@ -179,27 +178,3 @@ class HardwareProfile:
             sum(ssd.read_bytes_per_s for ssd in self.ssds) * share,
             sum(ssd.write_bytes_per_s for ssd in self.ssds) * share,
         )
-
-
-def with_ram(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
-    """Return the profile with `nbytes` of RAM in a node; `profile.reserve_nbytes` of it are kept
-    for the system, by default what an idle one takes."""
-    free = max(nbytes // 2, nbytes - SYSTEM_NBYTES)
-    if profile.reserve_nbytes is not None:
-        free = max(0, nbytes - profile.reserve_nbytes)
-    return replace(profile, ram_nbytes=nbytes, ram_free_nbytes=free, own_ram=False)
-
-
-def with_gpus(profile: HardwareProfile, gpus: int) -> HardwareProfile:
-    """Return the profile with `gpus` such GPUs in a node. Raise ConfigError if it has none."""
-    if not profile.gpu_nbytes:
-        if gpus:
-            raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")
-        return profile
-    uplinks = max(1, round(profile.uplinks * gpus / max(1, profile.gpus)))
-    return replace(profile, gpus=gpus, uplinks=uplinks)
-
-
-def without_gpus(profile: HardwareProfile) -> HardwareProfile:
-    """Return the profile without GPUs: the model computes on the CPU."""
-    return replace(profile, gpu=None, gpu_nbytes=0, gpu_free_nbytes=0, gpus=0, link=None)

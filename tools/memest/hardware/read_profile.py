@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import subprocess
@@ -11,21 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from offload.config.remedies import suggestion
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes, parse_bytes
 from offload.tools.memest.hardware.parts import GEN4, GPUS, MACHINES, SSDS, TB, GpuPart, MachinePart
-from offload.tools.memest.hardware.profiles import (
-    SYSTEM_NBYTES,
-    HardwareProfile,
-    with_gpus,
-    with_ram,
-    without_gpus,
-)
+from offload.tools.memest.hardware.profiles import SYSTEM_NBYTES, HardwareProfile
 
 _QUERY_TIMEOUT_S = 30.0
 _QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")  # in MiB
-_DRIVES = re.compile(r"(?:(\d+)\s*x\s*)?(.+)")
+_DRIVES = re.compile(r"(?:(\d{1,3})\s*x\s*)?(.+)")
 FILE_SYSTEM_SHARE = 0.95  # ext4 keeps 5 % for the administrator
 _LEAST_MEMORY, _MOST_MEMORY = 256 << 20, 1 << 50
 _LEAST_DISK, _MOST_DISK = 1 << 30, 1 << 60
@@ -34,29 +28,30 @@ _LEAST_DISK, _MOST_DISK = 1 << 30, 1 << 60
 def read_profile(
     gpu: str | None = None, ram: str | None = None, nvme: str | None = None,
     gpus: int | None = None, nodes: int | None = None, *, nvme_paths: Sequence[Path] = (),
-    reserve: str | None = None, ssd: str | None = None, profile: str | None = None,
+    ssd: str | None = None, profile: str | None = None,
 ) -> HardwareProfile:  # fmt: skip
     """Return the hardware that options describe; what they leave open is taken from this machine.
 
     `gpu`, or `profile`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`;
-    `ram`: a size, of which `reserve` (a size, 0 in a container) is kept for the system; `ssd`:
-    drives (`Gen4 SSD`, `4 x Gen4 SSD`); `nvme`: how much of the disk is free, by default all.
-    Raise ConfigError, naming the option, for anything else.
+    `ram`: a size; `ssd`: drives (`Gen4 SSD`, `4 x Gen4 SSD`); `nvme`: how much of the disk is free,
+    by default all. Raise ConfigError, naming the option, for anything else.
     """
     named = gpu if profile is None else profile
-    open_ = ram is None or (nvme is None and ssd is None)
-    found = _around(named, "--gpu" if profile is None else "--profile", nvme_paths, open_=open_)
+    found = this_machine(nvme_paths)
+    if named is not None:
+        open_ = ram is None or (nvme is None and ssd is None)
+        found = _with_named(found, named, "--gpu" if profile is None else "--profile", open_=open_)
     if ram is not None:
-        found = with_ram(found, read_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
-    if reserve is not None:
-        found = _with_reserve(found, read_size(reserve, "--reserve", 0, _MOST_MEMORY))
+        found = found.with_ram(_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
     found = _with_drives(found, nvme, ssd)
-    count = read_count(gpus, "--gpus", 0 if found.gpu_nbytes == 0 else 1)
-    if count is not None:
-        found = with_gpus(found, count)
-    found = replace(found, nodes=read_count(nodes, "--nodes", 1) or found.nodes)
-    whole = named is None or find_part(named, MACHINES) is not None
-    if not whole or (ram, nvme, ssd, gpus) != (None,) * 4:
+    if gpus and not found.gpu_nbytes:
+        raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")
+    if gpus:
+        found = replace(
+            found, gpus=gpus, uplinks=max(1, round(found.uplinks * gpus / max(1, found.gpus)))
+        )
+    found = replace(found, nodes=nodes or 1)
+    if (named is not None and not found.whole) or (ram, nvme, ssd, gpus) != (None,) * 4:
         return replace(found, name=_title(found))
     return replace(found, name=f"{nodes} x {found.name}" if found.nodes > 1 else found.name)
 
@@ -65,22 +60,17 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
     """Return this machine's hardware for this process; `nvme_paths`: folders for swap files."""
     gpus = local_gpus()
     first = min(gpus, key=lambda each: each.free_nbytes, default=None)
-    part = _known_gpu(first)
     return HardwareProfile(
         name="this machine",
-        gpu=part,
+        gpu=_known_gpu(first),
         gpu_nbytes=first.nbytes if first else 0,
         gpu_free_nbytes=first.free_nbytes if first else 0,
         gpus=len(gpus),
-        nodes=1,
         ram_nbytes=machine.memory_limit_nbytes(),
         ram_free_nbytes=machine.available_memory_nbytes(),
-        cores=machine.cpu_count(),
         ram_bytes_per_s=0.0,
-        link=part.link if part else None,
         uplinks=max(1, len(gpus)),
         nvme_nbytes=_free_disk(nvme_paths),
-        ssds=(),
         here=True,
         own_ram=True,
     )
@@ -96,8 +86,8 @@ class LocalGpu:
 
 
 def local_gpus(program: str = "nvidia-smi") -> list[LocalGpu]:
-    """Return the GPUs that `CUDA_VISIBLE_DEVICES` selects, in the driver's order; none without
-    one."""
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` selects, in the driver's order; none without one.
+    Of names that are not numbers (UUIDs), only their count is used."""
     try:
         listed = subprocess.run(
             [program, *_QUERY], capture_output=True, text=True, check=True, timeout=_QUERY_TIMEOUT_S
@@ -110,12 +100,7 @@ def local_gpus(program: str = "nvidia-smi") -> list[LocalGpu]:
         for name, total, free in rows
         if total.isdecimal() and free.isdecimal()  # "[N/A]": memory shared with the CPU
     ]
-    return visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def visible(gpus: list[LocalGpu], setting: str | None) -> list[LocalGpu]:
-    """Return the GPUs that `CUDA_VISIBLE_DEVICES` selects; of names that are not numbers (UUIDs),
-    only their count is used."""
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
         return gpus
     names = [each.strip() for each in setting.split(",") if each.strip()]
@@ -144,29 +129,27 @@ def _known_gpu(found: LocalGpu | None) -> GpuPart | None:
     return min(fitting, key=lambda gpu: abs(gpu.nbytes - found.nbytes), default=None)
 
 
-def _around(
-    gpu: str | None, option: str, nvme_paths: Sequence[Path], *, open_: bool
+def _with_named(
+    here: HardwareProfile, named: str, option: str, *, open_: bool
 ) -> HardwareProfile:  # fmt: skip
     """Return the profile of a GPU or machine, with this machine's RAM and disk if it has none.
     `open_`: some of these will stay."""
-    here = this_machine(nvme_paths)
-    if gpu is None:
-        return here
-    whole = find_part(gpu, MACHINES)
+    whole = find_part(named, MACHINES)
     if whole is not None:
         return _of_machine(whole)
     notes = ["RAM and disk, where not given, are this machine's"] if open_ else []
-    if plain_name(gpu) in ("none", "cpu", "0"):
+    if plain_name(named) in ("none", "cpu", "0"):
         local = here.gpu_nbytes == 0
-        return replace(without_gpus(here), here=local, notes=() if local else tuple(notes))
-    part = find_part(gpu, GPUS)
+        return replace(here.without_gpus(), here=local, notes=() if local else tuple(notes))
+    part = find_part(named, GPUS)
     if part is None:
-        part, assumed = _of_size(gpu, option)
+        part, assumed = _of_size(named, option)
         notes.append(assumed)
-    notes.append(f"RAM as fast as in a {part.host.name} ({part.host.bytes_per_s / 1e9:.0f} GB/s)")
+    host, ram_bytes_per_s = part.host
+    notes.append(f"RAM as fast as in a {host} ({ram_bytes_per_s / 1e9:.0f} GB/s)")
     return replace(
         here, gpu=part, gpu_nbytes=part.nbytes, gpu_free_nbytes=part.nbytes, gpus=1, uplinks=1,
-        link=part.link, ram_bytes_per_s=part.host.bytes_per_s, here=False, notes=tuple(notes),
+        ram_bytes_per_s=ram_bytes_per_s, here=False, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -178,12 +161,9 @@ def _of_machine(part: MachinePart) -> HardwareProfile:
         gpu_nbytes=part.gpu.nbytes,
         gpu_free_nbytes=part.gpu.nbytes,
         gpus=part.gpus,
-        nodes=1,
         ram_nbytes=part.ram_nbytes,
         ram_free_nbytes=part.ram_nbytes - SYSTEM_NBYTES,
-        cores=part.cores,
         ram_bytes_per_s=part.ram_bytes_per_s,
-        link=part.gpu.link,
         uplinks=part.uplinks,
         nvme_nbytes=int(sum(ssd.nbytes for ssd in ssds) * FILE_SYSTEM_SHARE),
         ssds=ssds,
@@ -197,28 +177,12 @@ def _of_machine(part: MachinePart) -> HardwareProfile:
 def _of_size(text: str, option: str) -> tuple[GpuPart, str]:
     """Return a GPU of this much memory, with the rates of the named one nearest in size."""
     if not text.strip()[:1].isdigit():
-        raise ConfigError(f"{option} {text}: {unknown_part(text, [*GPUS, *MACHINES])}")
-    nbytes = read_size(text, option, _LEAST_MEMORY, _MOST_MEMORY)
+        raise ConfigError(f"{option} {text}: {_unknown(text, [*GPUS, *MACHINES])}")
+    nbytes = _size(text, option, _LEAST_MEMORY, _MOST_MEMORY)
     near = min(GPUS, key=lambda gpu: (abs(gpu.nbytes - nbytes), gpu.flops_per_s["bf16"]))
     name = f"{format_bytes(nbytes)} GPU"
     note = f"a GPU's speed does not follow from its memory: assumed to be that of an {near.name}"
     return replace(near, name=name, nbytes=nbytes, source=f"assumed as {near.name}"), note
-
-
-def _with_reserve(profile: HardwareProfile, nbytes: int) -> HardwareProfile:
-    """Return the profile with `nbytes` of a node's RAM kept for the system. Raise ConfigError if
-    the RAM is this machine's, or if nothing would be left."""
-    if profile.own_ram:
-        raise ConfigError(
-            "--reserve: of this machine what is free now is known; it goes with --ram or a machine "
-            "by name"
-        )
-    if nbytes > profile.ram_nbytes - _LEAST_MEMORY:
-        raise ConfigError(
-            f"--reserve {format_bytes(nbytes)}: leaves less than {format_bytes(_LEAST_MEMORY)} of "
-            f"the {format_bytes(profile.ram_nbytes)} of RAM; write less, 0 in a container"
-        )
-    return with_ram(replace(profile, reserve_nbytes=nbytes), profile.ram_nbytes)
 
 
 def _with_drives(profile: HardwareProfile, nvme: str | None, ssd: str | None) -> HardwareProfile:
@@ -230,7 +194,7 @@ def _with_drives(profile: HardwareProfile, nvme: str | None, ssd: str | None) ->
         return profile
     if find_part(nvme, SSDS) is not None:
         raise ConfigError(f"--nvme {nvme}: is a drive, not a size; name it with --ssd")
-    nbytes = 0 if nvme.strip() == "0" else read_size(nvme, "--nvme", _LEAST_DISK, _MOST_DISK)
+    nbytes = 0 if nvme.strip() == "0" else _size(nvme, "--nvme", _LEAST_DISK, _MOST_DISK)
     if ssd is None and nbytes:
         return with_assumed_drive(profile, nbytes)
     return replace(profile, nvme_nbytes=nbytes, ssds=profile.ssds if nbytes else ())
@@ -240,10 +204,8 @@ def _with_named_drives(profile: HardwareProfile, text: str) -> HardwareProfile:
     match = _DRIVES.fullmatch(text.strip())
     count, name = (int(match[1] or 1), match[2]) if match is not None else (1, text)
     part = find_part(name, SSDS)
-    if part is None:
-        raise ConfigError(f"--ssd {text}: {unknown_part(name, SSDS)} with --nvme")
-    if not 1 <= count <= 1024:
-        raise ConfigError(f"--ssd {text}: {count} drives; write 1 to 1024")
+    if part is None or count < 1:
+        raise ConfigError(f"--ssd {text}: {_unknown(name, SSDS)} with --nvme")
     free = int(part.nbytes * count * FILE_SYSTEM_SHARE)
     return replace(profile, nvme_nbytes=free, ssds=(part,) * count)
 
@@ -278,9 +240,6 @@ def _title(profile: HardwareProfile) -> str:
     return ", ".join(parts)
 
 
-MOST_COUNT = 1 << 20
-
-
 class Named(Protocol):
     @property
     def name(self) -> str: ...
@@ -307,19 +266,12 @@ def plain_name(name: str) -> str:
     return kept
 
 
-def unknown_part(text: str, parts: Sequence[Named]) -> str:
+def _unknown(text: str, parts: Sequence[Named]) -> str:
     names = [part.name for part in parts]
-    several = [name for name in names if plain_name(name).startswith(plain_name(text))]
-    if plain_name(text) and len(several) > 1:
-        return f"it could be {' or '.join(several)}; say which"
-    begins = [name for name in names if plain_name(text).startswith(plain_name(name))]
-    like = begins or difflib.get_close_matches(text.strip(), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {like[0]!r}?" if like else ""
-    known_names = ", ".join(dict.fromkeys(names))
-    return f"no such part{hint}; known are {known_names}, or write a size like 24GiB"
+    return f"no such part{suggestion(text, names)}; or write a size like 24GiB"
 
 
-def read_size(text: str, option: str, least: int, most: int) -> int:
+def _size(text: str, option: str, least: int, most: int) -> int:
     try:
         nbytes = parse_bytes(text)
     except ValueError as error:
@@ -330,9 +282,3 @@ def read_size(text: str, option: str, least: int, most: int) -> int:
             f"{format_bytes(most)}; write for example 24GiB"
         )
     return nbytes
-
-
-def read_count(value: int | None, option: str, least: int) -> int | None:
-    if value is not None and not least <= value <= MOST_COUNT:
-        raise ConfigError(f"{option} {value}: write {least} to {MOST_COUNT}")
-    return value

@@ -1,66 +1,161 @@
-"""An estimate as a page."""
+"""An estimate as a page: the same tables for the terminal and for HTML, pictures for HTML alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from offload.pages.page import Cell, Page, Section, Table
+from offload.pages.page import Cell, Figure, Page, Section, Table
 from offload.pages.pictures import Picture, Stretch, bar_picture
-from offload.planning.plan.estimate import Estimate, MemoryClass, PlaceEstimate, StepEstimate
+from offload.planning.choice.plan_text import EXPERT_HEADS, expert_facts, expert_rows
+from offload.planning.plan.estimate import (
+    Change,
+    Estimate,
+    InferenceEstimate,
+    MemoryClass,
+    PlaceEstimate,
+    StepEstimate,
+)
 from offload.planning.plan.experts import ExpertEstimate
+from offload.planning.plan.sizes import class_of
+from offload.planning.step.step_time import COMPUTE, OPTIMIZER
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
+from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
+from offload.tools.memest.show.view import counted, duration, per_second
 
+NO_CHANGE = "none of the changes that are tried makes it fit, nor up to three of them together"
 _MAX_CAPACITIES = 3.0  # longest bar that is drawn
 
 
 def estimate_page(estimate: Estimate, *, drawn: bool = True) -> Page:
     """Return a page with everything about an estimate, verdict first; without its pictures, which
     a terminal does not show, if it is not to be `drawn`."""
+    state = "good" if estimate.fits else "bad"
     return Page(
         name=f"{estimate.model}: memory and time",
         title=estimate.model,
-        about=(view.what_text(estimate), view.where_text(estimate)),
+        about=(
+            f"{view.model_text(estimate)} · {_formats(estimate)}",
+            f"{estimate.hardware} · {view.workload_text(estimate)}",
+        ),
         verdict=view.verdict(estimate),
-        state=view.state(estimate),
-        figures=view.figures(estimate),
+        state="" if view.has_drawbacks(estimate) else state,
+        figures=tuple(_figures(estimate)),
         sections=tuple(_sections(estimate, drawn=drawn)),
     )
 
 
+def _formats(estimate: Estimate) -> str:
+    """Return `bf16, split master, fp32 states`; for inference the formats of weights."""
+    config = estimate.config
+    if estimate.inference is not None:
+        stored = config.storage
+        coded = f", stored in {stored.weights} by groups of {stored.group_size}" if stored else ""
+        return f"{config.precision}{coded}, nothing is trained"
+    master = "" if config.master == "none" else f", {config.master} master"
+    recompute = config.placement.activations.checkpoint
+    words = {True: ", checkpointing", "selective": ", selective checkpointing"}
+    states = f", {config.optimizer.type} with {config.optimizer.states} states"
+    return f"{config.precision}{master}{states}{words.get(recompute, '')}"
+
+
+# ---------------------------------------------------------------- key figures
+def _figures(estimate: Estimate) -> Iterator[Figure]:
+    """Yield the key figures: time first, then the wear of disks."""
+    if estimate.inference is not None:
+        yield from _of_inference(estimate, estimate.inference)
+        return
+    step = estimate.step
+    if step is not None:
+        yield Figure("step", duration(step.seconds), f"bound by {step.bottleneck}")
+        yield Figure("tokens/s", per_second(step.tokens_per_s), f"{step.tokens:,} tokens per step")
+        yield Figure("written per step", format_bytes(step.written_nbytes), "to nvme")
+        if step.written_nbytes:
+            yield _life(estimate, step)
+    checkpoint = format_bytes(estimate.memory.checkpoint_nbytes)
+    yield Figure("checkpoint", checkpoint, "on disk, each")
+
+
+def _of_inference(estimate: Estimate, found: InferenceEstimate) -> Iterator[Figure]:
+    step, asked, prefill = estimate.step, found.generation, found.prefill
+    if prefill is not None and step is not None:
+        rate = f"{per_second(prefill.tokens_per_s)} tokens/s"
+        yield Figure("prefill", duration(prefill.seconds), rate)
+        if asked.new_tokens > 1:
+            rate = f"a pass; {per_second(step.tokens_per_s)} tokens/s"
+            yield Figure("decoding", duration(step.seconds), rate)
+        seconds = found.seconds(step)
+        if seconds is not None:
+            tokens = f"{asked.batch * asked.new_tokens:,} new tokens"
+            yield Figure("all of it", duration(seconds), tokens)
+        if found.break_even_batch is not None:
+            yield Figure(
+                "break-even batch", f"{found.break_even_batch:,}",
+                "sequences: from there on the model's work bounds a pass",
+            )  # fmt: skip
+    if found.token_nbytes is not None:
+        cached = f"{format_bytes(found.token_nbytes)} per token of a sequence"
+        yield Figure("kv cache", format_bytes(found.cache_nbytes or 0), cached)
+
+
+def _life(estimate: Estimate, step: StepEstimate) -> Figure:
+    steps = estimate.ssd_life_steps
+    if steps is None:
+        return Figure("SSD life", "unknown", "name the SSD with --ssd")
+    rated = f"rated {format_bytes(estimate.endurance_nbytes)} written"
+    return Figure(
+        "SSD life", f"{counted(steps)} steps", f"{duration(steps * step.seconds)}; {rated}"
+    )
+
+
+# ---------------------------------------------------------------- sections
 def _sections(estimate: Estimate, *, drawn: bool) -> Iterator[Section]:
     messages = dict.fromkeys(each.message for each in estimate.shortfalls)
     yield Section("Why not", lines=tuple(messages))
-    title = view.changes_title(estimate)
+    title = "What would help" if estimate.fits else "What would fit"
     if estimate.changes:
-        yield Section(title, tables=[_changes(estimate)])
+        yield Section(title, tables=[_changes(estimate.changes)])
     elif not estimate.fits:
-        yield Section(title, lines=[view.NO_CHANGE])
-    memory = [_memory_picture(estimate)] if drawn else []
-    yield Section("Peak memory", memory, [_memory(estimate)])
-    for title, step in view.passes_of(estimate):
+        yield Section(title, lines=[NO_CHANGE])
+    yield Section("Peak memory", [_memory_picture(estimate)] if drawn else [], [_memory(estimate)])
+    for title, step in _passes_of(estimate):
+        title = f"{title}: {duration(step.seconds)}, bound by {step.bottleneck}"
         pictures = [_timeline(title, step)] if drawn and step.spans else []
         yield Section(title, pictures, [_links(estimate, step)])
     found = estimate.experts
     if found is not None:
-        yield Section("Experts", tables=[_experts(found)], lines=view.expert_facts(found))
-    plan = estimate.plan
-    about = (
-        f"{len(plan.groups):,} groups, {plan.prefetch} fetched ahead, chunks of "
-        f"{plan.chunk_numel:,} elements"
-    )
-    homes = Table(("", ""), tuple(view.homes_of(estimate)), left=frozenset({0, 1}))
-    yield Section("Where each state lives", tables=[homes], lines=[about])
+        yield Section("Experts", tables=[_experts(found)], lines=expert_facts(found))
+    yield _homes(estimate)
     yield Section("Notes", lines=tuple(dict.fromkeys(estimate.notes)))
 
 
-def _changes(estimate: Estimate) -> Table:
-    rows = [
-        (
-            Cell(view.cost_text(change), strong=True),
-            Cell(change.text, code=view.settings_of(change)),
-        )
-        for change in estimate.changes
-    ]
+def _passes_of(estimate: Estimate) -> Iterator[tuple[str, StepEstimate]]:
+    """Yield the timed passes, each with a title: a step, or the passes of inference."""
+    step, inference = estimate.step, estimate.inference
+    if step is None:
+        return
+    if inference is None:
+        yield "One step", step
+        return
+    if inference.prefill is not None:
+        yield "Prefill", inference.prefill
+    if inference.generation.new_tokens > 1:
+        yield "Decoding, one pass", step
+
+
+def _changes(changes: Sequence[Change]) -> Table:
+    """Return changes, each with its cost in time and its settings as the command line takes
+    them."""
+    rows = []
+    for change in changes:
+        factor = change.step_factor
+        cost = "unknown" if factor is None else view.factor_of_time(factor)
+        settings = [
+            f"{key} {value}" if key.startswith("--") else f"-o {key}={value}"
+            for key, value in change.settings.items()
+        ]
+        rows.append((Cell(cost, strong=True), Cell(change.text, code=settings)))
     return Table(("step time", "change"), rows, left=frozenset({1}))
 
 
@@ -86,19 +181,30 @@ def stretches(place: PlaceEstimate) -> Iterator[Stretch]:
 
 
 def _memory(estimate: Estimate) -> Table:
-    classes = set(MemoryClass)
-    rows = [
-        (
-            Cell(name, meaning=name if name in classes else "", strong=name == "peak"),
-            *(Cell(each, state=_state(name, each), strong=name == "peak") for each in cells),
-        )
-        for name, cells in view.memory_rows(estimate)
-    ]
-    return Table(("", *(view.PLACE_TITLES[tier] for tier, _ in view.places_of(estimate))), rows)
+    """Return the bytes of each class, or another figure, in each place; `-` for nothing."""
+    tiers, places = zip(*view.places_of(estimate), strict=True)
+    rows: list[Sequence[Cell]] = []
 
+    def add(name: str, sizes: Sequence[int], state: str = "") -> None:
+        meaning, strong = name if name in set(MemoryClass) else "", name == "peak"
+        cells = [
+            Cell(format_bytes(n), state=state, strong=strong) if n else Cell("-") for n in sizes
+        ]
+        rows.append([Cell(name, meaning=meaning, strong=strong), *cells])
 
-def _state(name: str, cell: str) -> str:
-    return "bad" if name == "short" and cell != "-" else ""
+    for name in MemoryClass:
+        held = [place.by_class.get(name, 0) for place in places]
+        if any(held):
+            add(name, held)
+    add("peak", [place.peak_nbytes for place in places])
+    add("capacity", [place.capacity_nbytes for place in places])
+    if estimate.system_nbytes:
+        add("for the system", [estimate.system_nbytes * (tier is Tier.HOST) for tier in tiers])
+    add("budget", [estimate.plan.budgets[tier] for tier in tiers])
+    short = view.short_of(estimate)
+    if short:  # also where what there is and what is needed are rounded to the same figure
+        add("short", [short.get(tier, 0) for tier in tiers], "bad")
+    return Table(("", *(view.PLACE_TITLES[tier] for tier in tiers)), rows)
 
 
 def _timeline(title: str, step: StepEstimate) -> Picture:
@@ -106,25 +212,58 @@ def _timeline(title: str, step: StepEstimate) -> Picture:
     done during the next step."""
     lanes: dict[str, list[Stretch]] = {link.name: [] for link in step.links}
     for span in step.spans:
-        meaning = view.span_meaning(span.link, span.label)
+        meaning = _span_meaning(span.link, span.label)
         lanes.setdefault(span.link, []).append(Stretch(meaning, span.start_s, span.stop_s))
     lanes = {name: stretches for name, stretches in lanes.items() if stretches}
-    return bar_picture(lanes, view.duration, label=f"{title}: {', '.join(lanes)}",
+    return bar_picture(lanes, duration, label=f"{title}: {', '.join(lanes)}",
                        line=step.seconds)  # fmt: skip
 
 
+def _span_meaning(link: str, label: str) -> str:
+    """Return the meaning of a span's colour: each link has one, the model's work two."""
+    if link == COMPUTE:
+        return "backward" if label == "backward" else "compute"
+    return "update" if link == OPTIMIZER else link
+
+
 def _links(estimate: Estimate, step: StepEstimate) -> Table:
-    rows = [
-        (Cell(f"{link} (bottleneck)", strong=True) if link == step.bottleneck else link, *cells)
-        for link, *cells in view.link_rows(estimate, step)
-    ]
-    heads = ("link", "busy", *view.token_heads(estimate), view.share_head(estimate), "bytes")
-    return Table(heads, rows)
+    """Return the links, the time each is busy (for inference also per token), its share of the
+    step, and the bytes that cross it; for inference only links with work."""
+    trains = estimate.inference is None
+    rows = []
+    for link in step.links:
+        if not (trains or link.seconds or link.nbytes):
+            continue
+        is_bound = link.name == step.bottleneck
+        name: str | Cell = Cell(f"{link.name} (bottleneck)", strong=True) if is_bound else link.name
+        token = () if trains else (duration(link.seconds / step.tokens),)
+        busy = view.share(link.seconds / step.seconds if step.seconds else 0.0)
+        nbytes = format_bytes(link.nbytes) if link.nbytes else "-"
+        rows.append((name, duration(link.seconds), *token, busy, nbytes))
+    if trains:
+        return Table(("link", "busy", "share of the step", "bytes"), rows)
+    return Table(("link", "busy", "per token", "share of the pass", "bytes"), rows)
 
 
 def _experts(found: ExpertEstimate) -> Table:
     rows = [
         [Cell(cell, strong=name == "together") for cell in (name, *cells)]
-        for name, *cells in view.expert_rows(found)
+        for name, *cells in expert_rows(found)
     ]
-    return Table(view.EXPERT_HEADS, rows)
+    return Table(EXPERT_HEADS, rows)
+
+
+def _homes(estimate: Estimate) -> Section:
+    """Return the home of each class of states; for inference, only that of the weights."""
+    plan = estimate.plan
+    about = (
+        f"{len(plan.groups):,} groups, {plan.prefetch} fetched ahead, chunks of "
+        f"{plan.chunk_numel:,} elements"
+    )
+    rows = tuple(
+        (str(name), each.describe())
+        for name, each in plan.placements.items()
+        if estimate.inference is None or class_of(name) is StateClass.PARAMETERS
+    )
+    homes = Table(("", ""), rows, left=frozenset({0, 1}))
+    return Section("Where each state lives", tables=[homes], lines=[about])

@@ -6,22 +6,16 @@ time. Bytes are whole numbers, seconds are floats, absent figures are null.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from offload.planning.plan.estimate import (
-    Estimate,
-    InferenceEstimate,
-    PlaceEstimate,
-    StepEstimate,
-)
+from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEstimate
 from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.tier import Tier
 from offload.tools.memest.show import view
 
-SCHEMA = "memest/1"
+SCHEMA = "memest/2"
 
 
 def to_dict(estimate: Estimate) -> dict[str, Any]:
@@ -44,7 +38,14 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
             "passes": workload.passes,
             "tokens_per_step": workload.tokens,
         },
-        "memory": places(memory.places),
+        "memory": {
+            str(tier): {
+                "capacity_nbytes": place.capacity_nbytes,
+                "peak_nbytes": place.peak_nbytes,
+                "by_class": {str(name): nbytes for name, nbytes in place.by_class.items()},
+            }
+            for tier, place in memory.places.items()
+        },
         "ledger_peaks": {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()},
         "checkpoint_nbytes": memory.checkpoint_nbytes,
         "step": None if estimate.step is None else _step(estimate.step),
@@ -59,17 +60,6 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
         "changes": [asdict(change) for change in estimate.changes],
         "notes": list(estimate.notes),
         "config": estimate.config.to_dict(),
-    }
-
-
-def places(held: Mapping[Tier, PlaceEstimate]) -> dict[str, Any]:
-    return {
-        str(tier): {
-            "capacity_nbytes": place.capacity_nbytes,
-            "peak_nbytes": place.peak_nbytes,
-            "by_class": {str(name): nbytes for name, nbytes in place.by_class.items()},
-        }
-        for tier, place in held.items()
     }
 
 
@@ -106,9 +96,6 @@ def _experts(found: ExpertEstimate) -> dict[str, Any]:
         "touched_per_pass": found.touched_pass,
         "touched_per_step": found.touched_step,
         "moved": [asdict(each) for each in found.moved],
-        "ep_size": found.ep_size,
-        "experts_per_rank": found.experts_per_rank,
-        "sent_nbytes": found.sent_nbytes,
     }
 
 

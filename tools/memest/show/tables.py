@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -93,7 +92,3 @@ def show(*parts: RenderableType) -> None:
     console = PlainConsole()
     for part in parts:
         console.print(part)
-
-
-def show_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, allow_nan=False))

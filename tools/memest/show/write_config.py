@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from offload.config import OffloadConfig
@@ -78,14 +77,11 @@ def _header(estimate: Estimate, case: Case, file_name: str) -> Iterator[str]:
     if profile.ranks > 1:
         whose = f"one of {profile.ranks} ranks"
         yield f"# all of this is of {whose}; start one process per rank (torchrun)"
-    ep_size = 1 if estimate.experts is None else estimate.experts.ep_size
-    if ep_size > 1:
-        yield f"# layers of experts: offload.moe.MoE(..., ep_size={ep_size})"
     if inference is not None:
         yield f'# offload.dispatch(model, "{file_name}", weights=FOLDER), or'
         yield f"# `offload generate FOLDER --config {file_name}`"
         return
-    if case.source.train_model is not None and estimate.fits and ep_size == 1:
+    if case.source.train_model is not None and estimate.fits:
         yield from _train_lines(f"offload train {file_name}", profile)
     else:
         yield "# Use:"
@@ -96,9 +92,7 @@ def _train_lines(command: str, profile: HardwareProfile) -> Iterator[str]:
     if profile.ranks == 1:
         yield f"# Train with `{command}`, or in a loop of your own:"
         return
-    nodes = ""
-    if profile.nodes > 1:  # which have to find each other
-        nodes = f"--nnodes {profile.nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 "
+    nodes = f"--nnodes {profile.nodes} " if profile.nodes > 1 else ""
     yield f"# Train{' on every node' if nodes else ''} with"
     yield f"#   torchrun {nodes}--nproc-per-node {profile.ranks_per_node} -m {command}"
     yield "# or in a loop of your own:"
@@ -151,20 +145,11 @@ def _nvme(estimate: Estimate, config: OffloadConfig) -> Iterator[Key]:
     paths, advice = list(config.nvme.paths), ""
     if not paths and estimate.plan.opens_files:
         paths, advice = [str(machine.swap_folder())], ": name folders on the fastest disks"
-    kinds = ", ".join(dict.fromkeys(map(_disk_kind, paths)))
-    what = f"swap files, here on {kinds}{advice}" if paths else "nothing is planned on disk"
+    what = f"swap files{advice}" if paths else "nothing is planned on disk"
     yield "nvme.paths", paths, what
     for name, value in _changed(config.nvme.model_dump(mode="json"), _DEFAULTS["nvme"]):
         if name != "paths":
             yield f"nvme.{name}", value, ""
-
-
-def _disk_kind(path: str) -> str:
-    """Return `ext4`, or `tmpfs (this is RAM: name a folder on a disk in nvme.paths)`."""
-    mount = machine.mount_of(Path(path).expanduser())
-    if mount is None:
-        return "an unknown file system"
-    return f"{mount.kind} ({mount.remark})" if mount.remark else mount.kind
 
 
 def _placement(estimate: Estimate) -> Iterator[Key]:

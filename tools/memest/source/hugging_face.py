@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,8 @@ class ModelConfiguration:
             notes.append("auto_map names code in the model folder, which is not executed")
         notes += [
             f"{key}: {shown(value)} names code of a repository, which is neither fetched nor run"
-            for key, value in sorted(set(_repositories(self.values)))
+            for key, value in self.values.items()
+            if names_code(key) and "/" in str(value)
         ]
         if self.values.get("quantization_config") is not None:
             notes.append("quantization_config is left aside: training is estimated unquantised")
@@ -86,40 +87,22 @@ def names_code(key: str) -> bool:
     return _CODE_KEY.fullmatch(key) is not None
 
 
-def _repositories(values: Any) -> Iterator[tuple[str, str]]:
-    """Yield the repositories whose code would be fetched: `org/repo` under a key that names code,
-    at any depth, with the key."""
-    if isinstance(values, list):
-        for inner in values:
-            yield from _repositories(inner)
-    if not isinstance(values, dict):
-        return
-    for key, value in values.items():
-        if names_code(key):
-            named = value.values() if isinstance(value, dict) else [value]
-            yield from ((key, name) for name in named if isinstance(name, str) and "/" in name)
-        else:
-            yield from _repositories(value)
-
-
 def check_sizes(values: Any, where: str) -> None:
     """Raise ConfigError for a size that no model has, before a library uses it."""
     if not isinstance(values, dict):
         return
     for key, value in values.items():
         check_sizes(value, where)
-        layers = _LAYERS_KEY.fullmatch(key)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        is_needed, layers = key in _NEEDED, _LAYERS_KEY.fullmatch(key)
         most = MOST_LAYERS if layers else MOST_SIZE
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key in _NEEDED and value is not None:
-            if not number or value != value or (math.isfinite(value) and value != int(value)):
-                raise ConfigError(f"{where}: {key} is {shown(value)}; it must be a whole number")
-            wrong = not 1 <= value <= most
-        else:
-            sized = layers or _SIZE_KEY.fullmatch(key)
-            wrong = bool(sized) and number and most < value < math.inf
-        if wrong:
-            raise ConfigError(f"{where}: {key} is {shown(value)}; it must be from 1 to {most}")
+        if is_needed and not (1 <= value <= most and value == int(value)):
+            raise ConfigError(
+                f"{where}: {key} is {shown(value)}; it must be a whole number from 1 to {most}"
+            )
+        if (layers or _SIZE_KEY.fullmatch(key)) and most < value < math.inf:
+            raise ConfigError(f"{where}: {key} is {shown(value)}; it must be at most {most}")
 
 
 def check_configuration(values: Any, where: str) -> ModelConfiguration:
@@ -140,22 +123,5 @@ def check_configuration(values: Any, where: str) -> ModelConfiguration:
     ):
         raise ConfigError(f"{where}: architectures is {shown(architectures)}; a list of names")
     check_sizes(values, where)
-    _check_heads(values, where)
     first = architectures[0] if architectures else None
     return ModelConfiguration(where, values, model_type, first)
-
-
-def _check_heads(values: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError unless the heads divide the width, and the groups divide the heads."""
-    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
-    if not hidden or not heads:
-        return
-    if not any(values.get(key) for key in ("head_dim", "v_head_dim")) and hidden % heads:
-        raise ConfigError(
-            f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}"
-        )
-    groups = values.get("num_key_value_heads")
-    if groups and heads % groups:
-        raise ConfigError(
-            f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
-        )

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from offload.config.training import MOST_LAYERS, MOST_PARAMS, MOST_SIZE, MOST_WIDTH, ModelConfig
+from offload.config.training import MOST_LAYERS, MOST_PARAMS, ModelConfig
 from offload.planning.machine.disk_cache import remembered
 from offload.planning.plan.kv_plan import CacheShape, alike
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.source.input_files import shown
 from offload.tools.memest.source.model_source import key_of
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.kv.sizes import CachedLayer
@@ -25,12 +24,8 @@ if TYPE_CHECKING:
 _COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+]?\d{1,3})?)\s*([kKmMbBgGtT]?)\s*")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _VOCAB = 32_000  # Llama 2's
-_LEAST = {"vocab": 256}  # bytes are tokens
 _CONTEXT = 1 << 17  # rotary positions: costs nothing
 _ASPECT = 128  # hidden / layers where neither is stated: about that of Llama's 7 B to 70 B
-_LARGEST = {
-    "params": MOST_PARAMS, "layers": MOST_LAYERS, "mlp": MOST_SIZE, "vocab": MOST_SIZE,
-}  # fmt: skip
 
 
 def built_in_model(config: ModelConfig) -> nn.Module:
@@ -81,49 +76,26 @@ def parse_count(text: str) -> int:
     return round(value)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StatedSizes:
-    """The known sizes of a model; the others are derived. Widths and counts are at least 1."""
+    """The known sizes of a model, each at least 1; the others are derived."""
 
     params: int | None = None
     layers: int | None = None
     hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    mlp: int | None = None
     vocab: int | None = None
-    tied: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("params", "layers", "hidden", "heads", "kv_heads", "mlp", "vocab"):
-            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
-            least, most = _LEAST.get(name, 1), _LARGEST.get(name, MOST_WIDTH)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(f"{option} {shown(value)}: must be from {least} to {most}")
-        if self.params is None and (self.layers is None or self.hidden is None):
-            raise ConfigError(
-                "which size? give --params, or --layers and --hidden, for example "
-                "--params 7e9 --layers 32 --hidden 4096"
-            )
-        if self.params is not None and self.mlp is not None:
-            raise ConfigError(
-                f"--mlp {self.mlp}: the width of the MLP follows from --params; leave one of them "
-                "out"
-            )
 
 
 def model_of(sizes: StatedSizes) -> tuple[ModelConfig, tuple[str, ...]]:
     """Return a model with the most parameters up to `sizes.params` that its MLP can have, and notes
-    on what is assumed. Raise ConfigError if the sizes contradict each other."""
+    on what is assumed. Raise ConfigError if the sizes do not make a model."""
     layers, hidden, notes = _depth_and_width(sizes)
-    heads = sizes.heads or _heads_for(hidden, sizes.kv_heads)
-    base = {
-        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": sizes.kv_heads,
-        "vocab": sizes.vocab or _vocab_for(sizes, hidden), "tied": sizes.tied,
-        "max_sequence": _CONTEXT,
+    base: dict[str, object] = {
+        "layers": layers, "hidden": hidden, "heads": _heads_for(hidden), "tied": False,
+        "vocab": sizes.vocab or _vocab_for(sizes, hidden), "max_sequence": _CONTEXT,
     }  # fmt: skip
     if sizes.params is None:
-        config = _config({**base, "mlp": sizes.mlp})
+        config = _config(base)
     else:
         config = _config({**base, "mlp": _mlp_for(sizes.params, _config({**base, "mlp": 1}))})
         notes = (*notes, f"the MLP is {config.mlp_width} wide, for {sizes.params:,} parameters")
@@ -134,15 +106,19 @@ def model_of(sizes: StatedSizes) -> tuple[ModelConfig, tuple[str, ...]]:
 
 def _depth_and_width(sizes: StatedSizes) -> tuple[int, int, tuple[str, ...]]:
     """Return layers and hidden, from a Llama-like 12 x layers x hidden^2 if they are not stated."""
-    layers, hidden, params = sizes.layers, sizes.hidden, sizes.params or 0
+    layers, hidden, params = sizes.layers, sizes.hidden, sizes.params
     if layers is not None and hidden is not None:
         return layers, hidden, ()
-    if layers is not None:
-        hidden = _even(math.sqrt(params / (12 * layers)))
-    elif hidden is not None:
+    if params is None:
+        raise ConfigError(
+            "which size? give --params, or --layers and --hidden, for example "
+            "--params 7e9 --layers 32 --hidden 4096"
+        )
+    if hidden is not None:
         layers = max(1, min(MOST_LAYERS, round(params / (12 * hidden * hidden))))
     else:
-        layers = max(1, min(MOST_LAYERS, round((params / (12 * _ASPECT**2)) ** (1 / 3))))
+        if layers is None:
+            layers = max(1, min(MOST_LAYERS, round((params / (12 * _ASPECT**2)) ** (1 / 3))))
         hidden = _even(math.sqrt(params / (12 * layers)))
     return layers, hidden, (f"{layers} layers of width {hidden} are assumed",)
 
@@ -153,17 +129,11 @@ def _even(width: float) -> int:
     return max(step, round(width / step) * step)
 
 
-def _heads_for(hidden: int, kv_heads: int | None) -> int:
-    """Return the number of heads of 128, or of the even size closest to it that the sizes allow."""
-    kv = kv_heads or 1
-    fitting = [
-        heads for heads in divisors(hidden) if heads % kv == 0 and (hidden // heads) % 2 == 0
-    ]  # fmt: skip
+def _heads_for(hidden: int) -> int:
+    """Return the number of heads of 128, or of the even size closest to it that `hidden` allows."""
+    fitting = [heads for heads in divisors(hidden) if (hidden // heads) % 2 == 0]
     if not fitting:
-        raise ConfigError(
-            f"--hidden {hidden} cannot be divided into heads of an even size"
-            + (f" for --kv-heads {kv_heads}" if kv_heads else "")
-        )
+        raise ConfigError(f"--hidden {hidden} cannot be divided into heads of an even size")
     return min(fitting, key=lambda heads: abs(hidden / heads - 128))
 
 
@@ -171,7 +141,7 @@ def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
     """Return Llama 2's vocabulary, or one that takes two fifths of a small model's parameters."""
     if sizes.params is None:
         return _VOCAB
-    return max(_LEAST["vocab"], min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))
+    return max(256, min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))  # bytes are tokens
 
 
 def _mlp_for(params: int, narrowest: ModelConfig) -> int:
@@ -187,11 +157,8 @@ def _mlp_for(params: int, narrowest: ModelConfig) -> int:
 
 
 def _numel(config: ModelConfig) -> int:
-    """Return the parameters of a Llama-like model."""
-    hidden, kv_width = config.hidden, config.kv_head_count * (config.hidden // config.heads)
-    block = 2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * config.mlp_width + 2 * hidden
-    ends = 1 if config.tied else 2
-    return config.layers * block + ends * config.vocab * hidden + hidden
+    """Return the parameters of a Llama-like model, those of norms too."""
+    return config.numel + (2 * config.layers + 1) * config.hidden
 
 
 def _config(values: dict[str, object]) -> ModelConfig:
