@@ -24,7 +24,10 @@ def test_installed_modules_import_nothing_that_connects() -> None:
     found = set()
     for folder in INSTALLED:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            text = path.read_text()
+            if not any(name in text for name in TALKATIVE):
+                continue
+            for node in ast.walk(ast.parse(text)):
                 names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 place = str(path.relative_to(ROOT))

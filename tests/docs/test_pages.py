@@ -14,8 +14,6 @@ import pytest
 import torch.distributed.fsdp as fsdp
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from tests.docs.figures import FOLDER, pictures
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCES = ("offload", "tiers", "swap", "zero", "kernels", "tools")
@@ -128,8 +126,3 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
         page.read_text(),
     )
     assert not [name for name in named if not (ROOT / name).exists()]
-
-
-@pytest.mark.parametrize(("name", "text"), pictures().items())
-def test_a_picture_is_as_its_source_draws_it(name: str, text: str) -> None:
-    assert (FOLDER / name).read_text() == text, "python -m tests.docs.figures"

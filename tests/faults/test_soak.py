@@ -49,14 +49,9 @@ def test_a_step_leaves_next_to_nothing_to_the_collector(engine: offload.Engine) 
     assert held() == before
 
 
-@pytest.fixture
-def has_time(long: bool) -> None:
-    if not long:
-        pytest.skip("five minutes: --long")
-
-
+@pytest.mark.slow  # five minutes
 def test_ten_thousand_steps_hold_what_the_first_ones_did(
-    has_time: None, engine: offload.Engine, tmp_path: Path
+    engine: offload.Engine, tmp_path: Path
 ) -> None:
     for number in range(500):
         losses_of(engine, DATA)

@@ -36,6 +36,7 @@ def bomb(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.sample(3)
 def test_a_bomb_is_refused_by_every_reader(bomb: Path) -> None:
     with in_time(), pytest.raises(CheckpointError, match=r"config\.json is damaged"):
         read_json(bomb)

@@ -45,6 +45,7 @@ def failing_block(*_: Any) -> None:
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["forward", "block", "backward", "loss"])
 def test_training_goes_on_after_an_exception_as_if_it_had_not_been(
     make: MakeEngine, where: str

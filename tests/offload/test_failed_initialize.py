@@ -71,6 +71,7 @@ def fail(model: Any, keys: Any, owner: object, name: str, patch: pytest.MonkeyPa
     assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", BEFORE_WEIGHTS_LEAVE)
 def test_the_model_is_as_it_was(tmp_path: Path, monkeypatch: Any, what: str) -> None:
     model, keys = seeded(TinyLM).to(ON), config(tmp_path, **KEYS)
@@ -80,6 +81,7 @@ def test_the_model_is_as_it_was(tmp_path: Path, monkeypatch: Any, what: str) -> 
         assert model.loss(batches(1)[0]).item() == loss
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", AFTER)
 def test_the_model_takes_weights_again(tmp_path: Path, monkeypatch: Any, what: str) -> None:
     model, keys = seeded(TinyLM).to(ON), config(tmp_path / "swap", **KEYS)

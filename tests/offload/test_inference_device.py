@@ -18,6 +18,7 @@ pytestmark = on_the_cpu_alone("a GPU is stood in for")
 SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("parameters", ["host", "nvme", "device", SPLIT, None], ids=str)
 def test_logits_are_those_in_ram(

@@ -105,6 +105,7 @@ def train(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, Ten
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("passes", [1, 3])
 def test_experts_without_tokens(tmp_path: Path, passes: int) -> None:
     """Their block's gradients are never complete, and give way to those of the other blocks."""
@@ -116,6 +117,7 @@ def test_experts_without_tokens(tmp_path: Path, passes: int) -> None:
     assert_same_bits(tight, train(experts, {**keys, "budget": AMPLE}))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("placement", [NVME, STATES_HOST], ids=["nvme", "optimizer on nvme"])
 def test_blocks_that_share_a_weight_over_micro_batches(

@@ -57,6 +57,7 @@ def reference(tmp_path: Path) -> tuple[list[float], dict[str, Any]]:
     return losses, values
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("parameters", ["host", "nvme", "device", SPLIT], ids=str)
 @pytest.mark.parametrize("device_budget", ["1MiB", TIGHT])
 def test_mirrored_parameters_train_to_the_same_bits(

@@ -198,6 +198,7 @@ def states_of(o: Any, ps: list[nn.Parameter]) -> dict[int, Any]:
 CHANGES = [to_device, mapped, restarted, replaced, popped, swapped, by_hand, emptied, round_trip]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_has_the_effect_that_it_has_in_torch(pair: Pair, change: Any) -> None:
     pair.step(2)
@@ -236,6 +237,7 @@ def test_entries_of_the_user_s_own_are_kept_beside_the_states(pair: Pair) -> Non
     assert ours == theirs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "error", "fragment"),
     [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.errors import CheckpointError, UnsupportedError
+from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
@@ -74,6 +74,7 @@ KINDS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]]] = 
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "numbers", "build"), KINDS, ids=lambda case: "" if callable(case) else str(case)[:40]
 )
@@ -113,6 +114,7 @@ FORMATS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("keys", FORMATS, ids=str)
 def test_no_placement_or_chunk_size_changes_a_bit(tmp_path: Path, keys: dict[str, Any]) -> None:
     """Stochastic rounding depends on an element's place in its group, and on nothing else."""
@@ -162,82 +164,10 @@ def test_each_tier_keeps_states_in_its_own_format(tmp_path: Path) -> None:
     assert max(bytes_of["nvme"]) <= 4  # two bytes and scales, in whole pages
 
 
-def test_a_mixture_of_formats_survives_a_checkpoint(tmp_path: Path) -> None:
-    placement = {**HOST, "optimizer": {"host": "50%", "nvme": "50%"}}
-    keys = {"optimizer": {"chunk": 2048, "states": {"host": "fp32", "nvme": "int8"}}}
-    with offload.initialize(seeded(TinyLM), config(tmp_path, placement, **keys)) as engine:
-        losses_of(engine, batches(3))
-        engine.save_checkpoint(tmp_path / "saved")
-        saved = states_of(engine)
-        expected = losses_of(engine, batches(3, seed=4))
-    with offload.initialize(seeded(TinyLM, 1), config(tmp_path, placement, **keys)) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
-        assert_same_bits(states_of(engine), saved)
-        assert losses_of(engine, batches(3, seed=4)) == expected
-
-
-@pytest.mark.parametrize("states", ["bf16", "int8"])
-def test_low_bit_training_goes_on_bit_for_bit(tmp_path: Path, states: str) -> None:
-    keys = {"optimizer": {"states": states, "chunk": 2048}}
-    with offload.initialize(seeded(TinyLM), config(tmp_path, NVME, **keys)) as engine:
-        losses_of(engine, batches(3))
-        engine.save_checkpoint(tmp_path / "saved")
-        taken = engine.optimizer.state_dict()
-        expected = losses_of(engine, batches(3, seed=4))
-        states_after = states_of(engine)
-    with offload.initialize(seeded(TinyLM, 1), config(tmp_path, HOST, **keys)) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
-        assert losses_of(engine, batches(3, seed=4)) == expected
-        assert_same_bits(states_of(engine), states_after)
-    with offload.initialize(seeded(TinyLM, 1), config(tmp_path, HOST, **keys)) as engine:
-        engine.optimizer.load_state_dict(taken)
-        again = engine.optimizer.state_dict()
-        for number, state in taken["state"].items():
-            assert_same_bits(state, again["state"][number])
-
-
 # ------------------------------------------------------------------------- what contradicts
-@pytest.mark.parametrize(
-    ("optimizer", "group"),
-    [
-        ({"type": "sgd"}, {"momentum": 0.9}),
-        ({"type": "adamw"}, {"amsgrad": True}),
-        ({"type": "adamw", "amsgrad": True}, {"amsgrad": False}),
-    ],
-    ids=str,
-)
-def test_param_groups_cannot_need_states_that_are_not_kept(
-    tmp_path: Path, optimizer: dict[str, Any], group: dict[str, Any]
-) -> None:
-    model = seeded(TinyLM)
-    groups = [{"params": list(model.parameters()), **group}]
-    with pytest.raises(UnsupportedError, match="a param group needs the states"):
-        offload.initialize(model, config(tmp_path, HOST, optimizer=optimizer), parameters=groups)
 
 
-def test_a_param_group_without_momentum_among_others_keeps_its_state(tmp_path: Path) -> None:
-    """torch: momentum 0 leaves the buffer alone."""
-    model = seeded(TinyLM)
-    params = list(model.parameters())
-    groups = [{"params": params[:3]}, {"params": params[3:], "momentum": 0.0}]
-    optimizer = {"type": "sgd", "momentum": 0.9}
-    keys = config(tmp_path, HOST, optimizer=optimizer)
-    with offload.initialize(model, keys, parameters=groups) as engine:
-        losses = losses_of(engine, batches(STEPS))
-    plain = seeded(TinyLM).to(ON)
-    params = list(plain.parameters())
-    groups = [{"params": params[:3]}, {"params": params[3:], "momentum": 0.0}]
-    reference = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
-    expected = []
-    for tokens in batches(STEPS):
-        loss = plain.loss(tokens)
-        loss.backward()
-        reference.step()
-        reference.zero_grad()
-        expected.append(loss.item())
-    assert losses == pytest.approx(expected, rel=1e-5)
-
-
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("optimizer", "changed", "error"),
     [
@@ -282,6 +212,7 @@ def mixed(folder: Path, placement: dict[str, Any]) -> dict[str, Any]:
     return config(folder, placement, optimizer=optimizer)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("before", "after", "exact"),
     [(SPLIT, NVME, False), (HOST, NVME, False), (NVME, SPLIT, True), (NVME, NVME, True)],
@@ -309,20 +240,7 @@ def test_a_format_per_tier_loads_under_another_split(
         engine.check_integrity()
 
 
-def test_a_checkpoint_of_one_low_format_is_refused_with_the_formats_of_all_tiers(
-    tmp_path: Path,
-) -> None:
-    with offload.initialize(
-        seeded(TinyLM), config(tmp_path, HOST, optimizer={"states": "int8"})
-    ) as engine:
-        engine.save_checkpoint(tmp_path / "saved")
-    with (
-        offload.initialize(seeded(TinyLM), mixed(tmp_path, NVME)) as engine,
-        pytest.raises(CheckpointError, match=r"has optimizer.states: device fp32, .* nvme int8;"),
-    ):
-        engine.load_checkpoint(tmp_path / "saved")
-
-
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("precision", "master"), [("bf16", "split"), ("bf16", "fp32"), ("bf16", "none")]
 )

@@ -189,6 +189,7 @@ def plain_run(accumulate: int, clip: float) -> tuple[list[float], dict[str, Tens
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("placement", ["host", "nvme", "mixed"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_fp32_agrees_with_plain_adamw_to_rounding(

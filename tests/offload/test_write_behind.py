@@ -26,6 +26,7 @@ from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, loss
 PAGE = 4096
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("direct", [True, False])
 def test_streams_that_grow_side_by_side_have_the_bytes_of_a_plain_write(
     tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch

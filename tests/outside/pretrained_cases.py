@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.tiered_model import DTYPES
-from tests.offload.engine_cases import HOST, bits, config
-from tests.outside.test_causal_lm_zoo import MOST_NUMEL, NAMES, tiny_config, transformers
+from tests.offload.engine_cases import HOST, assert_same_bits, bits, config
+from tests.outside.zoo import MOST_NUMEL, NAMES, tiny_config, transformers
 
 FILE = "model.safetensors"
 
@@ -82,3 +82,15 @@ def assert_same_model(plain: Any, engine: offload.Engine) -> None:
     assert model.training == plain.training
     if plain.can_generate():
         assert model.generation_config.to_dict() == plain.generation_config.to_dict()
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (found, expected)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if name.endswith(".safetensors"):
+            loaded = [load_file(folder / name) for folder in (found, expected)]
+            assert_same_bits(*loaded)
+            assert [t.dtype for t in loaded[0].values()] == [t.dtype for t in loaded[1].values()]
+        else:
+            assert (found / name).read_text() == (expected / name).read_text()

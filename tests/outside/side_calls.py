@@ -87,6 +87,28 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    if hasattr(value, "__iter__") and not isinstance(value, str):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    return []
+
+
+def copied(value: Any) -> Any:
+    """The same structure with tensors of its own, all of them leaves."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, (list, tuple)):
+        parts = [copied(each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return copy.deepcopy(value)
+
+
 # ----------------------------------------------------------------------- PyTorch's own cases
 def info_recipes(training: bool) -> Iterator[Recipe]:
     for info in module_db:

@@ -80,6 +80,7 @@ class Run:
         return self
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_loop_trains_as_plainly_and_resumes_to_the_bit(placement: str, tmp_path: Path) -> None:
     kind, half, whole = integration.OffloadAccelerator, 2 * ACCUMULATE, STEPS * ACCUMULATE
@@ -107,17 +108,7 @@ def test_a_loop_trains_as_plainly_and_resumes_to_the_bit(placement: str, tmp_pat
         assert_same_bits(values_of(again), weights)
 
 
-def test_a_scheduler_that_was_not_prepared_is_told_of(tmp_path: Path) -> None:
-    """accelerate saves those that it knows."""
-    model = tiny_llama()
-    with offload.initialize(model, settings(tmp_path, PLACEMENTS["host"])) as engine:
-        accelerator = integration.OffloadAccelerator(cpu=True)
-        accelerator.prepare(model, engine.optimizer)
-        torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
-        accelerator.save_state(str(tmp_path / "saved"))
-        assert engine._told_of_scheduler
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_preparing_copies_no_states(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,28 +128,6 @@ def test_preparing_copies_no_states(
         assert run.accelerator.unwrap_model(run.model) is model
 
 
-def test_automatic_names_and_other_models_beside(tmp_path: Path) -> None:
-    project = accelerate.utils.ProjectConfiguration(
-        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
-    )
-    model, other = tiny_llama(), nn.Linear(2, 2)
-    with offload.initialize(model, settings(tmp_path, PLACEMENTS["host"])) as engine:
-        run = Run(
-            integration.OffloadAccelerator, model, engine.optimizer, project_config=project
-        )  # fmt: skip
-        second = run.accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))[0]
-        for _ in range(3):
-            run.accelerator.save_state()
-        weights, theirs = values_of(model), other.weight.detach().clone()
-        run.go(0, ACCUMULATE)
-        with torch.no_grad():
-            second.weight.zero_()
-        run.accelerator.load_state()
-        assert_same_bits(values_of(model), weights)
-        assert torch.equal(other.weight, theirs)
-        assert len(list((tmp_path / "checkpoints").iterdir())) == 2
-
-
 def test_what_a_plain_accelerator_saved_is_loaded(tmp_path: Path) -> None:
     expected_model = tiny_llama()
     expected = Run(accelerate.Accelerator, expected_model, plain_optimizer(expected_model))
@@ -173,6 +142,7 @@ def test_what_a_plain_accelerator_saved_is_loaded(tmp_path: Path) -> None:
         assert_close(values_of(model), values_of(expected_model))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("most", ["10GB", "20KB"])
 def test_a_models_files_are_those_of_a_plain_accelerator(most: str, tmp_path: Path) -> None:
     """Tied weights once, buffers too, also over the shards of an earlier save."""
@@ -199,17 +169,6 @@ def test_a_models_files_are_those_of_a_plain_accelerator(most: str, tmp_path: Pa
         else:
             assert_same_bits(*(safetensors.load_file(path) for path in pair))
     assert (tmp_path / "other/model.safetensors").is_file()
-
-
-def test_a_watch_sees_the_mean_of_the_passes_losses(tmp_path: Path) -> None:
-    found: list[float] = []
-    model = tiny_llama()
-    with offload.initialize(model, settings(tmp_path, PLACEMENTS["host"])) as engine:
-        engine.watch(loggers=[lambda row, step: found.append(row["loss"])], show=False)
-        run = Run(integration.OffloadAccelerator, model, engine.optimizer).go(0, 2 * ACCUMULATE)
-    losses = run.losses
-    means = [sum(losses[n : n + ACCUMULATE]) / ACCUMULATE for n in (0, ACCUMULATE)]
-    assert found == pytest.approx(means)
 
 
 def test_saving_between_the_passes_of_a_step_is_refused(tmp_path: Path) -> None:

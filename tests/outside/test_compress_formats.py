@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 import offload
-from offload.errors import ConfigError, UnsupportedError
-from tests.offload.engine_cases import HOST, bits, config
+from tests.offload.engine_cases import bits
 from tests.outside.pretrained_cases import FILE, saved
-from tests.outside.test_causal_lm_zoo import transformers
 from tests.outside.test_compress import CAUSAL, opened, values
+from tests.outside.zoo import transformers
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -25,6 +23,7 @@ def mixture(folder: Path, model_type: str = "mixtral", dtype: str = "float32") -
     )  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("code", ["int4", "int8"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts_are_in_codes_each_by_itself(code: str, model_type: str, tmp_path: Path) -> None:
@@ -42,6 +41,7 @@ def test_experts_are_in_codes_each_by_itself(code: str, model_type: str, tmp_pat
         assert bool((error <= most / (127 if code == "int8" else 7) * 0.52).all()), name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("code", ["int4", "int8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_transformers_loads_the_same_experts(code: str, dtype: str, tmp_path: Path) -> None:
@@ -54,33 +54,3 @@ def test_transformers_loads_the_same_experts(code: str, dtype: str, tmp_path: Pa
     expected = dict(loaded.named_parameters())
     for name, value in opened(tmp_path / "out").items():
         assert bits(value.float()) == bits(expected[name].detach().float()), name
-
-
-def test_experts_in_any_tier_have_the_values_of_the_folder(tmp_path: Path) -> None:
-    folder = mixture(tmp_path / "model")
-    offload.compress(folder, tmp_path / "out", storage="int4", group_size=32)
-    expected = opened(tmp_path / "out")
-    keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision="fp32")
-    model: Any = offload.dispatch(offload.open_pretrained(tmp_path / "out"), keys)
-    with offload.dispatched(model) as owner, owner.gathered():
-        found = {n: bits(p.detach().clone()) for n, p in model.named_parameters()}
-    assert found == {n: bits(t) for n, t in expected.items()}
-
-
-def test_values_that_a_dispatched_model_computes_with_are_not_changed(tmp_path: Path) -> None:
-    folder = mixture(tmp_path / "model")
-    storage = {"weights": "int4", "group_size": 32}
-    keys = config(tmp_path, HOST, budget={"host": "64MiB"}, precision="fp32", storage=storage)
-    model: Any = offload.dispatch(offload.open_pretrained(folder), keys)
-    with (
-        offload.dispatched(model),
-        pytest.raises(UnsupportedError, match="which compressed-tensors would round"),
-    ):
-        offload.compress(model, tmp_path / "out", storage="int4", group_size=32)
-
-
-def test_experts_cannot_be_skipped(tmp_path: Path) -> None:
-    folder = mixture(tmp_path / "model")
-    skip = ["lm_head", "experts"]
-    with pytest.raises(ConfigError, match="transformers looks for codes of all experts"):
-        offload.compress(folder, tmp_path / "out", storage="int8", group_size=32, skip=skip)

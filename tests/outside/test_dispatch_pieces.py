@@ -13,7 +13,6 @@ from torch import Tensor
 
 import offload
 from offload.errors import UnsupportedError
-from tests.offload.engine_cases import bits
 
 transformers = pytest.importorskip("transformers")
 SHAPE: dict[str, Any] = {
@@ -85,7 +84,7 @@ def generated(model: Any, **how: Any) -> tuple[list[list[int]], Tensor]:
     return found.sequences.tolist(), torch.stack(found.logits)
 
 
-@pytest.mark.sample("llama", "experts")
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_whole_batch(tmp_path: Path, name: str) -> None:
     model = dispatch(tmp_path, build(name), name, 2)
@@ -94,15 +93,6 @@ def test_tokens_are_those_of_the_whole_batch(tmp_path: Path, name: str) -> None:
         found, others = generated(model)
         assert found == expected
         assert torch.allclose(logits, others, atol=1e-6)
-
-
-def test_the_placement_changes_no_bit_of_them(tmp_path: Path) -> None:
-    found = []
-    for home in "host", "nvme":
-        model = dispatch(tmp_path, build("llama"), "llama", 3, home)
-        with offload.dispatched(model):
-            found.append(bits(generated(model)[1]))
-    assert found[0] == found[1]
 
 
 def test_weights_are_read_once_per_pass(tmp_path: Path) -> None:
@@ -145,16 +135,3 @@ def test_what_is_refused(tmp_path: Path, call: Callable[[Any], Any], error: str)
         with pytest.raises(UnsupportedError, match=error):
             call(model)
         assert torch.allclose(found.logits, build("llama")(TOKENS).logits, atol=1e-6)
-
-
-def test_blocks_that_hand_on_one_row_for_all_are_refused(tmp_path: Path) -> None:
-    """T5's bias by position. What is advised helps a model that does not train."""
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
-    made = transformers.T5Config(**sizes, num_layers=2, decoder_start_token_id=0)
-    model = transformers.T5ForConditionalGeneration(made)
-    keys: dict[str, Any] = {"device": "cpu", "micro_batches": 2, "groups": {"blocks": ["T5Block"]}}
-    with (
-        offload.dispatched(offload.dispatch(model, keys)),
-        pytest.raises(UnsupportedError, match=r"micro_batches: 1 and give the model smaller batch"),
-    ):
-        model.generate(TOKENS, use_cache=False)

@@ -115,7 +115,7 @@ def forget_copies(engine: TieredModel) -> None:
                 piece.drop()
 
 
-@pytest.mark.sample("nothing stays-modules", "all stays-packed")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("packed", [False, True], ids=["modules", "packed"])
 @pytest.mark.parametrize("stays", [False, True], ids=["nothing stays", "all stays"])
 def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stays: bool) -> None:

@@ -3,10 +3,8 @@ the bits of one that was never interrupted, also where steps were missed by then
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ class Model(Routed):
         return loss
 
 
+@pytest.mark.sample("packed-nvme")
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "list"])
 def test_training_goes_on_with_the_same_bits(
@@ -96,31 +95,3 @@ def interrupted(engine: offload.Engine, use: Callable[[offload.Engine], None], p
     except KeyboardInterrupt:
         assert_at_rest(engine)
     assert not engine.runtime.store.in_use()
-
-
-def test_an_interrupted_read_leaves_nothing_in_use_without_the_collector(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module_tree, "SMALL_UNIT_NUMEL", 0)
-    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
-    with offload.initialize(
-        seeded(lambda: Model(2, packed=True)), config(tmp_path, HOST)
-    ) as engine:
-        experts: Any = engine.module.get_submodule("layers.1.experts")
-        param = next(experts.parameters())
-        with torch.no_grad(), counted_points() as points:
-            param[1].clone()
-        assert points() > 100
-        gc.collect()
-        gc.disable()
-        try:
-            for point in range(1, points() + 1):
-                with suppress(KeyboardInterrupt), torch.no_grad(), at_point(point):
-                    param[1].clone()
-                assert not engine.runtime.store.in_use(), point
-                assert torch.is_grad_enabled(), point
-            gc.collect()
-            assert torch.is_grad_enabled()
-        finally:
-            gc.enable()
-            torch.set_grad_enabled(True)  # for the tests that follow where this one fails

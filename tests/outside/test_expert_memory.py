@@ -100,7 +100,7 @@ def run(
         return losses, states_of(engine), tiers["host"].peak_nbytes - needed
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("packed", [False, True], ids=["modules", "packed"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_least_memory_is_enough(tmp_path: Path, way: str, packed: bool, long: bool) -> None:
@@ -113,6 +113,7 @@ def test_the_least_memory_is_enough(tmp_path: Path, way: str, packed: bool, long
         assert_same_bits(states, expected)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("packed", [False, True], ids=["modules", "packed"])
 @pytest.mark.parametrize("way", ["own", "torch's", "torch's, reentrant"])
 def test_a_recomputation_that_held_all_experts_would_not_fit(

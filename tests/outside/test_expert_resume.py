@@ -94,13 +94,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample("packed-fp16")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "list"])
 def test_runs_that_are_cut_have_the_bits_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool, case: str, long: bool
 ) -> None:
-    if not long and (packed, case) not in ((True, "fp32"), (True, "fp16"), (False, "fp32")):
-        pytest.skip("--long")
     steps = 200 if long else 20
     cuts = set(random.Random(case).sample(range(1, steps), 6 if long else 2))
     monkeypatch.setattr(module_tree, "SMALL_UNIT_NUMEL", 0)

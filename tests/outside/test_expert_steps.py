@@ -123,6 +123,7 @@ CASES: list[tuple[dict[str, str], Event, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("placement", "event", "keys"), CASES)
 def test_experts_in_groups_of_their_own_change_nothing(
     placement: dict[str, str], event: Event, keys: dict[str, Any], tmp_path: Path,

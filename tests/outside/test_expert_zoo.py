@@ -1,7 +1,10 @@
-"""Every architecture of transformers with packed experts computes the loss and all gradients of its
-default implementation, to the bit, with each expert's slices as leaves.
+"""Every architecture of transformers with experts, trained by the engine with each expert as a
+group of its own: the loss and all gradients have the bits of plain PyTorch, which computes with the
+default implementation; after two steps weights and optimizer states are those of an engine that
+moves a block's experts with the block.
 
-Without --long, one architecture for each way in which such experts are computed.
+Without --long, one architecture for each way in which experts are computed, each trained in another
+way.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +21,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.outside.expert_cases import equal_or_no_tokens, packed_experts, sliced, transformers
-from tests.outside.test_causal_lm_zoo import SHRINK
+import offload
+from offload.errors import UnsupportedError
+from offload.zero.groups import module_tree
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits, bits, config, parameters_of
+from tests.outside.expert_cases import packed_experts, transformers
 from tests.outside.trainer_cases import quiet
+from tests.outside.zoo import SHRINK
 
 ALL_HEADS: dict[str, Any] = {"num_key_value_heads": 4}
 SPARSE: dict[str, Any] = {"mlp_layer_types": ["sparse"] * 2, "first_k_dense_replace": 0}
@@ -89,8 +97,57 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "solar_open": ("SolarOpenForCausalLM", {}),
     "zaya": ("ZayaForCausalLM", {"num_experts_per_tok": 1}),
 }  # fmt: skip
-# With the flags of the decorator, a gate of its own, no gate at all, latent experts, one expert
-SAMPLE = ("gpt_oss", "deepseek_v4", "nemotron_h", "openai_privacy_filter", "qwen3_moe", "zaya")
+
+SHARES: dict[str, Any] = {key: {"host": "40%", "nvme": "60%"} for key in NVME}
+# Lists of modules, in an encoder and a decoder
+LISTS = {"nllb_moe": "NllbMoe", "switch_transformers": "SwitchTransformers"}
+# Computed by the model's own code from parameters of all experts: not groups of their own
+OWN_CODE: dict[str, tuple[str, dict[str, Any]]] = {
+    "aria": ("AriaTextForCausalLM",
+             {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
+    "dbrx": ("DbrxForCausalLM",
+             {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+              "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4,
+                             "moe_top_k": 2}}),
+    "jetmoe": ("JetMoeForCausalLM", {"kv_channels": 8}),
+    "llama4": ("Llama4ForCausalLM", {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1}),
+    "longcat_flash": ("LongcatFlashForCausalLM",
+                      {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2,
+                       "moe_topk": 2, "num_layers": 1, "num_key_value_heads": 4, "head_dim": 4}),
+    "step3p7": ("Step3p7TextModel",
+                {"sliding_window": 4, "layer_types": ATTENTION,
+                 "mlp_layer_types": ["sparse"] * 2}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """Of training."""
+
+    placement: dict[str, Any]
+    keys: dict[str, Any] = field(default_factory=dict)
+    recomputes: bool = False  # by transformers
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if "precision" in self.keys else "float32"
+
+
+WAYS = {
+    "host": Way(HOST),
+    "nvme": Way(NVME),
+    "shares": Way(SHARES),
+    "transformers recomputes": Way(NVME, recomputes=True),
+    "engine recomputes": Way({**SHARES, "activations": {"checkpoint": True}}),
+    "bf16": Way(NVME, {"precision": "bf16"}),
+}
+# With the flags of the decorator, a gate of its own, latent experts, one expert, lists, own code
+SAMPLE = (
+    "shares-gpt_oss", "host-deepseek_v4", "engine recomputes-nemotron_h",
+    "transformers recomputes-qwen3_moe", "bf16-zaya", "nvme-nllb_moe", "nvme-llama4",
+)  # fmt: skip
+# Its encoder makes a cache, whatever it is asked for
+REFUSED = {("diffusion_gemma", "engine recomputes"): "layers.0 is given a DynamicCache"}
 
 
 @pytest.fixture(autouse=True)
@@ -117,41 +174,186 @@ def build(
     return model.float().train()
 
 
-def loss_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
-    tokens = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))
-    model.zero_grad()
-    torch.manual_seed(1)
-    found = model(input_ids=tokens)
+def build_lists(architecture: str, dtype: str) -> nn.Module:
+    """Two blocks with experts on each side."""
+    kind: Any = getattr(transformers, f"{LISTS[architecture]}ForConditionalGeneration")
+    fields = vars(kind.config_class())
+    keys = {key: SHRINK[key] for key in SHRINK.keys() & fields.keys()}
+    sparse = {key: 1 for key in fields if key.endswith("_sparse_step")}  # every block
+    two = dict.fromkeys(
+        ("num_decoder_layers", "num_sparse_encoder_layers", "num_sparse_decoder_layers"), 2
+    )
+    # routers cast their own parameters
+    own = {**sparse, **two, "is_decoder": False, "router_dtype": dtype}
+    torch.manual_seed(0)
+    model: nn.Module = kind(kind.config_class(**{**keys, **own}))
+    return model
+
+
+def made(architecture: str, way: Way) -> Any:
+    if architecture in LISTS:
+        model: Any = build_lists(architecture, way.dtype)
+    else:
+        model = build(architecture, ARCHITECTURES | OWN_CODE)
+    if way.recomputes:
+        model.gradient_checkpointing_enable()
+    return model.to(getattr(torch, way.dtype)).train()
+
+
+def loss_of(model: Any, number: int) -> Tensor:
+    tokens = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(number))
+    inputs = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens.flip(0)
+    torch.manual_seed(number)  # dropout and jitter that no key turns off
+    found = model(**inputs)
     values = found.logits if hasattr(found, "logits") else found.last_hidden_state
-    loss = values.float().square().mean()
-    loss.backward()
-    return loss.detach(), {name: param.grad for name, param in model.named_parameters()}
+    loss: Tensor = values.float().square().mean()
+    return loss
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_slices_give_the_bits_of_the_default(architecture: str, long: bool) -> None:
-    if not long and architecture not in SAMPLE:
-        pytest.skip("one of each kind: --long has all")
-    model = build(architecture)
-    modules = packed_experts(model)
-    assert modules
-    expected_loss, expected = loss_and_gradients(model)
-    with sliced(list(modules.values())) as made:
-        loss, found = loss_and_gradients(model)
-    assert torch.equal(loss, expected_loss)
-    for (name, module), slices in zip(modules.items(), made, strict=True):
-        # experts of images are not called
-        assert slices.announced == [slices.used] or not [*slices.announced, *slices.used]
-        for parameter, _ in module.named_parameters():
-            assert found[f"{name}.{parameter}"] is None  # nothing reads it
-            found[f"{name}.{parameter}"] = slices.gradient(parameter)
-    wrong = [name for name in found if not equal_or_no_tokens(found[name], expected[name])]
-    assert not wrong, f"{len(wrong)} of {len(found)} gradients differ: {wrong[:4]}"
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_all_architectures_with_packed_experts_are_listed(long: bool) -> None:
-    if not long:
-        pytest.skip("reads all of transformers' models: --long")
+def states_of(engine: offload.Engine) -> dict[str, Tensor]:
+    """Buffers, parameters and their optimizer states."""
+    states = {
+        f"{name} {key}": value
+        for name, param in engine.module.named_parameters()
+        for key, value in engine.values.read_state(param).items()
+    }
+    return {**states, **parameters_of(engine), **dict(engine.module.named_buffers())}
+
+
+def compare(
+    build_model: Callable[[], Any], loss_of: Callable[[Any, int], Tensor], way: Way, tables: int,
+    folder: Path, patch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`tables` modules of experts are parted. `loss_of` a model and the number of the step."""
+    patch.setattr(module_tree, "SMALL_UNIT_NUMEL", 0)  # blocks, as in a large model
+    plain = build_model()
+    expected = loss_of(plain, 0)
+    expected.backward()
+    settings = config(
+        folder, way.placement, budget={"host": "128MiB", "nvme": "256MiB"},
+        optimizer={"type": "adamw", "lr": 1e-2, "weight_decay": 0.1}, **way.keys,
+    )  # fmt: skip
+    results = []
+    for least, number in (0, tables), (1 << 40, 0):
+        patch.setattr(module_tree, "SMALL_TABLE_NUMEL", least)
+        with offload.initialize(build_model(), settings) as engine:
+            assert len(engine.runtime.store.tables) == number
+            found = {}
+            for step in range(2):
+                loss = loss_of(engine.module, step)
+                engine.backward(loss)
+                found[f"loss {step}"] = loss.detach()
+                gradients = gradients_of(engine.module)
+                found |= {f"{name}.grad {step}": each for name, each in gradients.items()}
+                if step == 0:
+                    assert bits(loss) == bits(expected)
+                    assert_same_bits(gradients, gradients_of(plain))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            engine.check_integrity()
+            results.append({**found, **states_of(engine)})
+    assert_same_bits(*results)
+
+
+def tables_of(architecture: str, model: nn.Module) -> int:
+    if architecture in OWN_CODE:
+        return 0
+    if architecture in LISTS:
+        return 4
+    found = packed_experts(model).values()
+    return sum(len(module.down_proj) > 1 for module in found)  # type: ignore[arg-type]
+
+
+@pytest.mark.sample(*SAMPLE)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *LISTS, *OWN_CODE])
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_train_with_the_bits_of_plain_pytorch(
+    architecture: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = WAYS[way]
+    try:
+        tables = tables_of(architecture, made(architecture, chosen))
+    except ValueError as error:
+        if "gradient checkpointing" not in str(error):
+            raise
+        pytest.skip(str(error))  # says transformers
+    args: Any = (lambda: made(architecture, chosen), loss_of, chosen, tables, tmp_path, monkeypatch)
+    if refusal := REFUSED.get((architecture, way)):
+        with pytest.raises(UnsupportedError, match=refusal):
+            compare(*args)
+    else:
+        compare(*args)
+
+
+def with_images() -> Any:
+    """A configuration of text is inside of the model's."""
+    text = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48,
+        "out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    settings = transformers.Qwen3VLMoeConfig(
+        text_config=text, vision_config=vision, image_token_id=60, video_token_id=61,
+        vision_start_token_id=62, vision_end_token_id=63,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Qwen3VLMoeForConditionalGeneration(settings).train()
+
+
+def loss_with_an_image(model: Any, number: int) -> Tensor:
+    """One of 16 patches: 4 tokens."""
+    generator = torch.Generator().manual_seed(number)
+    image = torch.tensor([[62, 60, 60, 60, 60, 63]])
+    tokens = torch.cat([image, torch.randint(3, 60, (1, 4), generator=generator)], dim=1)
+    loss: Tensor = model(
+        input_ids=tokens, labels=tokens, mm_token_type_ids=(tokens == 60).long(),
+        pixel_values=torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
+        image_grid_thw=torch.tensor([[1, 4, 4]]), use_cache=False,
+    ).loss  # fmt: skip
+    return loss
+
+
+def test_experts_of_a_model_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = WAYS["engine recomputes"]
+    compare(with_images, loss_with_an_image, way, 2, tmp_path, monkeypatch)
+
+
+def test_what_the_router_adds_to_the_loss_has_its_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_model() -> Any:
+        model = made("mixtral", WAYS["nvme"])
+        model.config.output_router_logits = True
+        model.router_aux_loss_coef = 0.5
+        for layer in model.model.layers:
+            layer.mlp.jitter_noise = 0.2
+        return model
+
+    def loss_with_routing(model: Any, number: int) -> Tensor:
+        torch.manual_seed(number)
+        tokens = torch.arange(3 + number, 11 + number).view(2, 4)
+        found = model(input_ids=tokens, labels=tokens)
+        assert found.aux_loss > 0
+        loss: Tensor = found.loss
+        return loss
+
+    compare(build_model, loss_with_routing, WAYS["nvme"], 2, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow  # reads all of transformers' models
+def test_all_architectures_with_packed_experts_are_listed() -> None:
     models = Path(transformers.__file__).parent / "models"
     decorated = {
         path.parent.name

@@ -3,18 +3,14 @@ gradients; what is touched; and what becomes of a model's configuration."""
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +25,6 @@ from tests.outside.expert_cases import (
     sliced,
     transformers,
 )
-from tests.outside.trainer_cases import quiet
 
 FAST, ALL = 80, 1500  # drawn cases
 WAYS = ("plain", "plain", "autocast", "recomputed", "strided")
@@ -133,34 +128,6 @@ def test_drawn_modules_have_the_bits_of_the_default(long: bool) -> None:
         assert not differences(case), (seed, case.shape, case.way, differences(case))
 
 
-def test_several_threads_have_the_bits_of_one() -> None:
-    """With several the default adds up gradients of fp32 in any order."""
-    g = torch.Generator().manual_seed(0)
-    shape = Shape(3, 64, 64, has_bias=True)
-    module = shape.build(g)
-    index = torch.rand(512, 3, generator=g).argsort(dim=1)
-    hidden, gradient = torch.randn(2, 512, 64, generator=g)
-    case = Case(shape, module, "plain", hidden, index, index.float(), gradient, True, True)
-    expected = case.run()
-    torch.set_num_threads(2)
-    for _ in range(3):
-        with sliced([module]) as (slices,):
-            found = case.run()
-        found |= {name: slices.gradient(name) for name in slices.packed}
-        assert all(equal_or_no_tokens(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_a_graph_the_output_is_the_same(
-    context: type[AbstractContextManager[None]],
-) -> None:
-    case = draw(6)
-    expected = case.run()["out"]
-    with sliced([case.module]), context():
-        found = case.module(case.hidden, case.index, case.weights)
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", None])
 def test_frozen_experts_leave_the_gradients_of_the_others(name: str | None) -> None:
     g = torch.Generator().manual_seed(0)
@@ -235,33 +202,6 @@ def logits_of(model: nn.Module) -> Tensor:
     return logits
 
 
-def test_nothing_of_it_is_saved_with_the_model(tmp_path: Path) -> None:
-    model = tiny_mixtral()
-    expected = logits_of(model)
-    with sliced(modules_of(model)):
-        assert model.get_experts_implementation() == {"": "offload"}
-        assert "experts_implementation" not in model.config.to_json_string(use_diff=False)
-        model.save_pretrained(tmp_path)
-    assert "experts_implementation" not in (tmp_path / "config.json").read_text()
-    with quiet():
-        loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
-    assert loaded.get_experts_implementation() == {"": "grouped_mm"}
-    assert torch.equal(logits_of(loaded), expected)
-
-
-def test_copies_of_the_configuration_compute_as_by_default() -> None:
-    model = tiny_mixtral()
-    expected = logits_of(model)
-    with sliced(modules_of(model)) as made:
-        copies = []
-        for config in (copy.deepcopy(model.config), model.config):
-            other = transformers.MixtralForCausalLM(config)
-            other.load_state_dict(model.state_dict())
-            copies.append(other)
-        assert all(torch.equal(logits_of(each), expected) for each in copies)
-        assert not any(slices.announced for slices in made)
-
-
 def test_detached_it_is_as_before_but_for_what_was_chosen_since() -> None:
     model = tiny_mixtral()
     with sliced(modules_of(model)):
@@ -274,45 +214,6 @@ def test_detached_it_is_as_before_but_for_what_was_chosen_since() -> None:
         assert not any(slices.announced for slices in made)
     assert model.get_experts_implementation() == {"": "eager"}
     assert modules_of(model) == []
-
-
-def test_models_with_one_configuration_are_detached_one_after_the_other() -> None:
-    first, second = tiny_mixtral(), tiny_mixtral()
-    for module in modules_of(second):
-        module.config = modules_of(first)[0].config
-    with sliced(modules_of(second)) as made:
-        with sliced(modules_of(first)):
-            pass
-        logits_of(second)
-        assert all(slices.announced for slices in made)
-    assert first.get_experts_implementation() == {"": "grouped_mm"}
-
-
-class Twice(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
-def test_a_parametrized_module_computes_with_its_parametrization() -> None:
-    """As PEFT's adapters of packed parameters are."""
-    model = tiny_mixtral()
-    parametrized, other = modules_of(model)
-    with sliced([parametrized, other]) as (skipped, used):
-        parametrize.register_parametrization(parametrized, "down_proj", Twice())
-        found = logits_of(model)
-        assert not skipped.announced
-        assert used.announced
-    assert torch.equal(logits_of(model), found)
-
-
-def test_a_functional_call_computes_with_the_given_parameters() -> None:
-    model = tiny_mixtral()
-    given = {name: param * 2 for name, param in model.named_parameters()}
-    expected = torch.func.functional_call(model, given, (), {"input_ids": TOKENS}).logits
-    with sliced(modules_of(model)) as made:
-        found = torch.func.functional_call(model, given, (), {"input_ids": TOKENS}).logits
-        assert not any(slices.announced for slices in made)
-    assert torch.equal(found, expected)
 
 
 def test_a_negative_expert_is_refused() -> None:

@@ -21,7 +21,7 @@ from tests.offload.engine_cases import HOST, assert_same_bits, bits, config, see
 from tests.offload.test_checkpoint_cli import run
 from tests.offload.test_checkpoint_forged import in_time, signed
 from tests.outside.pretrained_cases import assert_same_model, opened, saved
-from tests.outside.test_causal_lm_zoo import NAMES, transformers
+from tests.outside.zoo import NAMES, transformers
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -93,6 +92,7 @@ def plainly(folder: Path, *prompts: str, new: int = 12, **sampling: Any) -> list
 
 
 # ---------------------------------------------------------------- the text
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.4, "top_k": 50, "top_p": 0.9}], ids=str)
 def test_the_text_is_transformers_own(
     sampling: dict[str, Any], folder: Path, placed: list[str], capsys: Any
@@ -109,6 +109,7 @@ def test_the_text_is_transformers_own(
         assert part in said.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("host", ["150KiB", "250KiB", "8MiB"])
 def test_a_plan_is_what_dispatch_makes_of_it(
     host: str, folder: Path, tmp_path: Path, capsys: Any
@@ -139,23 +140,6 @@ def test_a_plan_is_what_dispatch_makes_of_it(
     (line,) = [line for line in said.splitlines() if line.startswith("parameters ")]
     where = planned.placements[StateClass.PARAMETERS].describe()
     assert where in line
-
-
-@pytest.mark.parametrize("home", ["nvme", "host"])
-def test_caches_in_tiers_are_predicted(
-    home: str, folder: Path, placed: list[str], capsys: Any
-) -> None:
-    prompts = ["to be or not to be, the lazy dog", "the quick brown fox jumps"] * 2
-    expected = plainly(folder, *prompts, new=20, do_sample=False)
-    given = [word for prompt in prompts for word in ("--prompt", prompt)]
-    room = ["-o", f"placement.kv={home}", "-o", "budget.host=600KiB"]
-    words = [*given, "--max-new-tokens", "20", "--greedy", *room]
-    assert run(str(folder), *placed, *words) == 0
-    said = capsys.readouterr()
-    assert all(f"---\n{text}\n" in said.out for text in expected)
-    ratios = dict(re.findall(r"(host|nvme) (\d\.\d+)", said.err.rpartition("measured:")[2]))
-    assert ratios.keys() == {"host", "nvme"}
-    assert all(float(ratio) == pytest.approx(1, abs=0.03) for ratio in ratios.values()), ratios
 
 
 def test_a_batch_is_printed_at_the_end(folder: Path, placed: list[str], capsys: Any) -> None:
@@ -219,54 +203,15 @@ def test_what_cannot_be_meant_is_one_line(folder: Path, placed: list[str], capsy
         assert "Traceback" not in error
 
 
-def test_folders_that_lack_something(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        os.link(folder / name, bare / name)
-    assert run(str(bare), "--prompt", "x") == 2
-    assert "has no tokenizer" in capsys.readouterr().err
-    (bare / "tokenizer.json").write_text("{")
-    assert run(str(bare), "--prompt", "x") == 2
-    assert "its tokenizer cannot be read" in capsys.readouterr().err
-    (bare / "model.safetensors").unlink()
-    assert run(str(bare), "--prompt", "x") == 2
-    assert "has no model.safetensors" in capsys.readouterr().err
-
-
-def test_an_encoder_and_a_missing_template(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        vocab_size=320,
-    )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    assert run(str(tmp_path), "--prompt", "x") != 0
-    assert "BertModel generates no text" in capsys.readouterr().err
-    values = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    os.replace(
-        _copied(folder / "model.safetensors", tmp_path / "a"), tmp_path / "model.safetensors"
-    )
-    assert run(str(tmp_path), "--prompt", "x", "--chat") == 2
-    assert "has no chat template" in capsys.readouterr().err
-
-
-def _copied(path: Path, to: Path) -> Path:
-    to.write_bytes(path.read_bytes())
-    return to
-
-
 # ---------------------------------------------------------------- in a shell
 def _command(folder: Path, placed: list[str], *more: str) -> list[str]:
     words = ["generate", str(folder), *placed, "--prompt", "to be", *more]
     return [sys.executable, "-m", "offload", *words]
 
 
-def test_ctrl_c_ends_with_the_table(folder: Path, tmp_path: Path, long: bool) -> None:
+@pytest.mark.slow  # a process of its own
+def test_ctrl_c_ends_with_the_table(folder: Path, tmp_path: Path) -> None:
     """On a terminal, where text is seen token by token."""
-    if not long:
-        pytest.skip("a process of its own: --long")
     many = tmp_path / "many"
     many.mkdir()
     for path in folder.iterdir():
@@ -297,9 +242,8 @@ def test_ctrl_c_ends_with_the_table(folder: Path, tmp_path: Path, long: bool) ->
     assert "Traceback" not in said
 
 
-def test_a_closed_pipe_ends_it_without_a_word(folder: Path, placed: list[str], long: bool) -> None:
-    if not long:
-        pytest.skip("a process of its own: --long")
+@pytest.mark.slow  # a process of its own
+def test_a_closed_pipe_ends_it_without_a_word(folder: Path, placed: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     words = _command(folder, placed, *NEW)

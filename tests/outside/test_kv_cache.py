@@ -7,7 +7,6 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from offload.errors import StateError, TierFullError, UnsupportedError
 from offload.kv.paged_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
-from offload.zero.groups.fetching import Fetcher
-from offload.zero.kv.pages import KVPages
 from offload.zero.kv.sizes import CachedLayer
-from offload.zero.kv.store import KVStore
 from tests.offload.kv_cases import Homes
 
 TIERS = {
@@ -127,6 +123,7 @@ def step(pair: Pair, draw: random.Random) -> None:
         pair.both(lambda cache: cache.activate_past_recording())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_operations_have_the_bits_of_transformers_own(
@@ -146,52 +143,6 @@ def test_drawn_operations_have_the_bits_of_transformers_own(
         gc.collect()
         store.reap()  # what an error of transformers' own has kept until here
     assert here.held() == {"host": 0, "nvme": 0}
-
-
-@pytest.mark.parametrize(("room", "together"), [(16, 4), (15, 3)])
-def test_open_pages_of_all_layers_lie_together(
-    homes: Callable[..., Homes], room: int, together: int
-) -> None:
-    """Between slots that come and go they would leave no room for what attention reads. All of
-    them that a quarter of the memory holds."""
-    here = homes("nvme", host_nbytes=room * 4096)
-    store = KVStore(here, Fetcher(4), torch.device("cpu"), layers=4, page_tokens=8)
-    layers = [KVPages(store, f"layer {number}") for number in range(4)]
-    for layer in layers:
-        layer.extend(*tokens(random.Random(0), 2, 3))
-    starts = sorted(layer._open.tensor.data_ptr() for layer in layers if layer._open is not None)
-    assert [b - a for a, b in pairwise(starts)][: together - 1] == [4096] * (together - 1)
-    assert [slab.cells for slab in store._slabs[4096]] == [together] + [1] * (4 - together)
-    for layer in layers:
-        layer.close()
-    store.reap()
-    assert here.held() == {"host": 0, "nvme": 0}
-
-
-def test_a_prompt_that_is_repeated_for_a_large_batch_needs_no_large_pages(
-    homes: Callable[..., Homes],
-) -> None:
-    """A page has as many tokens as make it large: of one sequence many more than of sixty-four."""
-    pair = Pair("dynamic", homes("nvme", host_nbytes=4 << 20).store(page_tokens=None))
-    draw = random.Random(0)
-    pair.batch = 1
-    pair.update(draw, 9)
-    pair.both(lambda cache: cache.batch_repeat_interleave(64))
-    pair.batch = 64
-    for _ in range(3):
-        pair.update(draw, 5)
-
-
-def test_where_more_rows_find_no_room_nothing_has_changed(
-    homes: Callable[..., Homes],
-) -> None:
-    made = homes("nvme", host_nbytes=256 << 10)
-    for count in (9, 40):  # in an open page alone, and in full ones, too
-        pair, draw = Pair("dynamic", made.store(page_tokens=16)), random.Random(0)
-        pair.update(draw, count)
-        with pytest.raises(TierFullError):
-            pair.ours.layers[0].batch_repeat_interleave(256)
-        pair.update(draw, 1)
 
 
 def test_a_static_cache_stays_out_of_tiers(homes: Callable[..., Homes]) -> None:
@@ -229,6 +180,7 @@ def test_plans_know_what_layers_keep_of_a_token(kind: str, keys: dict[str, Any])
     assert cached_layers(model) == tuple(kept)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tiers", ["host", "mixed"])
 def test_a_cache_is_refused_room_only_where_the_free_bytes_do_not_suffice(
     homes: Any, tiers: str, long: bool

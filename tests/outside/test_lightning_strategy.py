@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import offload
 from offload.errors import (
     CheckpointError,
     ConfigError,
@@ -150,18 +149,6 @@ def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
     again.engine.close()
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Adagrad"])
-def test_other_optimizers_of_the_module(optimizer: str, tmp_path: Path) -> None:
-    def module() -> Any:
-        return seeded(lambda: Lit(optimizer=optimizer))
-
-    expected, _ = fit(tmp_path / "plain", module=module())
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    found, _ = fit(tmp_path / "ours", strategy, module())
-    assert_equal_runs(found, expected)
-    strategy.engine.close()
-
-
 def test_clipping_by_value_by_the_engine_and_shuffled_rows(tmp_path: Path) -> None:
     def run(folder: str, strategy: Any, **keys: Any) -> Any:
         torch.manual_seed(3)
@@ -204,64 +191,6 @@ def test_a_plain_checkpoint_is_loaded_and_a_folder_becomes_one(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"000\.safetensors is damaged"):
         strategies.consolidate(tmp_path / "final.ckpt", tmp_path / "damaged.file")
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_evaluation_before_training_and_a_second_fit_begin_anew(tmp_path: Path) -> None:
-    def run(folder: str, strategy: Any) -> tuple[Any, Any]:
-        module, trainer = seeded(Lit), trainer_for(tmp_path / folder, strategy)
-        trainer.validate(module, rows(2), verbose=False)
-        trainer.fit(module, rows())
-        trainer.fit_loop.max_epochs = EPOCHS + 1
-        trainer.fit(module, rows(4))
-        return module, trainer
-
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    module, _ = run("ours", strategy)
-    assert_equal_runs(module, run("plain", "auto")[0])
-    strategy.engine.close()
-
-
-class Lent(Lit):
-    """It makes its optimizer and schedule once."""
-
-    def configure_optimizers(self) -> Any:
-        if not hasattr(self, "made"):
-            self.made = super().configure_optimizers()
-        return dict(self.made)
-
-
-def test_a_second_trainer_goes_on_with_the_same_optimizer_and_schedule(tmp_path: Path) -> None:
-    def run(folder: str, made: Any) -> tuple[Any, Any]:
-        module = seeded(Lent)
-        for number in range(2):
-            trainer_for(tmp_path / f"{folder} {number}", made()).fit(module, rows(number))
-        return module, module.made["optimizer"]
-
-    found, ours = run("ours", lambda: strategies.OffloadStrategy(keys_for(tmp_path)))
-    expected, plain = run("plain", lambda: "auto")
-    assert_close(found.losses, expected.losses)
-    assert [group["lr"] for group in ours.param_groups] == [
-        group["lr"] for group in plain.param_groups
-    ]
-    offload.engine_of(found).close()
-    assert found.made["lr_scheduler"]["scheduler"].optimizer is ours
-    assert_close(values_of(found), values_of(expected))
-    for module in (found, expected):  # plain PyTorch goes on with it
-        module.model(**next(iter(rows(7)))).loss.backward()
-        module.made["optimizer"].step()
-
-
-def test_weights_alone_are_loaded_to_test(tmp_path: Path) -> None:
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    found, _ = fit(tmp_path / "ours", strategy)
-    weights = values_of(found)
-    strategy.engine.close()
-    other = strategies.OffloadStrategy(keys_for(tmp_path, optimizer={"type": "sgd"}))
-    module = Lit()
-    saved = tmp_path / "ours" / "last.ckpt"
-    trainer_for(tmp_path / "test", other).test(module, rows(2), ckpt_path=saved, verbose=False)
-    assert_same_bits(values_of(module), weights)
-    other.engine.close()
 
 
 class Meta(Lit):
@@ -309,18 +238,6 @@ def test_precisions_are_the_engines(precision: str, tmp_path: Path) -> None:
     assert found[0][-1] < found[0][0]
 
 
-def test_autocast_is_lightnings(tmp_path: Path) -> None:
-    expected, _ = fit(tmp_path / "plain", precision="bf16-mixed")
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    found, _ = fit(tmp_path / "ours", strategy, precision="bf16-mixed")
-    assert strategy.engine.config.precision == "fp32"
-    first = 2 * ACCUMULATE  # before rounding in bf16 has made more of small differences
-    assert found.losses[:ACCUMULATE] == expected.losses[:ACCUMULATE]
-    assert_close(found.losses[:first], expected.losses[:first])
-    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=1e-2)
-    strategy.engine.close()
-
-
 class Manual(Lit):
     automatic_optimization = False
 
@@ -341,13 +258,6 @@ def test_manual_optimization(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
     found, _ = fit(tmp_path / "ours", strategy, seeded(Manual), **keys)
     assert_equal_runs(found, expected)
-    strategy.engine.close()
-
-
-def test_a_trial_run_of_one_batch(tmp_path: Path) -> None:
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path, "host", precision="bf16"))
-    module, _ = fit(tmp_path / "ours", strategy, fast_dev_run=True)
-    assert len(module.losses) == 1
     strategy.engine.close()
 
 
@@ -420,22 +330,6 @@ def test_an_optimizer_of_parameters_outside_the_module_is_refused(tmp_path: Path
 
     with pytest.raises(OffloadError, match=r"shape \(3,\)"):
         fit(tmp_path, strategies.OffloadStrategy(keys_for(tmp_path)), seeded(Outside))
-
-
-def test_callbacks_see_one_optimizer_and_its_rates(tmp_path: Path) -> None:
-    plain, ours = (lightning.pytorch.callbacks.LearningRateMonitor("step") for _ in range(2))
-
-    def keys(logger: Any) -> dict[str, Any]:
-        return {"logger": logger, "log_every_n_steps": 1}
-
-    logger = lightning.pytorch.loggers.CSVLogger
-    fit(tmp_path / "plain", callbacks=[plain], **keys(logger(tmp_path / "a")))
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    fit(tmp_path / "ours", strategy, callbacks=[ours], **keys(logger(tmp_path / "b")))
-    assert list(ours.lrs.values()) == list(plain.lrs.values())
-    assert list(ours.lrs) == list(plain.lrs)
-    assert len(next(iter(ours.lrs.values()))) == EPOCHS * PER_EPOCH * ACCUMULATE
-    strategy.engine.close()
 
 
 def test_two_processes_train_as_ddp_does(tmp_path: Path) -> None:
@@ -551,35 +445,6 @@ def test_a_save_that_is_cut_short_leaves_the_checkpoint_before(
     strategy.engine.close()
 
 
-class Broken(Lit):
-    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        if index == ACCUMULATE + 1:  # one backward after the first step
-            raise InterruptedError("by the test")
-        return super().training_step(batch, index)
-
-
-def test_an_exception_amid_accumulation_leaves_a_checkpoint_of_the_last_step(
-    tmp_path: Path,
-) -> None:
-    from lightning.pytorch.callbacks import OnExceptionCheckpoint
-
-    found = []
-    for name in ("plain", "ours"):
-        strategy = strategies.OffloadStrategy(keys_for(tmp_path)) if name == "ours" else "auto"
-        saving = OnExceptionCheckpoint(tmp_path / name, filename="last")
-        trainer = trainer_for(tmp_path, strategy, callbacks=[saving])
-        with pytest.raises(InterruptedError, match="by the test"):
-            trainer.fit(Broken(), rows())
-        found.append(tmp_path / name / "last.ckpt")
-    strategy.engine.close()
-    strategies.consolidate(found[1], tmp_path / "file.ckpt")
-    plain, ours = (
-        torch.load(file, weights_only=True) for file in (found[0], tmp_path / "file.ckpt")
-    )
-    assert ours["global_step"] == plain["global_step"] == 1
-    assert_close(ours["state_dict"], plain["state_dict"])
-
-
 def test_checkpoints_beyond_save_top_k_are_removed(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
     torch.manual_seed(3)
@@ -594,15 +459,6 @@ def test_checkpoints_beyond_save_top_k_are_removed(tmp_path: Path) -> None:
     assert len(list((tmp_path / "kept").iterdir())) == 2
     trainer.test(ckpt_path="best", dataloaders=rows(2), verbose=False)
     strategy.engine.close()
-
-
-def test_the_strategy_has_a_name() -> None:
-    trainer = lightning.Trainer(strategy="offload", accelerator="cpu", logger=False)
-    assert isinstance(trainer.strategy, strategies.OffloadStrategy)
-    with pytest.raises(ConfigError):
-        strategies.OffloadStrategy({"optimiser": {}})
-    with pytest.raises(UnsupportedError, match="Fabric needs no strategy"):
-        _ = strategies.OffloadFabricStrategy
 
 
 def test_saving_and_loading_stream(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def defaults(info: OptimizerInfo) -> dict[str, Any]:
     return {"type": info.optim_cls.__name__.lower()}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("through", ["config", "param groups"])
 @pytest.mark.parametrize(
     ("info", "case"), INPUTS, ids=[f"{i.optim_cls.__name__} {c.desc}" for i, c in INPUTS]
@@ -102,6 +103,7 @@ def params_of(value: Any) -> list[nn.Parameter]:
     return []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("info", "case"), ERRORS,
     ids=[f"{i.optim_cls.__name__} {c.optimizer_error_input.desc}" for i, c in ERRORS],

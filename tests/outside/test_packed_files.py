@@ -16,7 +16,7 @@ from torch import Tensor
 
 import offload
 from offload.checkpoint.foreign.exporting import export
-from offload.errors import CheckpointError, IntegrityError, StateError, UnsupportedError
+from offload.errors import UnsupportedError
 from offload.weights.tensor_file import TensorFile
 from offload.zero.groups import module_tree
 from tests.offload.engine_cases import HOST, NVME, bits, config
@@ -101,6 +101,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------ checkpoints
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("homes", "precision"), [(HOST, "fp32"), (NVME, "bf16")])
 def test_checkpoints_do_not_tell_and_are_loaded_either_way(
     made: Any, tmp_path: Path, homes: dict[str, Any], precision: str
@@ -126,83 +127,6 @@ def test_checkpoints_do_not_tell_and_are_loaded_either_way(
         assert_equal(engine, split)
 
 
-def test_frozen_tables_beside_trained_ones(made: Any, tmp_path: Path) -> None:
-    def partly(seed: int = 0) -> Any:
-        model = tiny(seed)
-        for layer, names in zip(
-            model.model.layers, (("gate_up_proj",), ("gate_up_proj", "down_proj")), strict=True
-        ):
-            for name in names:
-                getattr(layer.mlp.experts, name).requires_grad_(False)
-        return model
-
-    split, whole = made(partly(), split=True), made(partly(), split=False)
-    for engine, name in ((split, "split"), (whole, "whole")):
-        train(engine)
-        engine.save_checkpoint(tmp_path / name)
-    assert_same(tensors_in(tmp_path / "split"), tensors_in(tmp_path / "whole"))
-    other = made(partly(7), split=True)
-    other.load_checkpoint(tmp_path / "whole")
-    assert_equal(other, whole)
-    with pytest.raises(CheckpointError, match=f"trainable in one and frozen.*{TABLE}"):
-        made(tiny(), split=True).load_checkpoint(tmp_path / "split")
-
-
-@pytest.mark.parametrize("inner", [16, 12])  # 12: rows share blocks of 256 elements
-def test_states_of_8_bits(made: Any, tmp_path: Path, inner: int) -> None:
-    engine = made(tiny(inner=inner), split=True, states="int8")
-    train(engine)
-    engine.save_checkpoint(tmp_path / "saved")
-    other = made(tiny(7, inner), split=True, states="int8")
-    other.load_checkpoint(tmp_path / "saved")
-    for each in (engine, other):
-        train(each, seed=2)
-    assert_equal(engine, other)
-    whole = made(tiny(7, inner), split=False, states="int8")
-    if inner == 16:
-        whole.load_checkpoint(tmp_path / "saved")
-    else:
-        with pytest.raises(CheckpointError, match=r"optimizer\.states: fp32"):
-            whole.load_checkpoint(tmp_path / "saved")
-
-
-def test_experts_that_lag_behind_are_not_saved(made: Any, tmp_path: Path) -> None:
-    """A guard against a save that does not let them catch up first."""
-    engine = made(tiny(), split=True)
-    group, index = engine.runtime.store.packed[0].places[3]
-    engine.runtime.optimizer_states[group.index].steps[index] += 1
-    with pytest.raises(IntegrityError, match=f"{TABLE}: its experts were updated 0 to 1 times"):
-        engine.save_checkpoint(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
-
-
-def test_a_table_in_use_is_neither_saved_nor_loaded(made: Any, tmp_path: Path) -> None:
-    engine = made(tiny(), split=True)
-    param = engine.module.get_parameter(TABLE)
-    engine.save_checkpoint(tmp_path / "before")
-    with engine.gathered(param):
-        for act in (engine.save_checkpoint, engine.load_checkpoint):
-            with pytest.raises(StateError, match=f"{TABLE} is in use"):
-                act(tmp_path / "before")
-        with torch.no_grad():
-            param.mul_(2)
-    engine.save_checkpoint(tmp_path / "after")
-    found = (tensors_in(tmp_path / name)[TABLE] for name in ("before", "after"))
-    assert torch.equal(2 * next(found), next(found))
-
-
-def test_a_closed_engines_model_begins_again(made: Any, tmp_path: Path) -> None:
-    first = made(tiny(), split=True)
-    train(first)
-    first.save_checkpoint(tmp_path / "saved")
-    values = {name: value.clone() for name, value in first.module.state_dict().items()}
-    first.close()
-    for split in (False, True):
-        again = made(first.module, split=split, weights=tmp_path / "saved" / "parameters")
-        assert_same(again.module.state_dict(), values)
-        again.close()
-
-
 def as_a_rank(stage: int, saved: str, folder: str) -> dict[str, Tensor]:
     module_tree.SMALL_TABLE_NUMEL = 0
     keys: dict[str, Any] = {**config(Path(folder), HOST), "zero": {"stage": stage}}
@@ -216,12 +140,11 @@ def as_a_rank(stage: int, saved: str, folder: str) -> dict[str, Tensor]:
         return dict(engine.module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_load_what_one_saved_and_save_what_one_loads(
-    made: Any, tmp_path: Path, stage: int, long: bool
+    made: Any, tmp_path: Path, stage: int
 ) -> None:
-    if not long:
-        pytest.skip("other processes: with --long")
     split = made(tiny(), split=True)
     train(split)
     split.save_checkpoint(tmp_path / "one")
@@ -233,10 +156,9 @@ def test_ranks_load_what_one_saved_and_save_what_one_loads(
 
 
 # ------------------------------------------------------------------------------ first values
-def test_rows_on_the_meta_device_begin_as_the_whole_would(made: Any) -> None:
-    assert_equal(made(on_meta(), split=True), made(on_meta(), split=False))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_experts_that_files_have_one_by_one_are_read_one_by_one(
     made: Any, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +181,7 @@ def test_experts_that_files_have_one_by_one_are_read_one_by_one(
     assert_same(split.module.state_dict(), whole.module.state_dict())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("build", [tiny, on_meta])
 def test_weights_are_read_row_by_row(
     made: Any, tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
@@ -278,26 +201,6 @@ def test_weights_are_read_row_by_row(
     table = model.state_dict()[TABLE]
     assert table.nbytes not in read
     assert read.count(table.nbytes // len(table)) >= len(table)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda table: table[1:].clone(), r"has shape \(7, 32, 32\), in the model \(8, 32, 32\)"),
-        (lambda table: table.long(), r"\[0\] is torch.int64 in the files"),
-        (lambda table: None, f"no tensor {TABLE} in the files"),
-    ],
-)
-def test_weights_that_do_not_fit_are_named(
-    made: Any, tmp_path: Path, change: Any, message: str
-) -> None:
-    values = tiny().state_dict()
-    changed = change(values.pop(TABLE))
-    if changed is not None:
-        values[TABLE] = changed
-    save_file(values, tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        made(on_meta(), split=True, weights=tmp_path / "weights.safetensors")
 
 
 # ------------------------------------------------------------------------------ other formats
@@ -332,10 +235,9 @@ def test_exports_and_saved_models_are_in_the_hubs_format(made: Any, tmp_path: Pa
 
 
 # what a folder of openai_privacy_filter is opened as computes its experts in another way
+@pytest.mark.sample("gpt_oss")
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - {"openai_privacy_filter"}))
-def test_every_architecture(made: Any, tmp_path: Path, architecture: str, long: bool) -> None:
-    if architecture not in ("gpt_oss", "jamba") and not long:
-        pytest.skip("biases, transposed; and without: --long has all")
+def test_every_architecture(made: Any, tmp_path: Path, architecture: str) -> None:
     from offload.integrations.transformers.pretrained_save import StreamedSave
 
     base = build(architecture)
@@ -376,6 +278,7 @@ def test_state_dicts_are_those_of_torch(made: Any) -> None:
         other.optimizer.load_state_dict(short)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_torchs_distributed_checkpoints(made: Any, tmp_path: Path, precision: str) -> None:
     from offload.integrations.distributed_checkpoint import EngineState
@@ -390,109 +293,6 @@ def test_torchs_distributed_checkpoints(made: Any, tmp_path: Path, precision: st
     for engine in (split, whole):
         train(engine, seed=3)
     assert_equal(split, whole)
-
-
-def test_weights_alone_beside_another_frameworks_checkpoint(made: Any, tmp_path: Path) -> None:
-    from offload.integrations import streamed_folder
-    from offload.integrations.weight_files import OwnNames, write_shards
-
-    split, whole = made(tiny(), split=True), made(tiny(), split=False)
-    for engine in (split, whole):
-        train(engine)
-    values = whole.module.state_dict()
-    streamed_folder.save(split, tmp_path / "a.ckpt", {}, lambda text: text, writes=True)
-    _, states = streamed_folder.read(tmp_path / "a.ckpt", torch.load)
-    assert_same(streamed_folder.weights_of(states, tmp_path), values)
-    other = made(tiny(7), split=True)
-    streamed_folder.load_weights(other, states)
-    assert_same(other.module.state_dict(), values)
-    (tmp_path / "shards").mkdir()
-    for engine in (split, whole):
-        train(engine, seed=2)
-    values = whole.module.state_dict()
-    write_shards(OwnNames(split), tmp_path / "shards", "20KB")
-    assert_same(tensors_in(tmp_path / "shards"), values)
-
-
-def test_deepspeeds_accessors_and_checkpoints(tmp_path: Path, made: Any) -> None:
-    from offload import deepspeed
-    from offload.deepspeed import utils
-
-    made(tiny(), split=True).close()
-    keys = {
-        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 3},
-    }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=tiny(), config=keys)
-    param = engine.module.get_parameter(TABLE)
-    assert engine.offload.runtime.store.packed_of(param) is not None
-    tokens = torch.tensor([[1, 2]])
-    engine.backward(engine(tokens, labels=tokens).loss)
-    gradient = utils.safe_get_full_grad(param)
-    assert gradient is not None
-    assert gradient.shape == param.shape
-    assert gradient.any()
-    utils.safe_set_full_grad(param, 0.5 * gradient)
-    assert torch.equal(utils.safe_get_full_grad(param), 0.5 * gradient)
-    engine.step()
-    for get, put, more in (
-        (utils.safe_get_full_fp32_param, utils.safe_set_full_fp32_param, ()),
-        (utils.safe_get_full_optimizer_state, utils.safe_set_full_optimizer_state, ("exp_avg",)),
-    ):
-        found: Any = get(param, *more)
-        put(param, 2 * found, *more)
-        assert torch.equal(get(param, *more), 2 * found)
-    engine.save_checkpoint(tmp_path / "saved", tag="last")
-    values = engine.module.state_dict()
-    other, *_ = deepspeed.initialize(model=tiny(7), config=keys)
-    other.load_checkpoint(tmp_path / "saved")
-    assert_same(other.module.state_dict(), values)
-    for each in (engine, other):
-        each.offload.close()
-
-
-def test_a_trainer_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
-    from offload.integrations.transformers import OffloadTrainer
-    from tests.outside.trainer_cases import ARGUMENTS, Rows
-
-    def run(name: str, *, split: bool, resume: str | None = None) -> dict[str, Tensor]:
-        monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0 if split else 1 << 40)
-        keys = {
-            **ARGUMENTS, "max_steps": 3, "save_steps": 2, "eval_strategy": "no",
-            "gradient_accumulation_steps": 1,
-        }  # fmt: skip
-        arguments = transformers.TrainingArguments(output_dir=str(tmp_path / name), **keys)
-        rows = Rows(12, seed=1)
-        rows._rows.remainder_(48)
-        trainer = OffloadTrainer(
-            tiny(), arguments, train_dataset=rows, offload=config(tmp_path, HOST)
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        with trainer.engine:
-            assert bool(trainer.engine.runtime.store.packed) is split
-            return dict(trainer.model.state_dict())
-
-    expected = run("whole", split=False)
-    assert_same(run("split", split=True), expected)
-    for saved, split in (("whole", True), ("split", False)):
-        resume = str(tmp_path / saved / "checkpoint-2")
-        assert_same(run("resumed", split=split, resume=resume), expected)
-
-
-def test_experts_one_by_one_in_a_state_dict_are_refused(made: Any, tmp_path: Path) -> None:
-    """As transformers' own Trainer gives them to a model when it resumes."""
-    tiny(5).save_pretrained(tmp_path / "hub")
-    hub = load_file(tmp_path / "hub" / "model.safetensors")
-    for split in (True, False):
-        engine = made(tiny(), split=split)
-        before = dict(engine.module.state_dict())
-        with pytest.raises(UnsupportedError, match=f"{TABLE} has all experts.*experts.0.down_proj"):
-            engine.module.load_state_dict(hub, strict=False)
-        assert_same(engine.module.state_dict(), before)
-        rest = {name: value for name, value in hub.items() if "experts" not in name}
-        engine.module.load_state_dict(rest, strict=False)
-        train(engine, 1)
 
 
 # ------------------------------------------------------------------------------ PEFT

@@ -4,11 +4,8 @@ one tensor that it is without: split and whole, a model trains to the same bits.
 from __future__ import annotations
 
 import random
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.experts.packed_values import PackedValues
+from offload.tiers.errors import UnsupportedError
 from offload.zero.groups import module_tree
 
 transformers = pytest.importorskip("transformers")
@@ -127,18 +123,10 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         engine.close()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_losses_weights_and_states_are_those_of_whole_tables(
-    pair: Pair, place: str, precision: str
-) -> None:
-    pair.make(place, precision=precision, clip_grad_norm=0.5)
-    pair.train()
-
-
 HALVES = {"host": "50%", "nvme": "50%"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "experts", ["nvme", HALVES, {"parameters": HALVES, "gradients": "host", "optimizer": "nvme"}],
     ids=["nvme", "halves", "by class"],
@@ -196,103 +184,14 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_gradients_are_changed_as_one_tensor(pair: Pair, change: str) -> None:
     pair.make()
     pair.train(after=CHANGES[change])
 
 
-def test_a_tensor_that_is_set_before_backward_is_added_to(pair: Pair) -> None:
-    pair.make()
-    pair.train(before=_set)
-
-
-@pytest.mark.parametrize(
-    "zero",
-    [
-        lambda engine: engine.optimizer.zero_grad(set_to_none=False),
-        lambda engine: engine.module.zero_grad(),
-    ],
-    ids=["zeros", "model"],
-)
-def test_zeroing(pair: Pair, zero: Callable[[Engine], None]) -> None:
-    pair.make()
-    pair.train(zero=zero)
-
-
-def test_a_gradient_of_zeros_is_stepped_with(pair: Pair) -> None:
-    for engine in pair.make():
-        loss_of(engine, data(1)[0]).backward()
-        for _ in range(2):
-            engine.optimizer.step()
-            engine.optimizer.zero_grad(set_to_none=False)
-    pair.compare()
-
-
-def test_a_gradient_is_read_between_passes(pair: Pair) -> None:
-    tokens = data(2)
-    found = []
-    for engine in pair.make(gradient_accumulation_steps=2):
-        loss_of(engine, tokens[0]).backward()
-        kept, copied = param(engine).grad, param(engine).grad.clone()
-        loss_of(engine, tokens[1]).backward()
-        found.append((copied, kept.clone(), engine.gradient(param(engine)), kept))
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    for whole, split in zip(*found, strict=True):
-        assert torch.equal(whole.clone(), split.clone())
-    pair.compare()
-
-
-def test_a_gradient_that_was_cleared_keeps_its_value_for_those_who_kept_it(pair: Pair) -> None:
-    tokens = data(2)
-    for engine in pair.make():
-        loss_of(engine, tokens[0]).backward()
-        kept, view = param(engine).grad, param(engine, OTHER).grad[3:5]
-        expected = [kept.clone(), view.clone()]
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        loss_of(engine, tokens[1]).backward()
-        assert expected[0].any()
-        assert torch.equal(kept.clone(), expected[0])
-        assert torch.equal(view.clone(), expected[1])
-        with torch.no_grad():
-            kept.mul_(2)
-        assert torch.equal(kept.clone(), expected[0] * 2)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    pair.compare()
-
-
-def test_a_gradient_that_an_update_used_up_says_so(pair: Pair) -> None:
-    whole, split = pair.make(optimizer={**ADAMW, "in_backward": True})
-    for engine in (whole, split):
-        loss_of(engine, data(1)[0]).backward()
-        kept = param(engine).grad
-        engine.optimizer.step()
-        with pytest.raises(StateError, match="has no value any more"):
-            kept.clone()
-        engine.optimizer.zero_grad()
-
-
-def test_a_gradient_of_a_backward_that_was_interrupted_is_cleared(pair: Pair) -> None:
-    _, split = pair.make()
-    rows = {id(row) for packed in split.runtime.store.packed for row in packed.rows}
-
-    def before_it_is_taken(frame: FrameType, event: str, _: object) -> None:
-        given = frame.f_locals.get("args", ()) if event == "call" else ()
-        if any(id(each) in rows and each.grad is not None for each in given):
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    loss = loss_of(split, data(1)[0])
-    sys.setprofile(before_it_is_taken)
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    split.optimizer.zero_grad()
-    pair.train()
-
-
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e30])
 def test_a_factor_that_is_not_finite_spoils_every_expert(pair: Pair, factor: float) -> None:
     found = []
@@ -308,16 +207,7 @@ def test_a_factor_that_is_not_finite_spoils_every_expert(pair: Pair, factor: flo
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_gradients_from_before_the_engine_are_forgotten(pair: Pair) -> None:
-    def prepare(model: nn.Module) -> None:
-        for each in model.parameters():
-            each.grad = torch.ones_like(each)
-
-    for engine in pair.make(prepare=prepare):
-        assert all(each.grad is None for each in engine.module.parameters())
-    pair.train()
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_table_with_hooks_from_before_the_engine_stays_with_its_block(
     pair: Pair, kind: str
@@ -332,15 +222,7 @@ def test_a_table_with_hooks_from_before_the_engine_stays_with_its_block(
     assert len(came) == 2 * 2
 
 
-def test_parameters_in_the_loss(pair: Pair) -> None:
-    def with_l2(engine: Engine, tokens: Tensor) -> Tensor:
-        squares = sum((each**2).sum() for each in engine.module.parameters())
-        return loss_of(engine, tokens) + 1e-2 * squares
-
-    pair.make()
-    pair.train(loss=with_l2)
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["transformers", "own"])
 def test_recomputation(pair: Pair, how: str) -> None:
     own = {"activations": {"checkpoint": True}} if how == "own" else {}
@@ -349,25 +231,6 @@ def test_recomputation(pair: Pair, how: str) -> None:
             engine.module.gradient_checkpointing_enable()
             engine.module.train()
     pair.train()
-
-
-def test_updates_in_backward(pair: Pair) -> None:
-    pair.make(optimizer={**ADAMW, "in_backward": True})
-    pair.train()
-
-
-def test_values_are_written(pair: Pair) -> None:
-    def write(engine: Engine, number: int) -> None:
-        one = param(engine)
-        with torch.no_grad(), engine.gathered(one):
-            one[number] *= 0.5
-        with torch.no_grad():
-            one[3].mul_(1.5)
-            one.data[2, 1] = 0.25
-        nn.init.normal_(param(engine, OTHER), generator=torch.Generator().manual_seed(number))
-
-    pair.make()
-    pair.train(before=write)
 
 
 def test_a_forward_inside_of_gathered_sees_what_was_written(pair: Pair) -> None:
@@ -386,82 +249,6 @@ def test_a_forward_inside_of_gathered_sees_what_was_written(pair: Pair) -> None:
     pair.train()
 
 
-def test_what_ends_gathered_or_its_beginning_leaves_nothing_of_it(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def halve(engine: Engine, then: Callable[[], None]) -> None:
-        with torch.no_grad(), engine.gathered(param(engine)):
-            param(engine)[2] *= 0.5
-            param(engine)[5] *= 0.5
-            then()
-
-    whole, split = pair.make()
-    with monkeypatch.context() as patch:
-        patch.setattr(PackedValues, "whole", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            halve(split, interrupt)
-    halve(whole, lambda: None)
-    with pytest.raises(KeyboardInterrupt):
-        halve(split, lambda: sys.setprofile(at_the_end_of_gathered))
-    for engine in pair.engines:
-        with pytest.raises(KeyboardInterrupt):
-            halve(engine, interrupt)
-    pair.train()
-
-
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def at_the_end_of_gathered(frame: FrameType, event: str, _: object) -> None:
-    """Ctrl-C amid the rows that take over what was written."""
-    if event == "call" and frame.f_code.co_name == "_accept_changes":
-        sys.setprofile(None)
-        signal.raise_signal(signal.SIGINT)
-
-
-def test_a_step_inside_of_gathered_is_refused(pair: Pair) -> None:
-    for engine in pair.make():
-        loss_of(engine, data(1)[0]).backward()
-        with engine.gathered(param(engine)), pytest.raises(StateError, match="is gathered"):
-            engine.optimizer.step()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    pair.train()
-
-
-def test_an_engine_is_closed_inside_of_gathered(pair: Pair) -> None:
-    for engine in pair.make():
-        with torch.no_grad(), engine.gathered(param(engine)):
-            param(engine).mul_(0.5)
-            engine.close()
-        with pytest.raises(StateError, match="closed"):
-            param(engine).sum()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation(pair: Pair, mode: Callable[[], Any]) -> None:
-    found = []
-    for engine in pair.make():
-        with mode():
-            logits = engine.module(data(1)[0]).logits
-            found.append((logits, param(engine).sum(), param(engine)[1].clone()))
-    for whole, split in zip(*found, strict=True):
-        assert torch.equal(whole, split)
-    pair.train()
-
-
-def test_state_dicts(pair: Pair) -> None:
-    other = {name: value * 1.01 for name, value in tiny(3).state_dict().items()}
-    for engine in pair.make():
-        engine.module.load_state_dict(other)
-    pair.train()
-    whole, split = (engine.optimizer.state_dict() for engine in pair.engines)
-    pair.engines[0].optimizer.load_state_dict(split)
-    pair.engines[1].optimizer.load_state_dict(whole)
-    pair.train()
-
-
 def _other_numbers(model: nn.Module) -> Any:
     mine = [p for name, p in model.named_parameters() if "gate_up" in name]
     rest = [p for name, p in model.named_parameters() if "gate_up" not in name]
@@ -476,6 +263,7 @@ def _freeze(part: str) -> Callable[[nn.Module], None]:
     return freeze
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "prepare", [_other_numbers, _freeze("down_proj"), _freeze("experts")],
     ids=["param groups", "half frozen", "frozen"],
@@ -485,28 +273,12 @@ def test_param_groups_and_frozen_experts(pair: Pair, prepare: Any) -> None:
     pair.train()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("frozen", ["", "experts"], ids=["trained", "frozen"])
 def test_another_implementation_is_chosen_later(frozen: str, pair: Pair) -> None:
     for engine in pair.make(prepare=_freeze(frozen or "none")):
         engine.module.set_experts_implementation("eager")
     pair.train()
-
-
-def test_experts_are_frozen_later(pair: Pair) -> None:
-    for engine in pair.make():
-        param(engine).requires_grad_(False)
-    pair.train()
-
-
-def test_a_step_is_skipped(pair: Pair) -> None:
-    def spoil(engine: Engine, number: int) -> None:
-        if number == 1:
-            param(engine).grad[1].fill_(float("nan"))
-        if number == 2:
-            param(engine).grad.mul_(float("inf"))
-
-    pair.make(skip_nonfinite=True)
-    pair.train(after=spoil, steps=4)
 
 
 def test_what_rows_cannot_do_is_refused(pair: Pair) -> None:

@@ -131,21 +131,6 @@ def test_lora_goes_into_a_model_whose_weights_are_still_in_files(
     assert_same_files(tmp_path / "found", tmp_path / "expected")
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_an_adapter_is_merged_and_taken_out_again(placement: str, tmp_path: Path) -> None:
-    """Also outside of `gathered`: PEFT writes to `weight.data` module by module."""
-    model = adapted("lora")
-    with offload.initialize(model, settings(tmp_path, PLACEMENTS[placement])) as engine:
-        train(model, engine.optimizer)
-        apart = logits(model)
-        model.merge_adapter()
-        torch.testing.assert_close(logits(model), apart, rtol=0, atol=1e-5)
-        model.unmerge_adapter()
-        torch.testing.assert_close(logits(model), apart, rtol=0, atol=1e-5)
-        with model.disable_adapter():
-            assert not torch.equal(logits(model), apart)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainers_adapters_are_saved_without_the_models_values(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -245,30 +230,6 @@ def test_merging_into_a_base_in_4_bits_rounds_and_says_so(
         assert torch.equal(logits(again), after)
 
 
-def test_a_trainer_goes_on_with_adapters_on_a_base_in_4_bits(tmp_path: Path) -> None:
-    from offload.integrations.transformers import OffloadTrainer
-
-    def run(steps: int, resume: bool) -> list[float]:
-        args = transformers.TrainingArguments(
-            output_dir=str(tmp_path / "run"), max_steps=steps, use_cpu=True, report_to=[],
-            save_steps=2, logging_steps=1, per_device_train_batch_size=2, disable_tqdm=True,
-        )  # fmt: skip
-        given = settings(tmp_path, PLACEMENTS["nvme"], optimizer={}, **STORAGE)
-        trainer = OffloadTrainer(
-            adapted("lora"), args, train_dataset=Rows(20, seed=1), offload=given
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        trainer.engine.close()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    whole = run(4, resume=False)
-    for folder in sorted((tmp_path / "run").glob("checkpoint-4")):
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-    assert run(4, resume=True)[-2:] == whole[-2:]
-
-
 def test_an_adapter_on_a_dispatched_base_in_4_bits(tmp_path: Path) -> None:
     with offload.initialize(adapted("lora"), settings(tmp_path, PLACEMENTS["host"])) as engine:
         train(engine.module, engine.optimizer)
@@ -281,25 +242,3 @@ def test_an_adapter_on_a_dispatched_base_in_4_bits(tmp_path: Path) -> None:
     offload.dispatch(model, settings(tmp_path, {"parameters": "nvme"}, **STORAGE))
     with offload.dispatched(model):
         assert torch.equal(logits(model), expected)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_loop_goes_on_from_adapters_and_their_states_alone(
-    precision: str, tmp_path: Path
-) -> None:
-    """Which take no room for the frozen base."""
-    keys = {**settings(tmp_path, PLACEMENTS["nvme"], **STORAGE), "precision": precision}
-
-    def steps(engine: offload.Engine) -> list[tuple[float, float]]:
-        return train(engine.module, engine.optimizer)
-
-    with offload.initialize(adapted("lora"), keys) as engine:
-        steps(engine)
-        engine.module.save_pretrained(tmp_path / "adapter")
-        torch.save(engine.optimizer.state_dict(), tmp_path / "states.pt")
-        expected, values = steps(engine), values_of(engine.module)
-    model = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "adapter", is_trainable=True)
-    with offload.initialize(model, keys) as engine:
-        engine.optimizer.load_state_dict(torch.load(tmp_path / "states.pt"))
-        assert steps(engine) == expected
-        assert all(torch.equal(t, values[name]) for name, t in values_of(model).items())

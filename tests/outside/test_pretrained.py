@@ -1,6 +1,6 @@
-"""`offload.from_pretrained` loads what transformers' own loads, to the bit: the whole zoo of causal
-language models as they are saved (experts one by one, fused projections, in shards), other heads,
-ties and formats. What it does not load is refused by name.
+"""`offload.from_pretrained` loads what transformers' own loads, to the bit: heads, ties, formats
+and settings (every architecture: `test_causal_lm_zoo.py`). What it does not load is
+refused by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from torch import Tensor
 
 import offload
 from offload.errors import (
-    BudgetError,
     CheckpointError,
     ConfigError,
     OffloadError,
@@ -32,13 +30,11 @@ from offload.errors import (
 from offload.weights.lazy_tensors import LazyTensor
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.pretrained_cases import FILE, assert_same_model, edit, opened, plainly, saved
-from tests.outside.test_causal_lm_zoo import NAMES, transformers
+from tests.outside.zoo import transformers
 from tests.ranks.processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
-LEAST_EQUAL = 138  # of the 178 that transformers 5.17 has; 34 do not build, 6 are not tiny
-LEAST_EQUAL_OF_SAMPLE = 22  # every sixth one, without --long
 CAUSAL = transformers.AutoModelForCausalLM
 CLASSES = transformers.AutoModelForSequenceClassification
 PROGRAM = Path(__file__).with_name("pretrained_memory.py")
@@ -53,8 +49,6 @@ BERT = {
     "intermediate_size": 48,
 }  # fmt: skip
 
-outcomes: Counter[str] = Counter()
-
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -62,36 +56,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ------------------------------------------------------------------------------------ the zoo
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("model_type", sorted(NAMES))
-def test_every_causal_language_model_is_loaded_as_transformers_does(
-    model_type: str, tmp_path: Path, long: bool
-) -> None:
-    number = sorted(NAMES).index(model_type)
-    if not long and number % 6:
-        outcomes["left to --long"] += 1
-        pytest.skip("every sixth architecture: --long has all")
-    kind = getattr(transformers, NAMES[model_type])
-    try:
-        folder = saved(tmp_path / "model", model_type, shard="50KB" if number % 2 else "1GB")
-        plain = plainly(folder, kind)
-    except Exception as error:  # noqa: BLE001 - whatever keeps transformers from it
-        outcomes["transformers does not"] += 1
-        pytest.skip(f"{type(error).__name__}: {error}"[:90])
-    with opened(folder, tmp_path, kind) as engine:
-        assert_same_model(plain, engine)
-    outcomes["equal"] += 1
 
 
-def test_enough_architectures_were_compared() -> None:
-    """Runs after them: fails when architectures stop building, whatever the reason."""
-    print(dict(outcomes))
-    if outcomes.total() < len(NAMES):
-        pytest.skip("only part of the architectures was selected")
-    least = LEAST_EQUAL_OF_SAMPLE if outcomes["left to --long"] else LEAST_EQUAL
-    assert outcomes["equal"] >= least
-
-
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "mixtral", "phi", "qwen2"])
 def test_a_new_head_begins_as_transformers_begins_it(model_type: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", model_type)
@@ -121,22 +88,6 @@ def test_what_is_missing_and_what_is_not_expected_is_reported(
     assert f"from: {llama}" in text
 
 
-def test_a_folder_names_its_own_class(llama: Path, tmp_path: Path) -> None:
-    with opened(llama, tmp_path) as engine:
-        assert type(engine.module) is transformers.LlamaForCausalLM
-        assert engine.module.name_or_path == str(llama)
-
-
-def test_a_base_model_gives_and_takes_its_prefix(llama: Path, tmp_path: Path) -> None:
-    plain = plainly(llama, transformers.AutoModel)
-    with opened(llama, tmp_path, transformers.AutoModel) as engine:
-        assert_same_model(plain, engine)
-    plain.save_pretrained(tmp_path / "base")
-    whole = plainly(tmp_path / "base", CAUSAL)
-    with opened(tmp_path / "base", tmp_path, CAUSAL) as engine:
-        assert_same_model(whole, engine)
-
-
 def both_equal(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
@@ -153,6 +104,7 @@ def neither(tensors: dict[str, Tensor]) -> None:
     del tensors["model.embed_tokens.weight"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", [both_equal, both_other, head_alone, neither, None])
 def test_tied_weights_are_tied_as_transformers_ties_them(change: Any, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama", tie_word_embeddings=True)
@@ -164,6 +116,7 @@ def test_tied_weights_are_tied_as_transformers_ties_them(change: Any, tmp_path: 
     assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == (change != both_other)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -186,6 +139,7 @@ def test_settings_are_those_of_transformers(settings: dict[str, Any], tmp_path: 
         assert engine.module.config._attn_implementation == plain.config._attn_implementation
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["t5", "bart", "bert"])
 def test_other_models_than_decoders(kind: str, tmp_path: Path) -> None:
     """Buffers that are files' (BART's), or made anew; a generation config inside the other one."""
@@ -204,6 +158,7 @@ def test_other_models_than_decoders(kind: str, tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------- formats
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_folder_in_any_format_is_loaded_in_any_precision(
@@ -230,16 +185,6 @@ def test_a_value_that_the_precision_cannot_hold_is_named(tmp_path: Path) -> None
     edit(folder, lambda tensors: {**tensors, "lm_head.weight": torch.full((64, 32), 1e30)})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight .* holds 1e\+30, more than"):
         opened(folder, tmp_path, precision="fp16")
-
-
-def test_weights_that_transformers_keeps_in_fp32_are_said(tmp_path: Path, caplog: Any) -> None:
-    shape = transformers.T5Config(**T5)
-    transformers.T5ForConditionalGeneration(shape).save_pretrained(tmp_path / "model")
-    with caplog.at_level(logging.WARNING, "offload"):
-        opened(tmp_path / "model", tmp_path, precision="fp16").close()
-    assert "keeps 2 parameters in fp32 (encoder.block.0.layer.1.DenseReluDense.wo.weight" in (
-        caplog.text
-    )
 
 
 # -------------------------------------------------------------------------- before it trains
@@ -301,6 +246,7 @@ def normed(model: Any) -> None:
     torch.nn.utils.parametrizations.weight_norm(model.lm_head)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "change",
     [nothing, freeze, more_tokens, new_values, rounded, shorter, recomputed, beside, normed],
@@ -318,45 +264,6 @@ def test_a_model_can_be_changed_before_it_trains(change: Any, llama: Path, tmp_p
     keys = config(tmp_path, NVME, budget={"host": "64MiB", "nvme": "64MiB"}, optimizer={"lr": 1e-2})
     with offload.initialize(model, keys, parameters=params) as engine:
         assert step_losses(model, engine.optimizer) == pytest.approx(expected, abs=1e-5)
-
-
-def by_data(model: Any) -> None:
-    model.lm_head.weight.data = model.model.embed_tokens.weight.data
-
-
-def by_a_parameter(model: Any) -> None:
-    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight[:].detach())
-
-
-@pytest.mark.parametrize("tie", [by_data, by_a_parameter])
-def test_weights_tied_by_their_memory_are_refused_by_name(
-    tie: Any, llama: Path, tmp_path: Path
-) -> None:
-    for load in (CAUSAL.from_pretrained, offload.open_pretrained):
-        model = load(llama)
-        tie(model)
-        with pytest.raises(UnsupportedError, match=r"embed_tokens\.weight and lm_head\.weight are"):
-            offload.initialize(model, config(tmp_path, HOST))
-
-
-def test_after_a_budget_error_the_model_can_be_given_again(llama: Path, tmp_path: Path) -> None:
-    model: Any = offload.open_pretrained(llama)
-    with pytest.raises(BudgetError):
-        offload.initialize(model, config(tmp_path, HOST, budget={"host": "64KiB"}))
-    plain = plainly(llama, CAUSAL)
-    tokens = torch.arange(3, 11).reshape(1, 8)
-    assert bits(model(tokens).logits) == bits(plain(tokens).logits)
-    with offload.initialize(model, config(tmp_path, HOST)) as engine:
-        assert bits(engine.module(tokens).logits) == bits(plain(tokens).logits)
-
-
-def test_files_may_go_away_once_the_folder_is_open(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "llama")
-    plain = plainly(folder, CAUSAL)
-    model = offload.open_pretrained(folder, dtype=torch.float32)
-    shutil.rmtree(folder)
-    with offload.initialize(model, config(tmp_path, HOST)) as engine, engine.gathered():
-        assert bits(model.lm_head.weight.detach()) == bits(plain.lm_head.weight.detach())
 
 
 def test_a_checkpoint_goes_on_where_it_was(llama: Path, tmp_path: Path) -> None:
@@ -388,10 +295,9 @@ def test_ranks_begin_with_the_same_weights(llama: Path, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------- memory
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_the_model_is_never_whole_in_ram(kind: str, tmp_path: Path, long: bool) -> None:
-    if kind != "llama" and not long:
-        pytest.skip("experts: with --long")
+def test_the_model_is_never_whole_in_ram(kind: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 512, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8,
         "num_key_value_heads": 8,
@@ -496,30 +402,26 @@ def test_a_folder_that_cannot_be_loaded_is_refused_by_name(
         offload.open_pretrained(folder, model_class=CAUSAL if "dynamic" in message else None)
 
 
-def test_a_name_of_a_hub_is_no_folder() -> None:
-    with pytest.raises(ConfigError, match="hf download meta-llama/Llama-"):
-        offload.from_pretrained("meta-llama/Llama-3.1-8B")
-
-
 @pytest.mark.parametrize("name", ["device_map", "dtype", "load_in_8bit", "revision", "state_dict"])
 def test_arguments_that_would_mean_something_else_are_refused(name: str, llama: Path) -> None:
     with pytest.raises(ConfigError, match=f"{name}=: "):
         offload.from_pretrained(llama, {}, **{name: "auto"})
 
 
-def test_an_older_transformers_is_refused(llama: Path, monkeypatch: Any) -> None:
-    # transformers puts another module object in its own place
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.9.1")
-    with pytest.raises(
-        UnsupportedError, match=r"transformers 5\.9\.1 is installed.* 5\.17 or newer"
-    ):
-        offload.open_pretrained(llama)
+def by_data(model: Any) -> None:
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data
 
 
-def test_memory_of_a_weight_that_is_in_files_cannot_be_looked_at(llama: Path) -> None:
-    model: Any = offload.open_pretrained(llama)
-    for look in (torch.Tensor.data_ptr, torch.Tensor.numpy, torch.Tensor.untyped_storage):
-        with pytest.raises(UnsupportedError, match="still in files"):
-            look(model.lm_head.weight.detach())
-    with pytest.raises(UnsupportedError, match="still in files"):
-        model.lm_head.weight.__reduce_ex__(4)
+def by_a_parameter(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight[:].detach())
+
+
+@pytest.mark.parametrize("tie", [by_data, by_a_parameter])
+def test_weights_tied_by_their_memory_are_refused_by_name(
+    tie: Any, llama: Path, tmp_path: Path
+) -> None:
+    for load in (CAUSAL.from_pretrained, offload.open_pretrained):
+        model = load(llama)
+        tie(model)
+        with pytest.raises(UnsupportedError, match=r"embed_tokens\.weight and lm_head\.weight are"):
+            offload.initialize(model, config(tmp_path, HOST))

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
-import json
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import offload
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, NoSpaceError, PathError, StateError
 from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
-from tests.outside.test_causal_lm_zoo import NAMES, build
+from tests.outside.pretrained_cases import assert_same_files
 from tests.outside.trainer_cases import quiet, tiny_llama, transformers, values_of
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -57,18 +53,7 @@ def with_engine(model: nn.Module, folder: Path, **keys: Any) -> offload.Engine:
     return engine
 
 
-def assert_same_files(found: Path, expected: Path) -> None:
-    names = [sorted(path.name for path in folder.iterdir()) for folder in (found, expected)]
-    assert names[0] == names[1]
-    for name in names[0]:
-        if name.endswith(".safetensors"):
-            loaded = [safetensors.load_file(folder / name) for folder in (found, expected)]
-            assert_same_bits(*loaded)
-            assert [t.dtype for t in loaded[0].values()] == [t.dtype for t in loaded[1].values()]
-        else:
-            assert (found / name).read_text() == (expected / name).read_text()
-
-
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("build_one", "keys"),
     [
@@ -91,27 +76,6 @@ def test_the_files_are_those_of_the_models_own_method(
         model.save_pretrained(tmp_path / "found", **dict(keys))  # over what is there
     assert_same_files(tmp_path / "found", tmp_path / "expected")
     assert "save_pretrained" not in vars(model)
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("model_type", sorted(NAMES))
-def test_every_architectures_files_are_its_own(model_type: str, tmp_path: Path, long: bool) -> None:
-    if not long and sorted(NAMES).index(model_type) % 8 != 4:
-        pytest.skip("every eighth architecture: --long has all")
-    try:
-        model: Any = build(model_type)
-        model.save_pretrained(tmp_path / "expected")
-    except Exception as error:  # noqa: BLE001 - whatever keeps transformers from saving it
-        pytest.skip(f"{type(error).__name__}: {error}".split("\n")[0][:90])
-    with with_engine(model, tmp_path, optimizer={"chunk": 65536}) as engine:
-        model.save_pretrained(tmp_path / "found")
-        before = values_of(model)
-        with torch.no_grad(), engine.gathered():
-            for param in model.parameters():
-                param.zero_()
-        loading.load_weights(engine, tmp_path / "found")
-        assert_same_bits(values_of(model), before)
-    assert_same_files(tmp_path / "found", tmp_path / "expected")
 
 
 def test_experts_one_by_one_are_loaded_into_packed_ones(tmp_path: Path) -> None:
@@ -145,6 +109,7 @@ CONVERSIONS: dict[str, tuple[Any, Any, list[Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", CONVERSIONS)
 def test_tensors_are_converted_to_the_format_of_the_files(what: str, tmp_path: Path) -> None:
     model = tiny_llama()
@@ -159,68 +124,8 @@ def test_tensors_are_converted_to_the_format_of_the_files(what: str, tmp_path: P
     assert any(first in name for name in names)
 
 
-def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path: Path) -> None:
-    model = tiny_llama()
-    with with_engine(model, tmp_path):
-        model.save_pretrained(tmp_path / "found", state_dict={"lm_head.weight": torch.ones(3)})
-    loaded = safetensors.load_file(tmp_path / "found/model.safetensors")
-    assert_same_bits(loaded, {"lm_head.weight": torch.ones(3)})
-
-
-def test_weights_in_16_bits_load_as_they_were_saved(tmp_path: Path) -> None:
-    model = tiny_llama()
-    with with_engine(model, tmp_path, precision="bf16"):
-        values = {name: value.clone() for name, value in model.state_dict().items()}
-        model.save_pretrained(tmp_path / "saved")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert again.dtype is torch.bfloat16
-    assert_same_bits(again.state_dict(), values)
-    assert json.loads((tmp_path / "saved/config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_a_failed_save_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_llama()
-    with with_engine(model, tmp_path) as engine:
-        model.save_pretrained(tmp_path / "saved")
-        before = sorted((p.name, p.read_bytes()) for p in (tmp_path / "saved").iterdir())
-
-        def full(*_: Any) -> None:
-            raise NoSpaceError("no space", path="here")
-
-        monkeypatch.setattr(SafetensorsWriter, "append", full)
-        with pytest.raises(NoSpaceError):
-            model.save_pretrained(tmp_path / "saved")
-        monkeypatch.undo()
-        after = sorted((p.name, p.read_bytes()) for p in (tmp_path / "saved").iterdir())
-        assert after == before
-        with engine.gathered(), pytest.raises(StateError, match="in use"):
-            model.save_pretrained(tmp_path / "other")
-
-
-def test_a_file_in_the_folders_place_is_transformers_own_error(tmp_path: Path) -> None:
-    model = tiny_llama()
-    (tmp_path / "taken").write_text("a file")
-    with with_engine(model, tmp_path):
-        model.save_pretrained(tmp_path / "taken")  # it logs an error
-    assert (tmp_path / "taken").read_text() == "a file"
-
-
-def test_the_model_keeps_its_engine(tmp_path: Path) -> None:
-    """A function that trains and returns the model is a common one."""
-
-    def trained() -> Any:
-        model = tiny_llama()
-        with_engine(model, tmp_path)
-        return model
-
-    model = trained()
-    model.save_pretrained(tmp_path / "saved")
-    vars(model)["save_pretrained"]._engine.close()
-
-
 # --------------------------------------------------------------- opened and dispatched models
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("build_one", [tiny_llama, mixtral])
 @pytest.mark.parametrize("state", ["opened", "dispatched", "trains"])
 @pytest.mark.parametrize("keys", [{"max_shard_size": "20KB"}, {"save_original_format": False}])
@@ -253,21 +158,6 @@ def test_what_was_opened_is_saved_from_where_it_is(
         assert_same_bits(safetensors.load_file(found / path.name), safetensors.load_file(path))
 
 
-def test_a_copy_of_an_opened_model_saves_itself(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path / "model")
-    first: Any = offload.open_pretrained(tmp_path / "model")
-    model = copy.deepcopy(first)
-    for param in first.parameters():
-        param.data = torch.zeros(param.shape)
-    model.save_pretrained(tmp_path / "found")
-    assert_same_bits(*(
-        safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("found", "model")
-    ))  # fmt: skip
-    gone = weakref.ref(model)
-    del model
-    assert gone() is None  # without the garbage collector
-
-
 def test_an_opened_model_is_not_written_over_its_own_files(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "model", max_shard_size="20KB")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
@@ -288,24 +178,22 @@ def test_an_opened_model_is_not_written_over_its_own_files(tmp_path: Path) -> No
     )
 
 
-def test_an_opened_model_is_saved_when_its_folder_has_moved(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path / "model")
-    before = safetensors.load_file(tmp_path / "model/model.safetensors")
-    model: Any = offload.open_pretrained(tmp_path / "model")
-    (tmp_path / "model").rename(tmp_path / "moved")
-    (tmp_path / "found").mkdir()
-    model.save_pretrained(tmp_path / "found")
-    assert_same_bits(safetensors.load_file(tmp_path / "found/model.safetensors"), before)
-
-
-def test_a_dispatched_model_is_saved_by_transformers_where_a_state_dict_is_given(
-    tmp_path: Path,
+def test_a_failed_save_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny_llama().save_pretrained(tmp_path / "model")
-    model: Any = offload.open_pretrained(tmp_path / "model")
-    offload.dispatch(model, {"budget": {"host": "64MiB"}})
-    with offload.dispatched(model):
-        state = {name: value.detach() * 2 for name, value in model.state_dict().items()}
-        model.save_pretrained(tmp_path / "found", state_dict=state)
-    found = safetensors.load_file(tmp_path / "found/model.safetensors")
-    assert_same_bits(found, {name: state[name] for name in found})
+    model = tiny_llama()
+    with with_engine(model, tmp_path) as engine:
+        model.save_pretrained(tmp_path / "saved")
+        before = sorted((p.name, p.read_bytes()) for p in (tmp_path / "saved").iterdir())
+
+        def full(*_: Any) -> None:
+            raise NoSpaceError("no space", path="here")
+
+        monkeypatch.setattr(SafetensorsWriter, "append", full)
+        with pytest.raises(NoSpaceError):
+            model.save_pretrained(tmp_path / "saved")
+        monkeypatch.undo()
+        after = sorted((p.name, p.read_bytes()) for p in (tmp_path / "saved").iterdir())
+        assert after == before
+        with engine.gathered(), pytest.raises(StateError, match="in use"):
+            model.save_pretrained(tmp_path / "other")

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import offload
-from offload.errors import CheckpointError
 from tests.offload.engine_cases import HOST, bits, config
 from tests.offload.quantised_cases import FORMATS, Format
 from tests.outside.pretrained_cases import FILE, saved
-from tests.outside.test_causal_lm_zoo import transformers
+from tests.outside.zoo import transformers
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -75,14 +74,7 @@ def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> No
     }
 
 
-def test_weights_keep_their_own_format(tmp_path: Path) -> None:
-    folder = llama(tmp_path / "model")
-    values = quantise(folder, FORMATS["nf4"])
-    for name, lazy in offload.open_pretrained(folder).named_parameters():
-        if name in values:
-            assert bits(lazy.value()) == bits(values[name])  # type: ignore[attr-defined]
-
-
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["gptq", "nf4", "int8"])
 @pytest.mark.parametrize("head", [True, False])
 def test_layers_with_the_columns_first(name: str, head: bool, tmp_path: Path) -> None:
@@ -121,17 +113,8 @@ def test_experts_are_packed_as_transformers_packs_them(name: str, tmp_path: Path
         assert bits(experts.down_proj.row(number).value()) == bits(down)
 
 
-def test_an_expert_without_scales_is_refused(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
-    quantise(folder, FORMATS["gptq"])
-    tensors = load_file(folder / FILE)
-    del tensors["model.layers.0.block_sparse_moe.experts.1.w2.scales"]
-    save_file(tensors, folder / FILE, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"experts\.1\.w2\.scales is not there"):
-        offload.open_pretrained(folder)
-
-
 # ------------------------------------------------------------------------- their own libraries
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "weights",
     [
@@ -180,6 +163,7 @@ def read(folder: Path, settings: Any) -> dict[str, Tensor]:
     return {name: lazy.value() for name, lazy in found.items()}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -201,16 +185,7 @@ def test_bitsandbytes_gives_the_same_values(
     assert bits(read(tmp_path, settings)["a.weight"]) == bits(expected)
 
 
-def test_bitsandbytes_gives_the_same_values_of_8_bits(tmp_path: Path) -> None:
-    functional = pytest.importorskip("bitsandbytes").functional
-    weight = torch.randn(96, 130, generator=torch.Generator().manual_seed(1)).half()
-    codes, scale, _ = functional.int8_vectorwise_quant(weight)
-    save_file({"a.weight": codes, "a.SCB": scale}, tmp_path / FILE)
-    expected = functional.int8_vectorwise_dequant(codes, scale)
-    found = read(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
-    assert bits(found["a.weight"]) == bits(expected)
-
-
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("settings", ["nf4", "nf4, twice", "8 bits"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_what_transformers_quantises_with_bitsandbytes_is_read_as_it_dequantises_it(

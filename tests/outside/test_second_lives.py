@@ -351,6 +351,7 @@ def compare(found: Any, expected: Any, atol: float, where: str) -> None:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_models_second_life_is_that_of_plain_pytorch(
     kind: str, long: bool, tmp_path: Path

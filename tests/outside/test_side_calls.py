@@ -21,8 +21,16 @@ from torch import Tensor, nn
 
 import offload
 from tests.offload.engine_cases import HOST, NVME, bits, config, gradients_of
-from tests.outside.side_calls import WAYS, Recipe, built, info_recipes, own_recipes, seed
-from tests.outside.test_module_info import copied, tensors_in
+from tests.outside.side_calls import (
+    WAYS,
+    Recipe,
+    built,
+    copied,
+    info_recipes,
+    own_recipes,
+    seed,
+    tensors_in,
+)
 
 CASES, LONG_SETS, SET = 40, 24, 100
 MODES = ("grad", "no_grad", "inference", "frozen")
@@ -170,12 +178,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.sample("0")
 @pytest.mark.parametrize("number", range(LONG_SETS))
 def test_modules_called_from_the_side_have_the_bits_of_plain_pytorch(
     tmp_path: Path, number: int, long: bool
 ) -> None:
-    if number and not long:
-        pytest.skip("a sample is enough")
     outcomes: Counter[str] = Counter()
     wrong = []
     for case in drawn(number, SET if long else CASES):

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import offload
-from offload.errors import ConfigError, UnsupportedError
+from offload.errors import UnsupportedError
 from tests.outside.test_offload_trainer import SHORT, accelerate, make, ours, settings
 from tests.outside.trainer_cases import (
     Rows,
@@ -151,7 +150,7 @@ ORDERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample("layer_wise-front", "own_groups-behind", "frozen_inside-front")
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_an_optimizer_that_a_trainer_sets_up_trains_as_without_an_engine(
@@ -172,37 +171,6 @@ def test_an_optimizer_that_a_trainer_sets_up_trains_as_without_an_engine(
     moved = {name for name in weights if not torch.equal(weights[name], before[name])}
     still = [name for name in weights if "layers.0." in name and name not in moved]
     assert bool(still) == (setup in ("layer_wise", "frozen_inside"))
-    trainer.engine.close()
-
-
-def test_a_second_training_has_the_param_groups_of_its_stage(tmp_path: Path) -> None:
-    """The head alone first, then all; `create_optimizer` is called once for each training."""
-
-    def staged(base: Any) -> Any:
-        class Staged(base):  # type: ignore[misc]
-            calls = 0
-
-            def create_optimizer(self, model: Any = None) -> Any:
-                self.calls += 1
-                self.model.requires_grad_(requires_grad=self.calls > 1)
-                self.model.model.norm.requires_grad_(requires_grad=True)
-                trained = [p for p in self.model.parameters() if p.requires_grad]
-                self.optimizer = torch.optim.AdamW(trained, lr=1e-3 * self.calls)
-                return self.optimizer
-
-        return Staged
-
-    plain = make(staged(transformers.Trainer), tmp_path / "plain", **SHORT)
-    trainer = make(
-        staged(ours.OffloadTrainer), tmp_path / "run", offload=settings(tmp_path), **SHORT
-    )
-    for calls in 1, 2:
-        for each in plain, trainer:
-            each.evaluate()
-            each.train()
-            assert each.calls == calls
-        assert_close(logged(trainer), logged(plain))
-    assert_close(values_of(trainer.model), values_of(plain.model))
     trainer.engine.close()
 
 
@@ -227,6 +195,7 @@ def test_a_set_up_optimizer_resumes(tmp_path: Path) -> None:
         trainer.engine.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("brought", ["optimizers", "optimizer_cls_and_kwargs"])
 def test_an_optimizer_that_the_program_brings_trains_with_its_scheduler(
     brought: str, tmp_path: Path
@@ -253,26 +222,6 @@ def test_an_optimizer_that_the_program_brings_trains_with_its_scheduler(
     ]
     assert rates[0] == rates[1]
     assert_close(values_of(trainer.model), values_of(plain.model))
-    trainer.engine.close()
-
-
-def test_the_configurations_numbers_reach_what_a_trainer_sets_up(tmp_path: Path) -> None:
-    """The arguments are as they were afterwards."""
-    optimizer = {"type": "adamw", "lr": 3e-3, "weight_decay": 0.1, "betas": [0.8, 0.9]}
-    keys = {**SHORT, "learning_rate": 5e-5, "weight_decay": 0.0}
-    given = settings(tmp_path, optimizer=optimizer)
-    trainer = make(
-        by_trainers_numbers(ours.OffloadTrainer), tmp_path / "run", offload=given, **keys
-    )
-    trainer.create_optimizer()
-    trainer.train()
-    assert (trainer.args.learning_rate, trainer.args.weight_decay) == (5e-5, 0.0)
-    plain = make(
-        by_trainers_numbers(transformers.Trainer), tmp_path / "plain",
-        **{**SHORT, "adam_beta1": 0.8, "adam_beta2": 0.9},
-    )  # fmt: skip
-    plain.train()
-    assert_close(logged(trainer), logged(plain))
     trainer.engine.close()
 
 
@@ -396,21 +345,3 @@ def test_what_cannot_train_through_the_engine_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedError, match=what):
         make(kind, tmp_path / "run", offload=settings(tmp_path), **{**SHORT, **keys}).train()
-
-
-def test_another_optimizer_than_that_of_a_given_engine_is_refused(tmp_path: Path) -> None:
-    model = tiny_llama()
-    with offload.initialize(model, settings(tmp_path)) as engine:
-        trainer = make(layer_wise(ours.OffloadTrainer), tmp_path / "run", model, offload=engine,
-                       **{**SHORT, "learning_rate": 1e-3, "weight_decay": 0.01})  # fmt: skip
-        with pytest.raises(UnsupportedError, match=r"LayerWise\.create_optimizer makes another"):
-            trainer.train()
-
-
-def test_a_number_of_a_set_up_optimizer_beside_another_in_the_configuration_is_an_error(
-    tmp_path: Path,
-) -> None:
-    given = settings(tmp_path, optimizer={"type": "adamw", "betas": [0.5, 0.6]})
-    trainer = make(layer_wise(ours.OffloadTrainer), tmp_path / "run", offload=given, **SHORT)
-    with pytest.raises(ConfigError, match=r"optimizer\.betas"):
-        trainer.train()

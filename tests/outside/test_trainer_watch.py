@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import offload
 from offload.errors import ConfigError
 from tests.outside.trainer_cases import ARGUMENTS, Rows, logged, settings, tiny_llama, transformers
 
@@ -50,6 +49,7 @@ def trainer_of(folder: Path, callback: Any, kind: Any = OffloadTrainer, **change
     )  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", [{}, {"fp16": True}])
 def test_rows_are_what_trainer_logs(precision: dict[str, bool], tmp_path: Path, capfd: Any) -> None:
     kept = Kept()
@@ -80,22 +80,6 @@ def test_a_resumed_run_goes_on_with_its_steps(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
-def test_an_error_amid_training_ends_the_watch(tmp_path: Path) -> None:
-    kept = Kept()
-
-    class Failing(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            raise ZeroDivisionError
-
-    trainer = trainer_of(tmp_path, WatchCallback(loggers=[kept], show=False))
-    trainer.add_callback(Failing())
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert (kept.closed, [step for step, _ in kept.rows]) == (1, [1])
-    assert trainer.engine.watching is None
-    trainer.engine.close()
-
-
 def test_a_trainer_without_an_engine_is_refused(tmp_path: Path) -> None:
     trainer = transformers.Trainer(
         tiny_llama(), arguments(tmp_path, eval_strategy="no", save_strategy="no"),
@@ -103,16 +87,3 @@ def test_a_trainer_without_an_engine_is_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="optimizer is a AdamW, and only an engine"):
         trainer.train()
-
-
-def test_a_plain_trainer_with_an_engines_optimizer_is_watched(tmp_path: Path) -> None:
-    kept, model = Kept(), tiny_llama()
-    with offload.initialize(model, settings(tmp_path, {"optimizer": "host"})) as engine:
-        transformers.Trainer(
-            model, arguments(tmp_path, eval_strategy="no", save_strategy="no",
-                             gradient_accumulation_steps=1),
-            train_dataset=Rows(16, 1), optimizers=(engine.optimizer, None),
-            callbacks=[WatchCallback(loggers=[kept], show=False)],
-        ).train()  # fmt: skip
-    assert [step for step, _ in kept.rows] == [1, 2, 3, 4]
-    assert kept.of("loss") == [None] * 4

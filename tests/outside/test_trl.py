@@ -14,18 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-import offload
 from tests.offload.engine_cases import assert_same_bits, config
 from tests.outside.trainer_cases import (
     ARGUMENTS,
-    CLIP,
     PLACEMENTS,
     STEPS,
     assert_close,
     logged,
-    plain_optimizer,
     quiet,
-    settings,
     tiny_llama,
     transformers,
     values_of,
@@ -77,49 +73,6 @@ def preferences(count: int, seed: int) -> Any:
     columns = ("prompt", "chosen", "rejected")
     rows = {column: sentences(count, 4, 8, generator) for column in columns}
     return datasets.Dataset.from_dict(rows)
-
-
-def fine_tuned(folder: Path, model: Any, optimizer: Any, resume: Path | None = None) -> Any:
-    trainer = trl.SFTTrainer(
-        model=model, args=trl.SFTConfig(output_dir=str(folder), **KEYS),
-        train_dataset=texts(120, 1), eval_dataset=texts(8, 2), processing_class=tokenizer(),
-        optimizers=(optimizer, None),
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return trainer
-
-
-def preferring(folder: Path, model: Any, optimizer: Any, resume: Path | None = None) -> Any:
-    trainer = trl.DPOTrainer(
-        model=model, ref_model=tiny_llama(), args=trl.DPOConfig(output_dir=str(folder), **KEYS),
-        train_dataset=preferences(120, 1), eval_dataset=preferences(8, 2),
-        processing_class=tokenizer(), optimizers=(optimizer, None),
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return trainer
-
-
-@pytest.mark.parametrize("train", [fine_tuned, preferring])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_trl_logs_what_it_logs_without_an_engine_and_resumes(
-    train: Train, placement: str, tmp_path: Path
-) -> None:
-    expected_model = tiny_llama()
-    expected = logged(train(tmp_path / "plain", expected_model, plain_optimizer(expected_model)))
-    keys = settings(tmp_path, PLACEMENTS[placement])
-    model = tiny_llama()
-    with offload.initialize(model, keys) as engine:
-        whole = logged(train(tmp_path / "whole", model, engine.optimizer))
-        weights = values_of(model)
-    assert len(whole["loss"]) == STEPS
-    assert max(whole["grad_norm"]) > CLIP
-    assert_close(whole, expected)
-    assert_close(weights, values_of(expected_model))
-    again = tiny_llama()
-    with offload.initialize(again, keys) as engine:
-        saved = tmp_path / "whole" / "checkpoint-8"
-        assert logged(train(tmp_path / "again", again, engine.optimizer, resume=saved)) == whole
-        assert_same_bits(values_of(again), weights)
 
 
 # --------------------------------------------------------------------------- the engine by itself
@@ -216,32 +169,3 @@ def test_no_trainer_of_trl_overrides_what_the_mixin_replaces(name: str) -> None:
     assert common - {"training_step", "__firstlineno__", "__static_attributes__"} == LOADS_MORE.get(
         name, set()
     )
-
-
-def test_grpos_entropy_coefficient_resumes(tmp_path: Path) -> None:
-    """It is loaded with the optimizer."""
-    keys = {
-        "max_steps": 1, "eval_strategy": "no", "bf16": False, "num_generations": 2,
-        "max_completion_length": 4, "use_adaptive_entropy": True, "save_steps": 1,
-        "gradient_accumulation_steps": 1,
-    }  # fmt: skip
-    args = trl.GRPOConfig(output_dir=str(tmp_path), **ARGUMENTS | keys)
-    rows = datasets.Dataset.from_dict(
-        {"prompt": sentences(8, 3, 5, torch.Generator().manual_seed(1))}
-    )
-
-    def trainer() -> Any:
-        return mixed(trl.GRPOTrainer)(
-            tiny_llama(), reward_funcs=lambda completions, **_: [1.0] * len(completions),
-            args=args, train_dataset=rows, processing_class=tokenizer(), offload={},
-        )  # fmt: skip
-
-    first, again = trainer(), trainer()
-    first.train()
-    first.engine.close()
-    again.entropy_coef = -1.0
-    again._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
-    again.create_optimizer_and_scheduler(1)
-    again._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
-    assert again.entropy_coef == first.entropy_coef
-    again.engine.close()

@@ -23,7 +23,7 @@ from offload.tiers.tier import Tier
 from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 
 LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
-FAST = {"tiny": 2}
+FAST = {"tiny": 1}
 FAST_RSS = {"small": 1}  # whose ledger is judged, too
 LONG = {"tiny": 10, "small": 12, "60M": 10, "151M": 6, "300M": 4}
 # `fragmentation_nbytes` was fitted to the RAM of those above; these it has not seen.
@@ -78,22 +78,21 @@ def long_rows() -> list[Row]:
     return []
 
 
+@pytest.mark.slow  # all of them take many minutes
 @pytest.mark.parametrize(("size", "seed"), LONG_CASES)
 def test_drawn_cases_up_to_300_million_parameters(
-    size: str, seed: int, folder: Path, long: bool, long_rows: list[Row]
+    size: str, seed: int, folder: Path, long_rows: list[Row]
 ) -> None:
-    if not long:
-        pytest.skip("all of them take many minutes: --long")
     long_rows.append(_fresh(draw(size, seed, folder)))
     _judge(long_rows[-1:])
 
 
+@pytest.mark.slow
 def test_the_worst_of_the_long_cases(long_rows: list[Row]) -> None:
-    if not long_rows:
-        pytest.skip("none were run: --long")
     _judge(long_rows)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", range(3))
 def test_the_size_of_a_checkpoint_is_predicted(number: int, tmp_path: Path) -> None:
     case = draw("tiny", 100 + number, tmp_path)
