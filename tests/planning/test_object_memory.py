@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from offload.planning.machine.baseline import OBJECTS_NBYTES
 from tests.offload.engine_cases import said_by
 
