@@ -7,7 +7,6 @@ import io
 import math
 import pickle
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.offload.engine_cases import ON
-from tests.offload.loop_trial import BLOCKS, OUT, WIDTH, Build, Loop, Row, Trial, blocks
+from tests.offload.loop_trial import OUT, WIDTH, Build, Loop, Row, Trial, blocks
 
 ROWS: list[Row] = []
 Numbers = list[float]
@@ -75,11 +74,6 @@ def model_zero(t: Trial) -> Numbers:
     return t.train(zero=lambda: t.model.zero_grad())
 
 
-@row(ZEROING, "`model.zero_grad(set_to_none=False)`")
-def model_zero_to_zeros(t: Trial) -> Numbers:
-    return t.train(zero=lambda: t.model.zero_grad(set_to_none=False))
-
-
 @row(ZEROING, "`p.grad = None`")
 def set_none(t: Trial) -> Numbers:
     def clear() -> None:
@@ -110,15 +104,6 @@ def zero_in_place(t: Trial) -> Numbers:
                 p.grad.zero_()
             else:
                 p.grad.data.zero_()
-
-    return t.train(zero=clear)
-
-
-@row(ZEROING, "`p.grad = torch.zeros_like(p)`")
-def set_zeros(t: Trial) -> Numbers:
-    def clear() -> None:
-        for p in t.params:
-            p.grad = torch.zeros_like(p)
 
     return t.train(zero=clear)
 
@@ -163,50 +148,10 @@ def accumulated_and_said(t: Trial) -> Numbers:
     return accumulate(t, 3)
 
 
-@row(ACCUMULATION, "the same, and the last batches are too few for three",
-     gradient_accumulation_steps=3)  # fmt: skip
-def accumulated_rest(t: Trial) -> Numbers:
-    logged = accumulate(t, 3, count=7)
-    t.optimizer.step()
-    t.optimizer.zero_grad()
-    return logged
-
-
 @row(ACCUMULATION, "`gradient_accumulation_steps: 3` and a step after every pass, as DeepSpeed "
      "wants it", gradient_accumulation_steps=3)  # fmt: skip
 def accumulated_by_others(t: Trial) -> Numbers:
     return t.train()
-
-
-@row(ACCUMULATION, "`p.grad.div_(3)`, `p.grad /= 3` before the step")
-def divided_later(t: Trial) -> Numbers:
-    logged = []
-    for number, (x, y) in enumerate(t.data(), 1):
-        loss = t.loss(x, y)
-        loss.backward()
-        logged.append(loss.item())
-        if number % 3 == 0:
-            for index, p in enumerate(t.params):
-                assert p.grad is not None
-                if index % 2:
-                    p.grad.div_(3)
-                else:
-                    p.grad /= 3
-            t.optimizer.step()
-            t.optimizer.zero_grad()
-    return logged
-
-
-@row(ACCUMULATION, "one backward of the sum of two losses")
-def summed_losses(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
-        loss = t.loss(x, y) + t.loss(-x, y)
-        loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
 
 
 # ----------------------------------------------------------------------------------- clipping
@@ -218,25 +163,12 @@ def clip_norm(t: Trial) -> Numbers:
     return t.train(clip=lambda: clip_grad_norm_(t.model.parameters(), 0.05))
 
 
-@row(CLIPPING, "`clip_grad_norm_(..., foreach=True)`, and `foreach=False`")
-def clip_norm_foreach(t: Trial) -> Numbers:
-    def clip() -> list[Tensor]:
-        return [clip_grad_norm_(t.params, 0.05, foreach=each) for each in (True, False)]
-
-    return t.train(clip=clip)
-
-
 @row(CLIPPING, "`clip_grad_norm_(..., norm_type=inf)`, and 1, 3 and 0.5")
 def clip_norm_other(t: Trial) -> Numbers:
     def clip() -> list[Tensor]:
         return [clip_grad_norm_(t.params, 0.05, norm_type=p) for p in (math.inf, 1, 3.0, 0.5)]
 
     return t.train(clip=clip)
-
-
-@row(CLIPPING, "`clip_grad_norm_(..., error_if_nonfinite=True)`")
-def clip_norm_checked(t: Trial) -> Numbers:
-    return t.train(clip=lambda: clip_grad_norm_(t.params, 0.05, error_if_nonfinite=True))
 
 
 @row(CLIPPING, "`clip_grad_value_(model.parameters(), 0.001)`, with and without foreach")
@@ -279,37 +211,12 @@ def clip_parts(t: Trial) -> Numbers:
     return t.train(clip=clip)
 
 
-@row(CLIPPING, "between two passes of one step, and again before the step")
-def clip_twice(t: Trial) -> Numbers:
-    logged = []
-    for number, (x, y) in enumerate(t.data(), 1):
-        t.loss(x, y).backward()
-        logged.append(float(clip_grad_norm_(t.model.parameters(), 0.05)))
-        if number % 2 == 0:
-            t.optimizer.step()
-            t.model.zero_grad()
-    return logged
-
-
 @row(CLIPPING, "`clip_grad_norm: 0.05` in the configuration, for plain PyTorch's "
      "`clip_grad_norm_`", clip_grad_norm=0.05)  # fmt: skip
 def clip_by_key(t: Trial) -> Numbers:
     def clip() -> None:
         if t.engine is None:
             clip_grad_norm_(t.params, 0.05)
-
-    return t.train(clip=clip)
-
-
-@row(CLIPPING, "adaptive: each parameter's gradient to a part of its norm (AGC)")
-def clip_adaptive(t: Trial) -> Numbers:
-    @torch.no_grad()
-    def clip() -> None:
-        for p in t.params:
-            assert p.grad is not None
-            most = 0.01 * p.norm().clamp(min=1e-3)
-            norm = p.grad.norm()
-            p.grad.copy_(torch.where(norm > most, p.grad * (most / norm), p.grad))
 
     return t.train(clip=clip)
 
@@ -335,15 +242,6 @@ def flat_buffer(t: Trial) -> Numbers:
     return logged
 
 
-@row(GRADIENTS, "log `{name: p.grad.norm().item()}`, and `p.grad.abs().max()`")
-def log_norms(t: Trial) -> Numbers:
-    def log() -> list[float]:
-        norms = {n: p.grad.norm().item() for n, p in t.model.named_parameters()}
-        return [*norms.values(), *(p.grad.abs().max().item() for p in t.params)]
-
-    return t.train(clip=log)
-
-
 @row(GRADIENTS, "`p.grad.mean()`, `.std()`, `.sum()`, `.histc()`, `.tolist()`, `.numpy()`, `[0]`")
 def log_more(t: Trial) -> Numbers:
     def log() -> list[float]:
@@ -355,17 +253,6 @@ def log_more(t: Trial) -> Numbers:
         return [float(each) for each in found]
 
     return t.train(clip=log)
-
-
-@row(GRADIENTS, "`if p.grad is not None and p.grad.abs().sum() == 0`, "
-     "`torch.isfinite(p.grad).all()`")  # fmt: skip
-def look_for_zeros(t: Trial) -> Numbers:
-    def look() -> list[float]:
-        zero = [n for n, p in enumerate(t.params) if p.grad is not None and p.grad.abs().sum() == 0]
-        finite = all(bool(torch.isfinite(p.grad).all()) for p in t.params if p.grad is not None)
-        return [float(len(zero)), float(finite)]
-
-    return t.train(clip=look)
 
 
 class Unused(nn.Module):
@@ -397,27 +284,6 @@ def unused_but_zero(t: Trial) -> Numbers:
         return [-1.0 if p.grad is None else p.grad.norm().item() for p in t.params]
 
     return t.train(clip=log, zero=lambda: t.optimizer.zero_grad(set_to_none=False))
-
-
-@row(GRADIENTS, "gradient noise: `p.grad += torch.randn_like(p) * 0.01`")
-def noise(t: Trial) -> Numbers:
-    def add() -> None:
-        for p in t.params:
-            assert p.grad is not None
-            p.grad += torch.randn_like(p) * 0.01
-
-    return t.train(clip=add)
-
-
-@row(GRADIENTS, "gradient centralisation: `g.add_(-g.mean(dim, keepdim=True))`")
-def centralise(t: Trial) -> Numbers:
-    def change() -> None:
-        for p in t.params:
-            assert p.grad is not None
-            if p.dim() > 1:
-                p.grad.add_(-p.grad.mean(dim=1, keepdim=True))
-
-    return t.train(clip=change)
 
 
 @row(GRADIENTS, "masks and slices: `p.grad[0] = 0`, `p.grad.view(-1)[1:3].mul_(2)`, "
@@ -480,18 +346,6 @@ def set_data(t: Trial) -> Numbers:
     return t.train(clip=change)
 
 
-@row(GRADIENTS, "taken away and put back: `kept = [p.grad for p in ...]`; `zero_grad()`; "
-     "`p.grad = kept`")  # fmt: skip
-def stash(t: Trial) -> Numbers:
-    def swap() -> None:
-        kept = [p.grad for p in t.params]
-        t.model.zero_grad()
-        for p, gradient in zip(t.params, kept, strict=True):
-            p.grad = gradient
-
-    return t.train(clip=swap)
-
-
 @row(GRADIENTS, "gradients of two tasks, the second projected off the first (PCGrad)")
 def two_tasks(t: Trial) -> Numbers:
     logged = []
@@ -548,20 +402,6 @@ def foreach(t: Trial) -> Numbers:
     return t.train(clip=change)
 
 
-@row(GRADIENTS, "one flat vector: `torch.cat([p.grad.flatten() ...])`, changed and copied back")
-def flat_gradient(t: Trial) -> Numbers:
-    def change() -> float:
-        flat = torch.cat([p.grad.flatten() for p in t.params])  # type: ignore[union-attr]
-        flat = flat / flat.norm()
-        at = 0
-        for p in t.params:
-            p.grad.copy_(flat[at : at + p.numel()].view_as(p))  # type: ignore[union-attr]
-            at += p.numel()
-        return flat.sum().item()
-
-    return t.train(clip=change)
-
-
 @row(GRADIENTS, "`p.grad.data_ptr()`")
 def data_pointer(t: Trial) -> Numbers:
     return t.train(clip=lambda: float(t.params[0].grad.data_ptr() > 0))  # type: ignore[union-attr]
@@ -596,21 +436,6 @@ def scaler(t: Trial) -> Numbers:
         scaler.step(t.optimizer)
         scaler.update()
         t.optimizer.zero_grad()
-    return logged
-
-
-@row(SCALING, "`GradScaler` without `unscale_`, and two passes a step")
-def scaler_accumulating(t: Trial) -> Numbers:
-    scaler = torch.amp.GradScaler(ON, init_scale=256.0)
-    logged = []
-    for number, (x, y) in enumerate(t.data(), 1):
-        loss = t.loss(x, y)
-        scaler.scale(loss / 2).backward()
-        logged.append(loss.item())
-        if number % 2 == 0:
-            scaler.step(t.optimizer)
-            scaler.update()
-            t.optimizer.zero_grad()
     return logged
 
 
@@ -658,37 +483,6 @@ def penalty(t: Trial) -> Numbers:
     return t.train(extra=extra)
 
 
-@row(WEIGHTS, "a norm of the weights in the loss, `torch.cat([p.view(-1) ...]).norm()`")
-def penalty_norm(t: Trial) -> Numbers:
-    return t.train(extra=lambda: 0.01 * torch.cat([p.view(-1) for p in t.params]).norm())
-
-
-@row(WEIGHTS, "`F.linear(x, model[1][0].weight)` outside of the module")
-def used_elsewhere(t: Trial) -> Numbers:
-    x = torch.ones(1, WIDTH, device=ON)
-    return t.train(extra=lambda: 0.1 * F.linear(x, t.model[1][0].weight).pow(2).sum())
-
-
-@row(WEIGHTS, "`torch.stack([layer.weight ...]).mean(0)`, `x @ layer.weight.t()` in the loss")
-def stacked(t: Trial) -> Numbers:
-    def extra() -> Tensor:
-        weights = [t.model[number][0].weight for number in range(BLOCKS)]
-        mean = torch.stack(weights).mean(0)
-        found: Tensor = 0.1 * (torch.ones(1, WIDTH, device=ON) @ weights[2].t() @ mean).pow(2).sum()
-        return found
-
-    return t.train(extra=extra)
-
-
-@row(WEIGHTS, "log `p.norm()`, `p.std()`, `p.detach().numpy()` of every parameter")
-def log_weights(t: Trial) -> Numbers:
-    def log() -> list[float]:
-        found = [each for p in t.params for each in (p.norm().item(), p.std().item())]
-        return [*found, *(float(array(p.detach()).max()) for p in t.params)]
-
-    return t.train(after=log)
-
-
 @row(WEIGHTS, "EMA: `shadow[name].lerp_(p.detach(), 0.1)`; evaluated with `p.data.copy_(shadow)`, "
      "then put back")  # fmt: skip
 def ema(t: Trial) -> Numbers:
@@ -725,15 +519,6 @@ def averaged(t: Trial) -> Numbers:
 def averaged_after(t: Trial) -> Numbers:
     torch.optim.swa_utils.AveragedModel(t.model)
     return []
-
-
-@row(WEIGHTS, "weight clipping: `p.data.clamp_(-0.05, 0.05)` after the step")
-def clamp_weights(t: Trial) -> Numbers:
-    def clamp() -> None:
-        for p in t.params:
-            p.data.clamp_(-0.05, 0.05)
-
-    return t.train(after=clamp)
 
 
 @row(WEIGHTS, "under `no_grad`: `p.mul_(0.99)`, `p -= 0.01`, `p[0] = 0.3`, `p.copy_(...)`, "
@@ -784,15 +569,6 @@ def moving_average_by_rebinding(t: Trial) -> Numbers:
     return t.train(after=average)
 
 
-@row(WEIGHTS, "`a.data, b.data = b.data, a.data`")
-def swapped_data(t: Trial) -> Numbers:
-    def swap() -> None:
-        a, b = t.model[0][0].weight, t.model[1][0].weight
-        a.data, b.data = b.data, a.data
-
-    return t.train(after=swap)
-
-
 @row(WEIGHTS, "under `no_grad`: `p.set_(tensor)`")
 def set_to_another(t: Trial) -> Numbers:
     @torch.no_grad()
@@ -810,28 +586,6 @@ def lists_and_arrays(t: Trial) -> Numbers:
         return [*lists, *(float(array(p).sum()) for p in t.model[1].parameters())]
 
     return t.train(after=look)
-
-
-@row(WEIGHTS, "`functional_call(model, model.state_dict(keep_vars=True), x)`")
-def kept_variables(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
-        called = torch.func.functional_call(t.model, t.model.state_dict(keep_vars=True), (x,))
-        loss = ((called - y) ** 2).mean()
-        loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
-
-
-@row(WEIGHTS, "`vector_to_parameters(parameters_to_vector(...) * 0.5, ...)`")
-def through_vector(t: Trial) -> Numbers:
-    def halve() -> None:
-        vector = nn.utils.parameters_to_vector(t.model.parameters()).detach()
-        nn.utils.vector_to_parameters(vector * 0.5, t.model.parameters())
-
-    return t.train(after=halve)
 
 
 @row(WEIGHTS, "writing to the entries of `model.state_dict()`: `own[name].copy_(x)`")
@@ -944,24 +698,9 @@ def parametrized(kind: Callable[[nn.Module], nn.Module]) -> Build:
     return build
 
 
-@row(WEIGHTS, "weight tying: `torch.save(model.state_dict())` writes the weight once", build=Tied)
-def tied_state(t: Trial) -> Numbers:
-    file = io.BytesIO()
-    state = t.model.state_dict()
-    torch.save(state, file)
-    shared = len({value.untyped_storage().data_ptr() for value in state.values()})
-    return [shared, len(file.getvalue()) // 1024]
-
-
 @row(WEIGHTS, "`parametrizations.weight_norm(layer)`",
      build=parametrized(nn.utils.parametrizations.weight_norm))  # fmt: skip
 def weight_norm(t: Trial) -> Numbers:
-    return t.train()
-
-
-@row(WEIGHTS, "`parametrizations.spectral_norm(layer)`",
-     build=parametrized(nn.utils.parametrizations.spectral_norm))  # fmt: skip
-def spectral_norm(t: Trial) -> Numbers:
     return t.train()
 
 
@@ -1028,14 +767,6 @@ def post_accumulate_before(t: Trial) -> Numbers:
     return [*logged, *sorted(SEEN)]
 
 
-@row(HOOKS, "the same after `initialize`")
-def post_accumulate_after(t: Trial) -> Numbers:
-    SEEN.clear()
-    post_hook_before(t)
-    logged = t.train()
-    return [*logged, *sorted(SEEN)]
-
-
 @row(HOOKS, "a hook after accumulation that changes the gradient: `p.grad.mul_(0.5)`")
 def post_accumulate_changes(t: Trial) -> Numbers:
     def halve(p: Tensor) -> None:
@@ -1079,15 +810,6 @@ def module_hooks(t: Trial) -> Numbers:
     for hook in hooks:
         hook.remove()
     return [*logged, *seen, *t.train(3)]
-
-
-@row(HOOKS, "a forward hook that reads `module.weight.norm()`, a backward hook that reads it")
-def reading_hooks(t: Trial) -> Numbers:
-    seen: list[float] = []
-    for layer in t.model[:-1]:
-        layer[0].register_forward_hook(lambda m, a, out: seen.append(m.weight.norm().item()))
-        layer[0].register_full_backward_hook(lambda m, i, o: seen.append(m.bias.norm().item()))
-    return [*t.train(), *seen]
 
 
 @row(HOOKS, "`optimizer.register_step_pre_hook`, `register_step_post_hook`")
@@ -1182,19 +904,6 @@ def checkpointed_reentrant(t: Trial) -> Numbers:
     return t.train(clip=lambda: clip_grad_norm_(t.params, 0.05))
 
 
-@row(GRAPHS, "`checkpoint(model, x)` around the whole model, both forms")
-def checkpointed_whole(t: Trial) -> Numbers:
-    logged = []
-    for number, (x, y) in enumerate(t.data()):
-        out: Any = checkpoint(t.model, x.requires_grad_(), use_reentrant=bool(number % 2))
-        loss = ((out - y) ** 2).mean()
-        loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
-
-
 @row(GRAPHS, "`torch.func.functional_call(model, dict(model.named_parameters()), x)`, also with "
      "`p * 1.01` in place of `p`")  # fmt: skip
 def functional_call(t: Trial) -> Numbers:
@@ -1275,15 +984,6 @@ def evaluation(t: Trial) -> Numbers:
     return t.train(after=evaluate)
 
 
-@row(GRAPHS, "evaluation between forward and backward")
-def evaluation_between(t: Trial) -> Numbers:
-    def evaluate() -> None:
-        with torch.no_grad():
-            t.model(torch.ones(1, WIDTH, device=ON))
-
-    return t.train(extra=evaluate)
-
-
 @row(GRAPHS, "a submodule called alone, `model[2](x)`, and a part of the model, `model[:2](x)`")
 def submodules(t: Trial) -> Numbers:
     x = torch.ones(1, WIDTH, device=ON)
@@ -1294,19 +994,6 @@ def submodules(t: Trial) -> Numbers:
 def anomaly(t: Trial) -> Numbers:
     with torch.autograd.set_detect_anomaly(True):
         return t.train(3)
-
-
-@row(GRAPHS, "`with torch.autograd.graph.save_on_cpu():` around the forward")
-def saved_on_cpu(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
-        with torch.autograd.graph.save_on_cpu():
-            loss = t.loss(x, y)
-        loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
 
 
 # -------------------------------------------------------------------------------- optimizers
@@ -1320,20 +1007,6 @@ def scheduler(t: Trial) -> Numbers:
     t.optimizer.param_groups[0]["lr"] = 5e-3
     t.optimizer.param_groups[0]["weight_decay"] = 0.0
     return [*logged, *t.train(2)]
-
-
-@row(OPTIMIZERS, "`ReduceLROnPlateau`, `LambdaLR`, `SequentialLR`")
-def schedulers(t: Trial) -> Numbers:
-    kinds = torch.optim.lr_scheduler
-    plateau = kinds.ReduceLROnPlateau(t.optimizer, factor=0.5, patience=0)
-    logged = t.train(3, after=lambda: plateau.step(1.0))
-    t.optimizer.param_groups[0].pop("initial_lr", None)
-    parts: list[Any] = [
-        kinds.LinearLR(t.optimizer, total_iters=2),
-        kinds.LambdaLR(t.optimizer, lambda n: 0.9**n),
-    ]
-    sequence = kinds.SequentialLR(t.optimizer, parts, milestones=[2])
-    return [*logged, *t.train(3, after=sequence.step)]
 
 
 def only_some(t: Trial) -> None:
@@ -1396,20 +1069,6 @@ def foreign(t: Trial) -> Numbers:
     return t.train()
 
 
-@row(OPTIMIZERS, "`torch.optim.LBFGS(model.parameters())` and a closure")
-def lbfgs(t: Trial) -> Numbers:
-    optimizer = torch.optim.LBFGS(t.model.parameters(), lr=0.1, max_iter=4)
-    x, y = t.data()[0]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = t.loss(x, y)
-        loss.backward()
-        return loss
-
-    return [float(optimizer.step(closure)) for _ in range(2)]  # type: ignore[arg-type]
-
-
 @row(OPTIMIZERS, "`optimizer.step(closure)`")
 def closure(t: Trial) -> Numbers:
     logged = []
@@ -1438,19 +1097,6 @@ def optimizer_state(t: Trial) -> Numbers:
     return [*logged, *t.train(2)]
 
 
-@row(OPTIMIZERS, "moments started over: `optimizer.state = defaultdict(dict)`, "
-     "`optimizer.state.clear()`, `del optimizer.state[p]`, `.pop(p)`")  # fmt: skip
-def states_anew(t: Trial) -> Numbers:
-    logged = t.train(2)
-    t.optimizer.state = defaultdict(dict)
-    logged += t.train(2)
-    t.optimizer.state.clear()
-    logged += t.train(2)
-    del t.optimizer.state[t.params[0]]
-    t.optimizer.state.pop(t.params[1])
-    return [*logged, *t.train(2)]
-
-
 @row(OPTIMIZERS, "`optimizer.state[p]['exp_avg']`")
 def moments(t: Trial) -> Numbers:
     return [*t.train(2), *(t.optimizer.state[p]["exp_avg"].norm() for p in t.params)]
@@ -1464,15 +1110,6 @@ COPIES = "Copies, processes, compilers"
 def deepcopied(t: Trial) -> Numbers:
     copy.deepcopy(t.model)
     return []
-
-
-@row(COPIES, "`copy.deepcopy(layer.weight)`, `pickle.dumps(layer.weight)`")
-def copied_parameters(t: Trial) -> Numbers:
-    t.train(2)
-    copies = [copy.deepcopy(p) for p in t.params]
-    copies += [pickle.loads(pickle.dumps(p)) for p in t.params]
-    assert all(type(p) is nn.Parameter and p.requires_grad for p in copies)
-    return [p.sum().item() for p in copies]
 
 
 @row(COPIES, "`copy.deepcopy(model.state_dict())`, `torch.save(model.state_dict())`")
@@ -1489,12 +1126,6 @@ def copied_state(t: Trial) -> Numbers:
 @row(COPIES, "`pickle.dumps(model)`")
 def pickled(t: Trial) -> Numbers:
     pickle.dumps(t.model)
-    return []
-
-
-@row(COPIES, "`torch.save(model, file)`")
-def saved_whole(t: Trial) -> Numbers:
-    torch.save(t.model, io.BytesIO())
     return []
 
 
@@ -1550,12 +1181,6 @@ def compiled_function(t: Trial) -> Numbers:
     return compiled(t, torch.compile(t.model, backend="aot_eager"))
 
 
-@row(COPIES, "`model.compile()`")
-def compiled_in_place(t: Trial) -> Numbers:
-    t.model.compile(backend="eager")
-    return compiled(t, t.model)
-
-
 def compile_blocks(t: Trial) -> None:
     for layer in t.model[:2]:
         layer.compile(backend="eager")
@@ -1587,12 +1212,6 @@ def in_thread(call: Callable[[], Any]) -> Any:
     return found[0]
 
 
-@row(COPIES, "evaluation in another thread, between steps")
-def thread_in_turn(t: Trial) -> Numbers:
-    x, y = t.data(1)[0]
-    return t.train(4, after=lambda: in_thread(lambda: t.loss(x, y).item()))
-
-
 @row(COPIES, "evaluation in another thread, during a forward")
 def thread_amid_a_forward(t: Trial) -> Numbers:
     x, y = t.data(1)[0]
@@ -1614,13 +1233,6 @@ def func_grad(t: Trial) -> Numbers:
 
     found = torch.func.grad(loss_of)({n: p.detach() for n, p in t.model.named_parameters()})
     return [each.norm().item() for each in found.values()]
-
-
-@row(GRAPHS, "`torch.func.jvp` through the model")
-def func_jvp(t: Trial) -> Numbers:
-    x, _ = t.data(1)[0]
-    value, slope = torch.func.jvp(t.model, (x,), (torch.ones_like(x),))
-    return [value.sum().item(), slope.sum().item()]
 
 
 @row(OPTIMIZERS, "a head put into the model after `initialize`")
@@ -1648,12 +1260,8 @@ def cut_short(t: Trial, error: type[BaseException], where: str) -> Numbers:
     hook: Any = None
     if where == "forward":
         hook = t.model[2].register_forward_hook(stop)
-    elif where == "inside a block":
-        hook = t.model[2][0].register_forward_pre_hook(stop)
     elif where == "backward":
         hook = t.model[1].register_full_backward_hook(stop)
-    elif where == "parameter":
-        hook = t.model[1][0].weight.register_hook(stop)
     elif where == "accumulated":
         hook = t.model[1][0].weight.register_post_accumulate_grad_hook(stop)
 
@@ -1671,7 +1279,7 @@ def cut_short(t: Trial, error: type[BaseException], where: str) -> Numbers:
     return [*logged, *t.train(3)]
 
 
-PLACES = ("forward", "inside a block", "between", "backward", "parameter", "accumulated")
+PLACES = ("forward", "between", "backward", "accumulated")
 
 
 def _add_cuts(error: type[BaseException], what: str) -> None:
@@ -1680,10 +1288,11 @@ def _add_cuts(error: type[BaseException], what: str) -> None:
         def loop(t: Trial, where: str = where) -> Numbers:
             return cut_short(t, error, where)
 
-        loop.__name__ = f"{error.__name__.lower()}_in_{where.replace(' ', '_')}"
-        words = {"between": "between forward and backward", "parameter": "`p.register_hook`'s",
-                 "forward": "a forward hook", "backward": "a module's backward hook",
-                 "accumulated": "a post-accumulate hook"}.get(where, where)  # fmt: skip
+        loop.__name__ = f"{error.__name__.lower()}_in_{where}"
+        words = {
+            "forward": "a forward hook", "between": "between forward and backward",
+            "backward": "a module's backward hook", "accumulated": "a post-accumulate hook",
+        }[where]  # fmt: skip
         row(CUT, f"{what}: {words}; then `zero_grad()`, and on")(loop)
 
 

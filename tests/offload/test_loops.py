@@ -14,7 +14,7 @@ from tests.offload.loop_page import PAGE, line, page
 from tests.offload.loop_rows import ROWS
 from tests.offload.loop_trial import Row, Trial, blocks, configuration, result
 
-pytestmark = [pytest.mark.sample(3), *MARKS]
+pytestmark = [pytest.mark.sample(5), *MARKS]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
