@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.app import app
-from offload.errors import CheckpointError, ConfigError, PathError, UnsupportedError
+from offload.errors import ConfigError, PathError, UnsupportedError
 from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
 from tests.offload.engine_cases import HOST, bits, config
-from tests.outside.pretrained_cases import FILE, edit, saved
+from tests.outside.pretrained_cases import FILE, saved
 from tests.outside.test_quantised_folders import llama
 from tests.outside.zoo import transformers
 
@@ -120,23 +120,6 @@ def test_transformers_loads_the_same_values(code: str, dtype: str, tmp_path: Pat
         assert bits(value.float()) == bits(expected[name].detach().float()), name
 
 
-def test_blocks_of_bitsandbytes_are_stored_as_they_are(tmp_path: Path) -> None:
-    """Its absmax is an element of the block: storage finds the same one."""
-    from offload.weights.lazy_tensors import lazy_tensors
-    from tests.offload.quantised_cases import four_bits
-
-    kind = four_bits()
-    made = kind.make(8, 64, torch.Generator().manual_seed(1))
-    absmax = made.parts["weight.absmax"].bfloat16().float()  # of weights in bf16
-    made.parts["weight"][::32] = 0xF0  # of each block the first one is its largest
-    parts = {f"a.{name}": part for name, part in made.parts.items()}
-    from safetensors.torch import save_file
-
-    save_file({**parts, "a.weight.absmax": absmax}, tmp_path / FILE)
-    value = lazy_tensors([tmp_path / FILE], kind.settings)["a.weight"].value()
-    assert bits(stored(value, "nf4", 64)) == bits(value)
-
-
 def test_packed_experts_of_a_dispatched_model_are_written(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
     keys = config(tmp_path, HOST, budget={"host": "64MiB"})
@@ -196,16 +179,6 @@ def test_layers_that_files_name_otherwise_are_quantised(tmp_path: Path) -> None:
         loaded = kind.from_pretrained(tmp_path / "out").dequantize(torch.float32)
         found = opened(tmp_path / "out")
         assert all(bits(p.detach()) == bits(found[n]) for n, p in loaded.named_parameters())
-
-
-def test_an_infinite_weight_is_not_quantised(tmp_path: Path) -> None:
-    folder = llama(tmp_path / "model")
-    name = "model.layers.1.mlp.up_proj.weight"
-    edit(folder, lambda t: {**t, name: t[name].fill_(float("inf"))})
-    for code in ("int4", "int8", "nf4"):
-        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has values"):
-            offload.compress(folder, tmp_path / "out", storage=code)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 # ------------------------------------------------------------------------------------ refusals

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pty
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +13,6 @@ from offload import OffloadConfig
 from offload.cli.app import main
 from offload.cli.planned_model import generating
 from offload.planning.plan.workload import Generation
-from offload.process.child import child_environment
 from offload.runs.forecast import forecast_generation
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
@@ -28,7 +20,6 @@ from offload.tiers.tier import Tier
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-ROOT = Path(__file__).parents[2]
 LINES = ["the quick brown fox jumps over the lazy dog", "to be or not to be, naïve — 日本"] * 8
 NEW = ["--max-new-tokens", "12"]
 
@@ -204,53 +195,3 @@ def test_what_cannot_be_meant_is_one_line(folder: Path, placed: list[str], capsy
 
 
 # ---------------------------------------------------------------- in a shell
-def _command(folder: Path, placed: list[str], *more: str) -> list[str]:
-    words = ["generate", str(folder), *placed, "--prompt", "to be", *more]
-    return [sys.executable, "-m", "offload", *words]
-
-
-@pytest.mark.slow  # a process of its own
-def test_ctrl_c_ends_with_the_table(folder: Path, tmp_path: Path) -> None:
-    """On a terminal, where text is seen token by token."""
-    many = tmp_path / "many"
-    many.mkdir()
-    for path in folder.iterdir():
-        os.link(path, many / path.name)
-    values = json.loads((folder / "config.json").read_text())
-    endless = {**values, "max_position_embeddings": 100_000, "eos_token_id": None}
-    for name, content in (("config.json", endless), ("generation_config.json", {})):
-        (many / name).unlink()
-        (many / name).write_text(json.dumps(content))
-    leader, terminal = pty.openpty()
-    words = _command(many, ["-o", "device=cpu"], "--max-new-tokens", "90000", "--temperature", "9")
-    child = subprocess.Popen(
-        words, cwd=ROOT, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE,
-        env=child_environment(),
-    )  # fmt: skip
-    os.close(terminal)
-    seen = b""
-    while len(seen) < 200:
-        seen += os.read(leader, 4096)
-    child.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    said = child.communicate(timeout=60)[1].decode()
-    assert child.returncode == 130, said
-    assert time.monotonic() - began < 60
-    os.close(leader)
-    for part in ("Ctrl-C: finishing this token", "prefill: ", "peak RSS", "interrupted"):
-        assert part in said
-    assert "Traceback" not in said
-
-
-@pytest.mark.slow  # a process of its own
-def test_a_closed_pipe_ends_it_without_a_word(folder: Path, placed: list[str]) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    words = _command(folder, placed, *NEW)
-    done = subprocess.run(
-        words, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False,
-        env=child_environment(),
-    )  # fmt: skip
-    os.close(write)
-    assert done.returncode == 1
-    assert done.stderr == ""

@@ -24,8 +24,7 @@ from transformers.cache_utils import DynamicCache
 
 import offload
 import offload.tiered_model
-from offload.errors import BudgetError, StorageError, TierFullError, UnsupportedError
-from offload.swap.threads.transfer import Transfer
+from offload.errors import BudgetError, TierFullError, UnsupportedError
 
 MIXED = {"host": "40%", "nvme": "60%"}
 PLACEMENTS: list[Any] = ["host", "nvme", MIXED]
@@ -171,28 +170,6 @@ def test_running_out_of_room_says_what_to_raise_and_the_model_goes_on(
 
 
 # -------------------------------------------------------------------------------- its end
-
-
-def test_a_page_that_cannot_be_written_ends_its_cache_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with dispatched(llama(), tmp_path, "nvme", budget={"host": "256KiB"}) as owner:
-        assert owner._homes.store is not None
-        backend = owner._homes.store.backend
-        real = backend.submit_write
-
-        def failing(*args: Any, **keys: Any) -> Any:
-            failed: Transfer[None] = Transfer("a write")
-            failed.fail(StorageError("the disk is gone"))
-            return failed if "layer 1" in keys["owner"] else real(*args, **keys)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(backend, "submit_write", failing)
-            with pytest.raises(StorageError, match="the disk is gone"):
-                generated(owner.module, PROMPT.repeat(1, 16))
-        gc.collect()
-        assert kv_nbytes(owner) == 0
-        assert bits(generated(owner.module)) == bits(generated(llama()))
 
 
 # -------------------------------------------------------------------------------- refusals

@@ -149,23 +149,6 @@ def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
     again.engine.close()
 
 
-def test_clipping_by_value_by_the_engine_and_shuffled_rows(tmp_path: Path) -> None:
-    def run(folder: str, strategy: Any, **keys: Any) -> Any:
-        torch.manual_seed(3)
-        module = seeded(Lit)
-        trainer_for(tmp_path / folder, strategy, **keys).fit(module, rows(shuffle=True), rows(2))
-        return module
-
-    value = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
-    for number, (theirs, ours, more) in enumerate(
-        [(value, value, {}), ({"gradient_clip_val": CLIP}, {}, {"clip_grad_norm": CLIP})]
-    ):
-        strategy = strategies.OffloadStrategy(keys_for(tmp_path, **more))
-        found = run(f"ours{number}", strategy, **ours)
-        assert_equal_runs(found, run(f"plain{number}", "auto", **theirs))
-        strategy.engine.close()
-
-
 def test_a_plain_checkpoint_is_loaded_and_a_folder_becomes_one(tmp_path: Path) -> None:
     expected, _ = fit(tmp_path / "plain")
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))

@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import offload
 from offload.checkpoint.foreign.exporting import export
-from offload.errors import UnsupportedError
-from offload.weights.tensor_file import TensorFile
 from offload.zero.groups import module_tree
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.test_expert_zoo import ARCHITECTURES, build
-from tests.ranks.processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -40,11 +36,6 @@ def tiny(seed: int = 0, inner: int = 16) -> Any:
         num_experts=8, num_experts_per_tok=2, use_cache=False,
     )  # fmt: skip
     return transformers.Qwen3MoeForCausalLM(shape)
-
-
-def on_meta() -> Any:
-    with torch.device("meta"):
-        return tiny()
 
 
 @pytest.fixture
@@ -127,80 +118,7 @@ def test_checkpoints_do_not_tell_and_are_loaded_either_way(
         assert_equal(engine, split)
 
 
-def as_a_rank(stage: int, saved: str, folder: str) -> dict[str, Tensor]:
-    module_tree.SMALL_TABLE_NUMEL = 0
-    keys: dict[str, Any] = {**config(Path(folder), HOST), "zero": {"stage": stage}}
-    with offload.initialize(tiny(7), keys) as engine:
-        engine.load_checkpoint(saved)
-        if engine.runtime.store.packed:
-            with pytest.raises(UnsupportedError, match="parts of every expert"):
-                engine.values.part_of(engine.module.get_parameter(TABLE))
-        train(engine, 1)
-        engine.save_checkpoint(Path(folder) / f"stage {stage}")
-        return dict(engine.module.state_dict())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
-def test_ranks_load_what_one_saved_and_save_what_one_loads(
-    made: Any, tmp_path: Path, stage: int
-) -> None:
-    split = made(tiny(), split=True)
-    train(split)
-    split.save_checkpoint(tmp_path / "one")
-    here = run_ranks(2, tmp_path / "ranks", as_a_rank, stage, str(tmp_path / "one"), str(tmp_path))
-    whole = made(tiny(7), split=False)
-    whole.load_checkpoint(tmp_path / f"stage {stage}")
-    for found in here:
-        assert_same(found, whole.module.state_dict())
-
-
 # ------------------------------------------------------------------------------ first values
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_experts_that_files_have_one_by_one_are_read_one_by_one(
-    made: Any, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny()
-    model.save_pretrained(tmp_path / "hub")
-    assert TABLE not in load_file(tmp_path / "hub" / "model.safetensors")
-    lazy = offload.open_pretrained(tmp_path / "hub")
-    read: list[int] = []
-    own = TensorFile.read_into
-
-    def read_into(file: TensorFile, buffer: memoryview, offset_bytes: int) -> None:
-        read.append(buffer.nbytes)
-        own(file, buffer, offset_bytes)
-
-    monkeypatch.setattr(TensorFile, "read_into", read_into)
-    split = made(lazy, split=True, precision=precision)
-    assert sum(read) == sum(p.numel() * 4 for p in model.parameters())  # each byte once
-    whole = made(model, split=False, precision=precision)
-    assert_same(split.module.state_dict(), whole.module.state_dict())
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("build", [tiny, on_meta])
-def test_weights_are_read_row_by_row(
-    made: Any, tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny(5)
-    save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    read: list[int] = []
-    own = TensorFile.read_into
-
-    def read_into(file: TensorFile, buffer: memoryview, offset_bytes: int) -> None:
-        read.append(buffer.nbytes)
-        own(file, buffer, offset_bytes)
-
-    monkeypatch.setattr(TensorFile, "read_into", read_into)
-    engine = made(build(), split=True, weights=tmp_path / "weights.safetensors")
-    assert_same(engine.module.state_dict(), model.state_dict())
-    table = model.state_dict()[TABLE]
-    assert table.nbytes not in read
-    assert read.count(table.nbytes // len(table)) >= len(table)
 
 
 # ------------------------------------------------------------------------------ other formats
@@ -257,70 +175,4 @@ def test_every_architecture(made: Any, tmp_path: Path, architecture: str) -> Non
     assert_same(tensors_in(tmp_path / "split"), tensors_in(tmp_path / "whole"))
 
 
-def test_state_dicts_are_those_of_torch(made: Any) -> None:
-    split, whole = made(tiny(), split=True), made(tiny(), split=False)
-    for engine in (split, whole):
-        train(engine)
-    plain = tiny(7)
-    plain.load_state_dict(split.module.state_dict())
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    adamw.load_state_dict(split.optimizer.state_dict())
-    other = made(tiny(8), split=True)
-    other.module.load_state_dict(plain.state_dict())
-    other.optimizer.load_state_dict(adamw.state_dict())
-    for engine in (other, whole):
-        train(engine, seed=2)
-    assert_equal(other, whole)
-    short = other.optimizer.state_dict()
-    state = next(each for each in short["state"].values() if each["exp_avg"].dim() == 3)
-    state["exp_avg"] = state["exp_avg"][1:]
-    with pytest.raises(ValueError, match=rf"exp_avg of {TABLE} has shape \(7, 32, 32\)"):
-        other.optimizer.load_state_dict(short)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_torchs_distributed_checkpoints(made: Any, tmp_path: Path, precision: str) -> None:
-    from offload.integrations.distributed_checkpoint import EngineState
-
-    split, whole = (made(tiny(), split=each, precision=precision) for each in (True, False))
-    for engine, name in ((split, "split"), (whole, "whole")):
-        train(engine)
-        dcp.save({"app": EngineState(engine)}, checkpoint_id=tmp_path / name)
-    for engine, name in ((split, "whole"), (whole, "split")):
-        train(engine, seed=2)
-        dcp.load({"app": EngineState(engine)}, checkpoint_id=tmp_path / name)
-    for engine in (split, whole):
-        train(engine, seed=3)
-    assert_equal(split, whole)
-
-
 # ------------------------------------------------------------------------------ PEFT
-@pytest.mark.parametrize(
-    ("keys", "splits"),
-    [
-        ({"target_modules": ["q_proj"]}, True),
-        # computed with as wholes, and so kept with their block
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, False),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["experts"]}, True),
-    ],
-)
-def test_adapters_train_and_are_saved(
-    made: Any, tmp_path: Path, keys: dict[str, Any], splits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peft = pytest.importorskip("peft")
-    engines = []
-    for least in (0, 1 << 40):
-        monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", least)
-        base = tiny()
-        torch.manual_seed(5)
-        model = peft.get_peft_model(base, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **keys))
-        engines.append(offload.initialize(model, config(tmp_path, HOST)))
-    assert [bool(each.runtime.store.packed) for each in engines] == [splits, False]
-    for number, engine in enumerate(engines):
-        train(engine)
-        engine.module.save_pretrained(tmp_path / str(number))
-    assert_equal(*engines)
-    assert_same(tensors_in(tmp_path / "0"), tensors_in(tmp_path / "1"))
-    for engine in engines:
-        engine.close()
