@@ -177,24 +177,19 @@ def test_a_model_on_the_meta_device_begins_with_the_engine(
     assert trainer.evaluate()["eval_loss"] < first - 0.1
 
 
-def test_the_engine_of_the_model_is_used(tmp_path: Path) -> None:
-    """It is given as itself or by its optimizer; another configuration takes the model over."""
-    runs = []
-    for given in "offload", "optimizers":
-        model = tiny_llama()
-        optimizer = {"lr": 3e-3, "weight_decay": 0.1}
-        with offload.initialize(model, settings(tmp_path, optimizer=optimizer)) as engine:
-            value = engine if given == "offload" else (engine.optimizer, None)
-            trainer = make(ours.OffloadTrainer, tmp_path / "run", model, **{**SHORT, given: value})
-            trainer.train()
-            assert trainer.engine is engine
-            runs.append(logged(trainer))
-            second = make(ours.OffloadTrainer, tmp_path / "run", model, offload={}, **SHORT)
-            second.train()
-            assert engine.is_closed
-            assert second.engine is not engine
-            second.engine.close()
-    assert runs[0] == runs[1]
+def test_a_model_in_an_engine_is_taken_over_and_the_engine_itself_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = tiny_llama()
+    with offload.initialize(model, settings(tmp_path, optimizer={"lr": 3e-3})) as engine:
+        for given in {"offload": engine}, {"optimizers": (engine.optimizer, None)}:
+            with pytest.raises(ConfigError, match="makes an engine itself"):
+                make(ours.OffloadTrainer, tmp_path / "run", model, **{**SHORT, **given})
+        trainer = make(ours.OffloadTrainer, tmp_path / "run", model, offload={}, **SHORT)
+        trainer.train()
+        assert engine.is_closed
+        assert trainer.engine is not engine
+        trainer.engine.close()
 
 
 # --------------------------------------------------------------------------- precision

@@ -118,9 +118,6 @@ def test_checkpoints_do_not_tell_and_are_loaded_either_way(
         assert_equal(engine, split)
 
 
-# ------------------------------------------------------------------------------ first values
-
-
 # ------------------------------------------------------------------------------ other formats
 def test_exports_and_saved_models_are_in_the_hubs_format(made: Any, tmp_path: Path) -> None:
     from offload.integrations.transformers.hub_export import write_hub_format

@@ -37,7 +37,6 @@ from offload.integrations.transformers.trainer_optimizer import (
     changed_arguments,
     client_of,
     groups_only,
-    source_of,
 )
 from offload.integrations.transformers.training_arguments import (
     Source,
@@ -64,6 +63,10 @@ from offload.integrations.transformers.trainer_watch import WatchCallback as Wat
 
 STATES = "offload"  # the folder of the engine's states in a checkpoint of Trainer's
 _SCHEDULER = "scheduler.pt"
+_MAKES_ITS_OWN = (
+    "{}, and this trainer makes an engine itself: give it the configuration; plain transformers."
+    "Trainer trains with optimizers=(engine.optimizer, None)"
+)
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -84,8 +87,7 @@ class OffloadArguments:
 class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     """A mixin that precedes a trainer in the bases: `class Mine(OffloadMixin, SFTTrainer)`.
 
-    `offload`: the engine's configuration (the path of a YAML file, a mapping or an OffloadConfig),
-    or an engine that has the model already and keeps its optimizer's numbers and param groups.
+    `offload`: the engine's configuration (the path of a YAML file, a mapping or an OffloadConfig).
     Optimizer, precision, seed, device, clipping and accumulation that a configuration does not name
     come from TrainingArguments, with Trainer's own param groups for weight decay.
 
@@ -95,16 +97,18 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     optimizer: Any
 
-    def __init__(self, *args: Any, offload: Source | Engine | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, offload: Source | None = None, **kwargs: Any) -> None:
+        if isinstance(offload, Engine):
+            raise ConfigError(_MAKES_ITS_OWN.format("offload= is an engine"))
         self._offload = offload
         self._engine: Engine | None = None
         self._own: OffloadOptimizer | None = None  # the optimizer that this trainer trains with
         self._is_fresh = False  # `_own` was made for a training that has not begun
         self._max_norm = math.inf
         super().__init__(*args, **kwargs)
-        self._brought = None if isinstance(self.optimizer, OffloadOptimizer) else self.optimizer
         if isinstance(self.optimizer, OffloadOptimizer):
-            self._offload = self._engine_of(self.optimizer, offload)
+            raise ConfigError(_MAKES_ITS_OWN.format("optimizers= has the optimizer of an engine"))
+        self._brought = self.optimizer
         self._refuse()
         self._settled(self.model)  # errors now rather than when training begins
 
@@ -121,8 +125,6 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
                 "the trainer has no model: hyperparameter_search has released the last one, and "
                 "train() makes the next"
             )
-        if isinstance(self._offload, Engine):
-            return self._adopted(self._given_engine(self._offload, model))
         here = [each for each in tiers_of(model) if isinstance(each, Engine)]
         if len(here) == 1 and here[0].module is model:
             return self._adopted(here[0])
@@ -138,9 +140,6 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         model = self.model
         if model is None:
             return self.engine  # raises
-        if isinstance(self._offload, Engine):
-            self._own = self.engine.optimizer
-            self.optimizer = self.optimizer or self._own
         own = self._own
         is_served = own is not None and self._serves(own, model)
         if not is_served and isinstance(self.optimizer, OffloadOptimizer):
@@ -155,12 +154,6 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         self._is_fresh = False
         if is_served and self.optimizer is own:
             return self.engine
-        if isinstance(self._offload, Engine):
-            raise UnsupportedError(
-                f"{source_of(self, OffloadMixin)} makes another optimizer than that of the engine "
-                "that the trainer was given; give the trainer a configuration (offload=...), and "
-                "it makes the engine with those param groups"
-            )
         return self._made(model)
 
     @staticmethod
@@ -183,32 +176,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         self._prepare(engine)
         return engine
 
-    @staticmethod
-    def _given_engine(engine: Engine, model: nn.Module) -> Engine:
-        if engine.module is not model:
-            raise StateError(
-                "offload= is the engine of another model than the trainer's; put adapters and "
-                "wrappers into the model before offload.initialize, or give the trainer a "
-                "configuration: it makes the engine itself"
-            )
-        if engine.is_closed:
-            raise StateError(
-                "offload= is an engine that is closed; make a new one with offload.initialize, or "
-                "give the trainer a configuration: it makes the engine itself"
-            )
-        return engine
-
     # ---------------------------------------------------------------- making the engine
-    @staticmethod
-    def _engine_of(optimizer: OffloadOptimizer, offload: Source | Engine | None) -> Engine:
-        assert isinstance(optimizer.engine, Engine), "set when the engine was made"
-        if offload is not None and offload is not optimizer.engine:
-            raise ConfigError(
-                "optimizers= has the optimizer of an engine, and offload= names something else; "
-                "leave one of them out"
-            )
-        return optimizer.engine
-
     def _make_engine(self, model: nn.Module) -> Engine:
         """Make the engine from the trainer's optimizer, which has made no step."""
         config = self._settled(model)
@@ -266,13 +234,9 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         return settle(self._source(), self.args, model)
 
     def _source(self) -> Source:
-        source = self._offload
-        if isinstance(source, Engine):
-            made = source.config
-            return {**named_keys(made), "precision": made.precision, "device": made.device}
-        if source is None:
+        if self._offload is None:
             return getattr(self.args, "offload", None) or {}
-        return source
+        return self._offload
 
     def _refuse(self) -> None:
         args = self.args
@@ -339,8 +303,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._training_engine()  # before what a subclass may do with the model
         clip = self._settled(engine.module).clip_grad_norm
-        by_engine = engine.config.clip_grad_norm is not None
-        self._max_norm = math.inf if by_engine or clip is None else clip
+        self._max_norm = math.inf if clip is None else clip
         found = self.callback_handler.callbacks
         watches = [each for each in found if isinstance(each, WatchCallback)]
         if watches:  # a terminal has one bar
