@@ -105,26 +105,3 @@ def test_a_training_pass_has_no_cache_and_that_is_said_once(
         assert model(**batch).past_key_values is not None
     assert caplog.text.count(SAID) == 1
     model.train()
-
-
-def test_the_numbers_are_those_of_a_pass_that_is_called_without_a_cache() -> None:
-    found = []
-    for more in ({}, {"use_cache": False}):
-        model = build(MODELS["MixtralDecoderLayer"])
-        with offload.initialize(model, {"placement": {"parameters": "nvme"}}) as engine:
-            found.append(losses(model, engine.optimizer, **more))
-    assert found[0] == found[1]
-
-
-def test_what_a_caller_says_of_caches_holds(caplog: pytest.LogCaptureFixture) -> None:
-    model, batch = build(MODELS["GPT2Block"]), batches()[0]
-    tokens = batch["input_ids"]
-    with offload.initialize(model, {}), caplog.at_level(logging.WARNING, logger="offload"):
-        assert model(**batch, use_cache=True).past_key_values is not None
-        first = model(tokens, past_key_values=None).past_key_values
-        assert first is not None
-        again = model(tokens, past_key_values=first)
-        assert again.past_key_values.get_seq_length() == 16
-        model.config.use_cache = False
-        assert model(**batch).past_key_values is None
-    assert SAID not in caplog.text

@@ -132,10 +132,3 @@ def test_a_model_that_was_compiled_as_one_graph_is_refused_while_it_is_in_tiers(
     ):
         run(model)
     assert torch.equal(run(model), expected)
-
-
-def test_a_function_around_the_model_says_what_to_do(tmp_path: Path) -> None:
-    with opened(tmp_path, False, NVME) as model, torch.no_grad():
-        doubled = compiled(lambda tokens: 2 * model(tokens), fullgraph=True)
-        with pytest.raises(RuntimeError, match="leave fullgraph=True out"):
-            doubled(TOKENS)

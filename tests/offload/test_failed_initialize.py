@@ -16,8 +16,7 @@ import offload.memory.tier_manager
 import offload.optimizers.optimizer
 import offload.tiered_model
 import offload.zero.step.runtime
-from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, config, on_the_cpu_alone, seeded
-from tests.ranks.processes import run_ranks
+from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, config, seeded
 
 pytestmark = MARKS
 
@@ -94,19 +93,3 @@ def test_the_model_takes_weights_again(tmp_path: Path, monkeypatch: Any, what: s
         model.loss(batches(1)[0])
     with offload.initialize(model, keys, weights=tmp_path / "saved"):
         assert model.loss(batches(1)[0]).item() == loss
-
-
-def threads_after_failure(folder: str) -> list[str]:
-    """Of a rank that has no room for its states."""
-    budget = {"host": "64MiB", "nvme": "64MiB"}
-    keys = config(Path(folder), device="cpu", budget=budget, zero={"stage": 3})
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(offload.memory.tier_manager.TieredHomes, "gradients", broken)
-        with pytest.raises(Broken):
-            offload.initialize(seeded(TinyLM), keys)
-    return [thread.name for thread in threading.enumerate() if "offload" in thread.name]
-
-
-@on_the_cpu_alone("its ranks compute on the CPU")
-def test_a_rank_without_room_ends_its_threads(tmp_path: Path) -> None:
-    assert run_ranks(2, tmp_path, threads_after_failure, str(tmp_path)) == [[], []]

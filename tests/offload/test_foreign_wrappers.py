@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import offload
@@ -54,16 +52,6 @@ def test_what_reduces_gradients_itself_is_refused(
     for wrapped in (wrapper(seeded(TinyLM)), nn.Sequential(wrapper(seeded(TinyLM)))):
         with pytest.raises(UnsupportedError, match="use the model as it is"):
             offload.initialize(wrapped, keys)
-
-
-@pytest.mark.usefixtures("_one_rank")
-def test_a_model_that_is_fully_sharded_is_refused_as_such(tmp_path: Path) -> None:
-    """And not for its DTensors, as if another dimension of its mesh could be named."""
-    model = seeded(TinyLM)
-    for part in (model.blocks[0], model):
-        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(UnsupportedError, match=r"FSDPTinyLM around a model .* without fully_shard"):
-        offload.initialize(model, config(tmp_path))
 
 
 def test_data_parallel_is_refused_where_it_copies_the_model(

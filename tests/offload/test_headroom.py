@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from offload.memory.headroom import MemoryReader, reserve_of
+from offload.memory.headroom import MemoryReader
 from offload.process import machine
 from offload.swap.threads.memory_guard import Headroom
 from tests.offload.test_machine import GIB, V1_MOUNT, V2_MOUNT, put
 
-MIB = 1 << 20
 MEMINFO = (
     f"MemTotal: {8 * GIB // 1024} kB\nMemAvailable: {3 * GIB // 1024} kB\n"
     f"SwapFree: {GIB // 1024} kB\n"
@@ -45,12 +44,6 @@ def test_ram_and_swap_are_told_apart(tmp_path: Path) -> None:
     (ram,) = limits(root)
     assert (ram.where, ram.limit_nbytes) == ("RAM", 8 * GIB)
     assert (ram.room_nbytes, ram.last_nbytes) == (3 * GIB, 4 * GIB)
-
-
-def test_page_cache_that_no_process_maps_counts_as_room(tmp_path: Path) -> None:
-    _, limit = limits(v2(tmp_path))
-    assert limit.room_nbytes == GIB + GIB // 4 + GIB // 8
-    assert limit.last_nbytes == limit.room_nbytes + GIB
 
 
 def test_memory_high_is_a_limit_that_kills_nothing(tmp_path: Path) -> None:
@@ -97,16 +90,3 @@ def test_a_process_that_is_moved_to_another_cgroup_is_followed(tmp_path: Path) -
     assert len(read()) == 2
     put(tmp_path, {"proc/self/cgroup": "0::/other\n", "sys/fs/cgroup/other/memory.max": "max\n"})
     assert len(read()) == 1
-
-
-def test_this_machine_can_be_read() -> None:
-    ram, *_ = limits(Path("/"))
-    assert ram.limit_nbytes >= ram.room_nbytes > 0
-
-
-@pytest.mark.parametrize(
-    ("limit", "reserve"),
-    [(256 * MIB, 32 * MIB), (GIB, 64 * MIB), (24 * GIB, 24 * GIB // 50), (512 * GIB, GIB)],
-)
-def test_the_reserve_grows_with_the_limit(limit: int, reserve: int) -> None:
-    assert reserve_of(limit) == reserve

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from offload.process import machine
@@ -72,23 +68,11 @@ def test_the_limit_of_an_outer_v2_cgroup_binds(cgroup_v2: Path) -> None:
     assert machine.cpu_count(cgroup_v2) in (1, 2)
 
 
-def test_reclaimable_cache_counts_as_available(cgroup_v2: Path) -> None:
-    assert machine.available_memory_nbytes(cgroup_v2) <= 2 * GIB - GIB + GIB // 4
-    assert machine.memory_limits(cgroup_v2)[0].used_nbytes == GIB - GIB // 4
-
-
 def test_a_v1_limit_inside_a_container_binds(cgroup_v1: Path) -> None:
     limits = machine.memory_limits(cgroup_v1)
     assert [(limit.limit_nbytes, limit.used_nbytes) for limit in limits] == [(GIB, GIB // 4)]
     assert machine.cpu_quota(cgroup_v1) == 0.5
     assert machine.cpu_count(cgroup_v1) == 1
-
-
-def test_without_cgroups_the_ram_is_the_limit(tmp_path: Path) -> None:
-    assert machine.memory_limit_nbytes(tmp_path) == machine.total_memory_nbytes()
-    assert machine.cpu_quota(tmp_path) is None
-    assert machine.mount_of(tmp_path, tmp_path) is None
-    assert machine.cpu_features(tmp_path) == frozenset()
 
 
 def test_the_deepest_and_last_mount_holds_a_path(tmp_path: Path) -> None:
@@ -134,25 +118,3 @@ def test_swap_files_lie_on_a_disk_where_the_temporary_folder_is_ram(
     if asked:
         monkeypatch.setenv("TMPDIR", str(folders["temporary"]))
     assert machine.swap_folder(tmp_path) == folders[found]
-
-
-def test_other_programs_that_keep_the_cores_busy_are_said_beside_a_predicted_time() -> None:
-    others, began = machine.OtherPrograms(), time.monotonic()
-    count = psutil.cpu_count() or 1
-    spin = [sys.executable, "-c", "while True: pass"]
-    running = [subprocess.Popen(spin) for _ in range(count)]
-    try:
-        while not others.note and time.monotonic() - began < 30:
-            time.sleep(0.1)
-        assert others.note.startswith("other programs take ")
-        assert others.share > others.MUCH
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-
-
-def test_ones_own_work_is_not_that_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([(10.0, 4.0, 20.0), (20.0, 13.0, 30.0)])
-    monkeypatch.setattr(machine, "_cpu_seconds", lambda: next(seconds))
-    assert machine.OtherPrograms().share == pytest.approx(0.1)

@@ -117,13 +117,6 @@ def test_every_question_has_the_answer_of_torch(pair: Pair) -> None:
             assert_alike(ours, theirs)
 
 
-def test_looking_up_what_has_no_states_makes_an_empty_entry(pair: Pair) -> None:
-    theirs, ours = pair.both(
-        lambda o, ps: [len(o.state[ps[1]]), len(o.state), len(o.state["mine"]), list(o.state)[1:]]
-    )
-    assert ours == theirs == [0, 1, 0, ["mine"]]
-
-
 def to_device(o: Any, ps: list[nn.Parameter]) -> None:
     """As accelerate's, DeepSpeed's and torchtune's helpers."""
     for state in o.state.values():
@@ -219,13 +212,6 @@ def test_what_is_held_keeps_its_values_when_states_start_over(pair: Pair) -> Non
     held[1][1].zero_()  # of no optimizer any more
     pair.step(1)
     pair.assert_same()
-
-
-def test_what_is_held_goes_with_the_optimizer(pair: Pair) -> None:
-    pair.step(1)
-    held = pair.both(lambda o, ps: o.state[ps[0]]["exp_avg"])
-    pair.step(1)
-    assert_alike(held[1], held[0])
 
 
 def test_entries_of_the_user_s_own_are_kept_beside_the_states(pair: Pair) -> None:

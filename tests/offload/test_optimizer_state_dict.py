@@ -133,16 +133,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     assert_refused(engine, states, fragment)
 
 
-def test_entries_of_the_user_s_own_are_taken_over(engine: offload.Engine) -> None:
-    group = engine.optimizer.param_groups[0]
-    group.update(milestones=[], note=None, lr=torch.tensor(0.5))
-    states = engine.optimizer.state_dict()
-    states["param_groups"][0].update(milestones=["a", 2], note="warm", lr=1, betas=[0.5, 0.75])
-    engine.optimizer.load_state_dict(states)
-    assert (group["milestones"], group["note"], group["lr"]) == (["a", 2], "warm", 1)
-    group.update(lr=3e-3, betas=(0.9, 0.999))
-
-
 # ------------------------------------------------------------------------- torch's own
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
@@ -181,13 +171,6 @@ def test_a_state_dict_of_torch_goes_on_as_there(
         engine.optimizer.load_state_dict(states)
         found = losses_of(engine, batches(4, seed=2))
     assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_torch_s_adam_is_not_taken_for_adamw(engine: offload.Engine) -> None:
-    model = seeded(TinyLM)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    states = torch.optim.Adam(trainable).state_dict()
-    assert_refused(engine, states, "decoupled_weight_decay=False")
 
 
 # ------------------------------------------------------------------------- half-way

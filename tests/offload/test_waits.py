@@ -68,8 +68,3 @@ def test_reads_in_the_way_of_a_forward_are_waits_for_nvme(
     waits = {name: now - before[name] for name, now in engine.report().waits.items()}
     assert 0 < waits["nvme"] <= seconds
     assert waits["update"] == 0.0
-
-
-def test_states_in_memory_wait_for_no_transfer(make: MakeEngine) -> None:
-    waits, _ = train(make(seeded(TinyLM), HOST))
-    assert waits["nvme"] == waits["link"] == waits["ranks"] == 0.0

@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 import offload
-from offload.checkpoint.engine.pieces import PieceAccess
-from offload.checkpoint.format import write_behind
 from offload.checkpoint.format.write_behind import (
     BLOCK_NBYTES,
     MOST_BLOCKS,
     WriteBehind,
 )
 from offload.errors import NoSpaceError, StorageError
-from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
+from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of, seeded
 
 PAGE = 4096
 
@@ -70,19 +68,6 @@ def _is_direct(fd: int) -> bool:
     return bool(int(flags, 8) & os.O_DIRECT)
 
 
-def test_what_is_appended_may_change_at_once(tmp_path: Path) -> None:
-    data = bytearray(3 * BLOCK_NBYTES)
-    with WriteBehind() as behind:
-        file = behind.create(tmp_path / "file", 6 * BLOCK_NBYTES)
-        stream = file.stream(0, 2 * len(data))
-        stream.append(memoryview(data))
-        data[:] = b"\1" * len(data)
-        stream.append(memoryview(data))
-        file.finish()
-        behind.finish()
-    assert (tmp_path / "file").read_bytes() == bytes(len(data)) + b"\1" * len(data)
-
-
 def test_an_error_is_raised_by_what_comes_next_and_little_is_written_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,37 +103,6 @@ def _threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith(names)]
 
 
-def test_many_files_are_put_on_the_device_while_others_are_written(tmp_path: Path) -> None:
-    with WriteBehind() as behind:
-        for number in range(40):
-            data = bytes([number]) * 70_000
-            file = behind.create(tmp_path / str(number), len(data))
-            file.stream(0, len(data)).append(memoryview(data))
-            file.finish()
-        behind.finish()
-    assert not _threads()
-    for number in range(40):
-        assert (tmp_path / str(number)).read_bytes() == bytes([number]) * 70_000
-
-
-def test_where_o_direct_is_refused_it_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    opened = os.open
-
-    def refusing(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return opened(path, flags, *args, **options)
-
-    monkeypatch.setattr(os, "open", refusing)
-    monkeypatch.setattr(write_behind, "_said", set())
-    for number in range(2):
-        _write_blocks(tmp_path / str(number), 3)
-        assert (tmp_path / str(number)).read_bytes() == bytes(3 * BLOCK_NBYTES)
-    assert caplog.text.count("refuses O_DIRECT") == 1
-
-
 def test_a_save_whose_disk_is_full_leaves_the_checkpoint_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,21 +124,3 @@ def _failing_with(number: int) -> Any:
         raise OSError(number, os.strerror(number))
 
     return fail
-
-
-@pytest.mark.parametrize("placement", [NVME, HOST])
-def test_the_next_pieces_are_being_read_while_one_is_used(
-    tmp_path: Path, placement: dict[str, Any]
-) -> None:
-    keys = config(tmp_path, placement, optimizer={"chunk": 2048})
-    with offload.initialize(seeded(TinyLM), keys) as engine:
-        losses_of(engine, batches(1))
-        engine.settle()
-        states = [record for s in engine.runtime.optimizer_states for record in s.records]
-        access, plain = PieceAccess(states), PieceAccess(states)
-        access.expect((state, 0) for state in states)
-        for state in states:
-            with access.reading(state, 0) as ahead, plain.reading(state, 0) as alone:
-                assert ahead.equal(alone)
-                following = states[states.index(state) + 1 :][:2]
-                assert [read.state for read in access._ahead] == following
