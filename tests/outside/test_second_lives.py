@@ -36,7 +36,7 @@ deepspeed = importlib.import_module("offload.deepspeed")
 LR, PASSES, CLOSE = 1e-3, 2, 1e-6
 EPS = 1e-3  # with torch's 1e-8 a step divides rounding by rounding
 LAYER = "LlamaDecoderLayer"
-KEEP = ["host", "file", None]
+KEEP = ["host", None]
 
 
 def is_there(library: str) -> bool:
