@@ -244,68 +244,6 @@ def test_manual_optimization(tmp_path: Path) -> None:
     strategy.engine.close()
 
 
-class Hooked(Lit):
-    """Overrides every hook of a LightningModule that has to do with the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def configure_optimizers(self) -> Any:
-        """A rate for each layer, 0 for the first; a scheduler by hand."""
-        rates = {"layers.0.": 0.0, "layers.1.": 1e-3, "": 3e-3}
-        groups: dict[str, list[nn.Parameter]] = {part: [] for part in rates}
-        for name, param in self.named_parameters():
-            groups[next(part for part in rates if part in name)].append(param)
-        optimizer = torch.optim.AdamW([
-            {"params": params, "lr": rates[part]} for part, params in groups.items()
-        ])  # fmt: skip
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)]
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.called.append("configure_gradient_clipping")
-        self.clip_gradients(optimizer, 0.2, "norm")
-        for param in self.model.model.layers[1].parameters():
-            param.grad *= 0.5
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        self.called.append("optimizer_step")
-        optimizer.param_groups[1]["lr"] = 1e-3 * (1 + self.global_step)
-        if epoch == 1:  # the second epoch updates nothing
-            optimizer_closure()
-        else:
-            optimizer.step(closure=optimizer_closure)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        self.called.append("optimizer_zero_grad")
-        optimizer.zero_grad(set_to_none=False)
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        self.called.append("lr_scheduler_step")
-        scheduler.step()
-        scheduler.step()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.called.append("on_before_optimizer_step")
-        self.model.model.norm.weight.grad.clamp_(min=0)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.called.append("on_before_zero_grad")
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_hooks_of_the_optimizer_are_called_as_without(placement: str, tmp_path: Path) -> None:
-    expected, _ = fit(tmp_path / "plain", module=seeded(Hooked))
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path, placement))
-    module, _ = fit(tmp_path / "ours", strategy, seeded(Hooked))
-    assert module.called == expected.called
-    assert len(set(module.called)) == 6
-    assert_equal_runs(module, expected)
-    strategy.engine.close()
-
-
 def test_an_optimizer_of_parameters_outside_the_module_is_refused(tmp_path: Path) -> None:
     class Outside(Lit):
         def configure_optimizers(self) -> Any:
@@ -425,22 +363,6 @@ def test_a_save_that_is_cut_short_leaves_the_checkpoint_before(
     assert_same_bits(values_of(module), weights)
     trainer.save_checkpoint(saved)
     assert len(list(saved.glob("states-*"))) == 1
-    strategy.engine.close()
-
-
-def test_checkpoints_beyond_save_top_k_are_removed(tmp_path: Path) -> None:
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    torch.manual_seed(3)
-    saving = lightning.pytorch.callbacks.ModelCheckpoint(
-        dirpath=tmp_path / "kept", save_top_k=1, monitor="val_loss", save_last="link"
-    )
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, logger=False, callbacks=[saving], max_epochs=EPOCHS,
-        enable_progress_bar=False, enable_model_summary=False, strategy=strategy,
-    )  # fmt: skip
-    trainer.fit(seeded(Lit), rows(), rows(2))
-    assert len(list((tmp_path / "kept").iterdir())) == 2
-    trainer.test(ckpt_path="best", dataloaders=rows(2), verbose=False)
     strategy.engine.close()
 
 

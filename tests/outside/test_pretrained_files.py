@@ -1,12 +1,11 @@
 """Names in a model's folder may be anybody's: nothing outside of it is read, and what is damaged is
-named, whether the folder is opened or loaded into an engine."""
+named."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,31 +88,13 @@ def by_an_absolute_path(folder: Path) -> None:
     index(folder, str(outside(folder)))
 
 
-def by_dots_within(folder: Path) -> None:
-    (folder / "sub").mkdir()
-    index(folder, f"sub/../../{outside(folder).name}")
-
-
 def by_a_link(folder: Path) -> None:
     (folder / "shard.safetensors").symlink_to(outside(folder))
     index(folder, "shard.safetensors")
 
 
-def by_a_linked_folder(folder: Path) -> None:
-    elsewhere = outside(folder)
-    (folder / "sub").symlink_to(folder.parent)
-    index(folder, f"sub/{elsewhere.name}")
-
-
 def as_the_only_file(folder: Path) -> None:
     (folder / FILE).symlink_to(outside(folder))
-
-
-def by_a_linked_index(folder: Path) -> None:
-    elsewhere = outside(folder)
-    index(folder, elsewhere.name)
-    (folder / INDEX).rename(folder.parent / INDEX)
-    (folder / INDEX).symlink_to(folder.parent / INDEX)
 
 
 def a_pipe(folder: Path) -> None:
@@ -131,14 +112,6 @@ def in_two_files(folder: Path) -> None:
 
 def cut_short(folder: Path) -> None:
     (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-100])
-
-
-def cut_in_the_header(folder: Path) -> None:
-    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:20])
-
-
-def of_five_bytes(folder: Path) -> None:
-    (folder / FILE).write_bytes(b"\0" * 5)
 
 
 def with_more_behind(folder: Path) -> None:
@@ -174,62 +147,37 @@ def first_is(key: str, value: Any) -> Callable[[Path], None]:
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "..": (by_two_dots, r"index\.json names '\.\./elsewhere.*outside of its folder"),
     "absolute": (by_an_absolute_path, "outside of its folder"),
-    "dots within": (by_dots_within, "outside of its folder"),
     "link": (by_a_link, r"shard\.safetensors is a link to .*/elsewhere.* outside of its folder"),
-    "linked folder": (by_a_linked_folder, "is a link to .* outside of its folder"),
     "link of the only file": (as_the_only_file, "is a link to .* outside of its folder"),
-    "link of the index": (by_a_linked_index, r"index\.json is a link to .* outside"),
     "missing": (lambda f: index(f, "x.safetensors"), r"'x\.safetensors'.* get the whole folder"),
     "pipe": (a_pipe, "no such file"),
-    "folder": (lambda f: index(f, "."), "no such file"),
-    "no name": (lambda f: index(f, ""), "no such file"),
     "NUL": (lambda f: index(f, "a\0b"), r"a\\x00b"),
-    "half a character": (lambda f: raw(f, b'{"weight_map": {"a": "\\ud800"}}'), r"'\\ud800'"),
-    "long": (lambda f: index(f, "x" * 5000), "no such file"),
     "no text": (lambda f: raw(f, b"\xff\xfe"), r"index\.json is damaged: .*get the folder again"),
-    "no object": (lambda f: raw(f, b"[1]"), r"index\.json is damaged"),
     "deep": (lambda f: raw(f, b"[" * 200_000), r"index\.json is damaged"),
     "no map": (lambda f: raw(f, b"{}"), "no weight_map"),
-    "a list": (lambda f: raw(f, b'{"weight_map": ["a"]}'), "no weight_map"),
-    "empty map": (lambda f: index(f), "no weight_map"),
-    "numbers": (lambda f: index(f, 3), "no weight_map"),
     "no safetensors": (lambda f: index(f, "config.json"), r"config\.json is no safetensors file"),
     "in two files": (in_two_files, r"is in .*a\.safetensors and in .*b\.safetensors"),
     "cut short": (cut_short, "damaged header"),
-    "cut in the header": (cut_in_the_header, "no safetensors file: its header would be"),
-    "five bytes": (of_five_bytes, "no safetensors file"),
     "more behind": (with_more_behind, r"describes \d+ bytes, and the file has \d+"),
     "huge header": (with_a_huge_header, "its header would be 4611686018427387904 bytes"),
-    "no header": (lambda f: header(f, lambda e: b"[]"), "damaged header"),
-    "deep header": (lambda f: header(f, lambda e: b"[" * 200_000), "damaged header"),
     "one name twice": (one_name_twice, "damaged header .*lies at"),
     "overlapping": (overlapping, "damaged header .*lies at"),
     "unknown dtype": (first_is("dtype", "F6_E2M3"), "dtype F6_E2M3, which is not known"),
-    "dtype of a list": (first_is("dtype", ["F32"]), "damaged header"),
     "negative": (first_is("shape", [-1, 4]), "damaged header"),
-    "fractions": (first_is("shape", [0.5]), "damaged header"),
     "far too large": (first_is("shape", [1 << 62, 1 << 62]), "damaged header"),
-    "nothing of too much": (first_is("shape", [0, 1 << 62, 1 << 62]), "damaged header"),
-    "negative place": (first_is("data_offsets", [-8, 8]), "damaged header"),
     "no place": (first_is("data_offsets", None), "damaged header"),
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", ["opened", "loaded"])
-def test_what_is_damaged_or_elsewhere_is_refused(
-    way: str, case: str, folder: Path, engine: offload.Engine
-) -> None:
+def test_what_is_damaged_or_elsewhere_is_refused(case: str, folder: Path) -> None:
     change, message = CASES[case]
-    before = values_of(engine.module)
     change(folder)
-    read = offload.open_pretrained if way == "opened" else partial(loading.load_weights, engine)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read(folder)
+        offload.open_pretrained(folder)
     assert str(folder) in str(caught.value)
     assert str(caught.value).isprintable()
-    assert_same_bits(values_of(engine.module), before)
 
 
 def test_a_configuration_names_no_file_elsewhere(folder: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
-import importlib.util
 import io
 import random
 from collections.abc import Callable, Iterator
@@ -37,10 +36,6 @@ LR, PASSES, CLOSE = 1e-3, 2, 1e-6
 EPS = 1e-3  # with torch's 1e-8 a step divides rounding by rounding
 LAYER = "LlamaDecoderLayer"
 KEEP = ["host", None]
-
-
-def is_there(library: str) -> bool:
-    return importlib.util.find_spec(library) is not None
 
 
 def rows(seed: int) -> DataLoader[dict[str, Tensor]]:
@@ -80,7 +75,7 @@ class Plain:
 
     # ---------------------------------------------------------------- training
     def own_loop(self, seed: int, lr: float, **_: Any) -> None:
-        self.model.zero_grad()  # Lightning leaves the last gradients, and an engine begins without
+        self.model.zero_grad()
         optimizer = adamw(self.model, lr)
         for batch in rows(seed):
             self.model(**batch).loss.backward()
@@ -120,31 +115,6 @@ class Plain:
         """By a trainer that has trained nothing."""
         return [self.make_trainer(seed, **keys).evaluate()["eval_loss"]]
 
-    def lightning(self, seed: int, lr: float, **_: Any) -> None:
-        import lightning
-
-        class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
-            def __init__(self, model: nn.Module) -> None:
-                super().__init__()
-                self.model = model
-
-            def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-                loss: Tensor = self.model(**batch).loss
-                return loss
-
-            def configure_optimizers(self) -> Any:
-                return adamw(self, lr)
-
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, logger=False,
-            enable_model_summary=False, enable_checkpointing=False,
-            default_root_dir=self.folder, **self.strategy(),
-        )  # fmt: skip
-        trainer.fit(Lit(self.model), rows(seed))
-
-    def strategy(self) -> dict[str, Any]:
-        return {}
-
     def accelerate(self, seed: int, lr: float, **_: Any) -> None:
         forget()
         self.model.zero_grad()
@@ -157,21 +127,6 @@ class Plain:
 
     def accelerator(self, lr: float) -> tuple[Any, Any]:
         return accelerate.Accelerator(cpu=True), adamw(self.model, lr)
-
-    def peft(self, seed: int, merges: bool, **keys: Any) -> None:
-        """Adapters are trained, and merged into the model or taken off."""
-        import peft
-
-        torch.manual_seed(seed)
-        keys_of = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        self.model = peft.get_peft_model(self.model, keys_of)
-        self.hf_trainer(seed, **keys)
-        self.before_merge()
-        self.model = self.model.merge_and_unload() if merges else self.model.unload()
-        self.model.requires_grad_(True)
-
-    def before_merge(self) -> None:
-        pass
 
     def deepspeed(self, seed: int, lr: float, **keys: Any) -> None:
         self.own_loop(seed, lr)
@@ -253,18 +208,10 @@ class Ours(Plain):
             train_dataset=Rows(2 * PASSES, seed), offload=self.configuration(),
         )  # fmt: skip
 
-    def strategy(self) -> dict[str, Any]:
-        from offload.integrations.lightning import OffloadStrategy
-
-        return {"strategy": OffloadStrategy(self.configuration())}
-
     def accelerator(self, lr: float) -> tuple[Any, Any]:
         from offload.integrations.accelerate import OffloadAccelerator
 
         return OffloadAccelerator(cpu=True), self.initialized(lr).optimizer
-
-    def before_merge(self) -> None:
-        self.close()
 
     def deepspeed(self, seed: int, lr: float, **keys: Any) -> None:
         numbers = {"type": "AdamW", "params": {"lr": lr, "eps": EPS, "weight_decay": 0.01}}
@@ -301,17 +248,15 @@ class Ours(Plain):
 
 TRAINS = ["own_loop", "hf_trainer", "accelerate", "deepspeed", "broken_loop"]
 OTHERS = ["evaluate", "dispatch", "close", "duplicate", "pickle", "collect", "save", "load"]
-LIBRARIES = {"lightning": "lightning", "peft": "peft"}
-KINDS = ["hf_trainer", "lightning", "accelerate", "peft", "deepspeed", "own_loop", "dispatch"]
+KINDS = ["hf_trainer", "accelerate", "deepspeed", "own_loop", "dispatch"]
 ORDERS = 30  # of each kind
 
 
 def program(kind: str, number: int) -> list[tuple[str, dict[str, Any]]]:
     """Steps, of which two are of this kind, with something between them."""
     draw = random.Random(f"{kind} {number}")
-    there = [name for name, library in LIBRARIES.items() if is_there(library)]
-    between = [draw.choice([*TRAINS, *there, *OTHERS]) for _ in range(draw.randint(0, 2))]
-    after = [draw.choice([*TRAINS, *there, *OTHERS]) for _ in range(draw.randint(1, 2))]
+    between = [draw.choice([*TRAINS, *OTHERS]) for _ in range(draw.randint(0, 2))]
+    after = [draw.choice([*TRAINS, *OTHERS]) for _ in range(draw.randint(1, 2))]
     names = [draw.choice(TRAINS + OTHERS), kind, *between, kind, *after]
     return [(name, settings_of(draw)) for name in names]
 
@@ -319,7 +264,7 @@ def program(kind: str, number: int) -> list[tuple[str, dict[str, Any]]]:
 def settings_of(draw: random.Random) -> dict[str, Any]:
     return {
         "seed": draw.randint(0, 3), "lr": draw.choice([LR, 3 * LR]), "again": draw.random() < 0.3,
-        "merges": draw.random() < 0.5, "keep": draw.choice(KEEP),
+        "keep": draw.choice(KEEP),
         "placement": draw.choice([HOST, NVME]),
     }  # fmt: skip
 
@@ -356,7 +301,5 @@ def compare(found: Any, expected: Any, atol: float, where: str) -> None:
 def test_a_models_second_life_is_that_of_plain_pytorch(
     kind: str, long: bool, tmp_path: Path
 ) -> None:
-    if kind in LIBRARIES:
-        pytest.importorskip(LIBRARIES[kind])
     for number in range(ORDERS if long else 1):
         run(program(kind, number), tmp_path)
