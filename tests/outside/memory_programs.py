@@ -71,16 +71,3 @@ def trainer(part: str, folder: Path) -> None:
         (lambda: made.save_checkpoint(saved)) if part == "save" else load,
     )
     strategy.engine.close()
-
-
-def accelerator(part: str, folder: Path) -> None:
-    from offload.integrations.accelerate import OffloadAccelerator
-
-    model: Any = meta_model()
-    with offload.initialize(model, settings(str(folder))) as engine:
-        made = OffloadAccelerator(cpu=True)
-        model, optimizer = made.prepare(model, engine.optimizer)
-        measured(
-            lambda: steps(model, optimizer),
-            lambda: getattr(made, f"{part}_state")(str(folder / "saved")),
-        )

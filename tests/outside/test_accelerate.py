@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 import offload
 from offload.errors import ConfigError, StateError, UnsupportedError
 from tests.offload.engine_cases import assert_same_bits, assert_scheduler_is_saved
-from tests.outside.memory import assert_streams
 from tests.outside.trainer_cases import (
     ACCUMULATE,
     CLIP,
@@ -198,9 +197,3 @@ def test_autocast_is_accelerates(tmp_path: Path) -> None:
     with offload.initialize(model, settings(tmp_path, PLACEMENTS["nvme"])) as engine:
         run = Run(integration.OffloadAccelerator, model, engine.optimizer, **keys)
         assert run.go(0, ACCUMULATE).losses == expected.losses
-
-
-def test_saving_and_loading_stream(tmp_path: Path, long: bool) -> None:
-    if not long:
-        pytest.skip("a quarter of a minute: with --long; torch's checkpoint goes the same way")
-    assert_streams("accelerator", tmp_path)

@@ -379,6 +379,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, open_engines: 
 
 
 # --------------------------------------------------------------------------- several ranks
+@pytest.mark.slow  # three processes, each with its imports
 def test_two_ranks_train_save_and_resume_as_with_ddp(tmp_path: Path) -> None:
     program = ["-m", "tests.outside.trainer_ranks_program", str(tmp_path)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
