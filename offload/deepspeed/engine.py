@@ -14,16 +14,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.config.paths import StrPath, path_of
-from offload.deepspeed.left_out import LEFT_OUT, LeftOutError, left_out
+from offload.deepspeed.left_out import LeftOutError, left_out
 from offload.deepspeed.saved import LoopState, load_saved, save_all, save_weights
 from offload.deepspeed.settings import Settings
 from offload.engine import Engine
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import (
+    CheckpointError,
+    NoCheckpointError,
+    StateError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _log = logging.getLogger("offload")
+_WEIGHTS_ALONE = "deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, folder)"
 # Those of this process: DeepSpeed's functions take a parameter alone.
 _ENGINES: weakref.WeakSet[EngineModule] = weakref.WeakSet()
 
@@ -267,18 +273,25 @@ class EngineModule(nn.Module):
         load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load what `save_checkpoint` wrote. Return the folder and the client state; (None, None),
-        with a warning, without a tag and a `latest`. Loading is always strict. Raise
-        UnsupportedError for the weights alone, and for a function that loads."""
+        with a warning, without a tag and a `latest`. Names of parameters have to be those of
+        the checkpoint: with `load_module_strict=False` the error for others is an UnsupportedError,
+        as it is for the weights alone, and for a function that loads."""
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint loads weights and optimizer states together. For the weights "
-                "alone call deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint("
-                "model, folder) before initialize; other values are written inside "
+                f"alone call {_WEIGHTS_ALONE} before initialize; other values are written inside "
                 "zero.GatheredParameters"
             )
-        found = load_saved(
-            self.offload, path_of(load_dir, "load_dir"), None if tag is None else str(tag)
-        )
+        folder = path_of(load_dir, "load_dir")
+        try:
+            found = load_saved(self.offload, folder, None if tag is None else str(tag))
+        except CheckpointError as error:
+            if load_module_strict or isinstance(error, NoCheckpointError):
+                raise
+            raise UnsupportedError(
+                f"{error}; load_module_strict=False leaves no parameters out here: for the weights "
+                f"that both have call {_WEIGHTS_ALONE} before initialize"
+            ) from error
         if found is None:
             return None, None
         path, state = found
@@ -319,7 +332,7 @@ class EngineModule(nn.Module):
                 return getattr(module, name)
             found = left_out("offload.deepspeed's engine", name)
             # programs ask by `hasattr` which methods there are
-            raise LeftOutError(str(found)) if name in LEFT_OUT else found
+            raise LeftOutError(str(found)) if isinstance(found, UnsupportedError) else found
 
 
 def engine_of(param: nn.Parameter) -> EngineModule | None:

@@ -8,7 +8,6 @@ file or dict -> every key looked up in `keys` -> a configuration of ours, with a
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,18 +16,23 @@ from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.paths import StrPath, path_of
 from offload.config.remedies import suggestion
-from offload.deepspeed.keys import OLD_SECTIONS, OTHERS, SECTIONS, Fate, Key
+from offload.deepspeed.keys import OTHERS, SECTIONS, Fate, Key, read
 from offload.deepspeed.schedules import FILLED, KINDS, Schedule
-from offload.tiers.errors import ConfigError, PathError
+from offload.process import bounded_json
+from offload.tiers.errors import ConfigError
 
 AUTO = "auto"
 TRAIN, MICRO, STEPS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
 )  # fmt: skip
 _DEFAULT_SUB_GROUP = 10**9
-_MOST_FILE_NBYTES = 1 << 20
+_DEFAULT = "DeepSpeed's default"
+_USUAL_SCALE = {
+    "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1,
+}  # fmt: skip
 _TIER_OF = {"cpu": "host", "nvme": "nvme"}
 _TYPES = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
+_NUMBERS = {key.becomes for key in SECTIONS["optimizer.params"]}
 # Defaults of DeepSpeed's classes; offload's may differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "weight_decay": 0.0},
@@ -115,8 +119,7 @@ class Migration:
     @property
     def printed_schedule(self) -> Schedule | None:
         """The scheduler that a loop creates in code; Trainer has some of its own."""
-        known = self.schedule is not None and self.schedule.type in KINDS
-        return None if known and self.unfilled else self.schedule
+        return None if self.unfilled else self.schedule
 
     @property
     def config(self) -> OffloadConfig:
@@ -169,34 +172,9 @@ def read_ds_config(source: StrPath | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return {str(key): value for key, value in source.items()}
     path = path_of(source, "config")
-    try:
-        if path.stat().st_size > _MOST_FILE_NBYTES:
-            raise ConfigError(f"{path}: too large for a configuration of DeepSpeed")
-        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_doubles)
-    except OSError as error:
-        raise PathError(f"{path}: cannot read the configuration: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}:{error.lineno}: not valid JSON: {error.msg}; comments and trailing commas are "
-            "no JSON"
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    found = bounded_json.read_named(path, "a configuration of DeepSpeed")
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(found).__name__}")
-    return found
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        doubled = next(name for name, count in counts.items() if count > 1)
-        raise ConfigError(f"{doubled}: given twice; remove one")
     return found
 
 
@@ -207,11 +185,14 @@ def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
     """
     made = Migration()
     problems: list[str] = []
+    old = source.get("zero_optimization")
+    if isinstance(old, bool):  # as in DeepSpeed's first tutorials
+        source = {**source, "zero_optimization": {"stage": int(old)}}
     made.said |= {
         name: source[name] for name in ("fp16", "bf16") if isinstance(source.get(name), Mapping)
     }
     _look_up("", source, made, problems)
-    for step in (_precision, _zero, _placement, _activations, _optimizer, _schedule, _clipping):
+    for step in (_precision, _zero, _placement, _optimizer, _schedule, _clipping):
         try:
             step(made)
         except ConfigError as error:
@@ -240,34 +221,27 @@ def _lay_over(values: dict[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems: list[str]) -> None:
-    table = {name: key for key in SECTIONS[section] for name in (key.name, *key.also)}
-    if not section:
-        table |= {key.name: key for key in OTHERS}
-    inner = {name.removeprefix(f"{section}.".lstrip(".")): name for name in SECTIONS if name
+    keys = [*SECTIONS[section], *(OTHERS if not section else ())]
+    table = {name: key for key in keys for name in (key.name, *key.also)}
+    if section == "zero_optimization":
+        table |= {f"stage3_{name}": key for name, key in table.items()}
+    inner = {name.rpartition(".")[2]: name for name in SECTIONS if name
              and name.rpartition(".")[0] == section}  # fmt: skip
-    if not section:
-        inner |= {old: new for old, new in OLD_SECTIONS.items() if new not in values}
     for name, value in values.items():
         path = f"{section}.{name}".lstrip(".")
-        if name in inner and (isinstance(value, Mapping) or name not in table):
-            if not isinstance(value, Mapping):
-                if value is not None:
-                    problems.append(f"{path}: expected keys and values, found {value!r}")
-                continue
-            made.said[inner[name]] = value
-            _look_up(inner[name], value, made, problems)
-        elif path == "scheduler.params" or name not in table:
-            if path != "scheduler.params":
-                hint = suggestion(name, [*table, *inner]).partition(" allowed:")[0].rstrip(";")
-                problems.append(f"{path}: unknown key{hint}")
-            elif value not in (None, AUTO) and not isinstance(value, Mapping):
-                problems.append(f"{path}: expected keys and values, found {value!r}")
-            else:
-                made.said[path] = value
-        else:
-            problem = _take(section, path, table[name], value, made)
-            if problem is not None:
-                problems.append(problem)
+        is_mapping = isinstance(value, Mapping)
+        if name in inner and is_mapping:
+            made.said[path] = value
+            _look_up(path, value, made, problems)
+        elif path == "scheduler.params" and is_mapping:
+            made.said[path] = value
+        elif name in inner and value is not None and (name not in table or value != AUTO):
+            problems.append(f"{path}: expected keys and values, found {value!r}")
+        elif name in table:
+            problems += filter(None, [_take(section, path, table[name], value, made)])
+        elif name not in inner:
+            hint = suggestion(name, [*table, *inner]).partition(" allowed:")[0].rstrip(";")
+            problems.append(f"{path}: unknown key{hint}")
 
 
 def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str | None:
@@ -291,14 +265,14 @@ def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str
             made.comment(key.becomes, f"{path}: auto -- its default")
         return None
     try:
-        read = key.read(value)
+        value = read(key.kind, value)
     except ValueError as error:
         return f"{path}: {error}, found {value!r}"
-    made.said[canonical] = read
+    made.said[canonical] = value
     if key.fate is Fate.MAPPED:
         made.comment(key.becomes, said + note)
         return None
-    asks = not _is_harmless(key, read) and not is_off
+    asks = not _is_harmless(key, value) and not is_off
     if key.fate is Fate.REFUSED and asks:
         return f"{path}: {_shown(value)} is not supported: {key.note}"
     if key.fate is Fate.WARNED and asks and _enabled(made, section) != AUTO:
@@ -350,8 +324,16 @@ def _precision(made: Migration) -> None:
     ):
         if made.said.get("bf16.enabled") == AUTO and made.get("bf16.check_grad_overflow", True):
             made.set("skip_nonfinite", True, "DeepSpeed's default of bf16.check_grad_overflow")
-        if made.said.get("fp16.enabled") == AUTO:
-            _warn_of_loss_scale(made)
+        left_out = [
+            f"fp16.{name}"
+            for name, usual in _USUAL_SCALE.items()
+            if made.get(f"fp16.{name}", usual) != usual
+        ]
+        if made.said.get("fp16.enabled") == AUTO and left_out:
+            made.warnings.append(
+                f"{', '.join(left_out)}: left out, as fp16.enabled is auto; with fp16=True write "
+                "precision: fp16 and the loss_scale section as well"
+            )
         return
     for name in ("fp16.enabled", "bf16.enabled"):
         made.autos.pop(name, None)  # the other one is true
@@ -366,20 +348,6 @@ def _precision(made: Migration) -> None:
             made.set("optimizer.master", "none")
         if made.get("bf16.bf16_optimizer_states"):
             made.set("optimizer.states", "bf16")
-
-
-def _warn_of_loss_scale(made: Migration) -> None:
-    """Warn of numbers that a file without a precision cannot have."""
-    for name, usual in (
-        ("loss_scale", 0), ("initial_scale_power", 16), ("loss_scale_window", 1000),
-        ("min_loss_scale", 1),
-    ):  # fmt: skip
-        value = made.get(f"fp16.{name}", usual)
-        if value != usual:
-            made.warnings.append(
-                f"fp16.{name}: {_shown(value)} is left out, as fp16.enabled is auto; with "
-                "fp16=True write precision: fp16 and the loss_scale section as well"
-            )
 
 
 def _loss_scale(made: Migration) -> None:
@@ -402,13 +370,8 @@ def _loss_scale(made: Migration) -> None:
 
 
 def _zero(made: Migration) -> None:
-    old = made.get("zero_optimization")
-    if isinstance(old, bool):
-        made.said["zero_optimization.stage"] = int(old)
-    elif old is not None and not isinstance(old, Mapping):
-        raise ConfigError(f"zero_optimization: expected keys and values, found {old!r}")
     stage = made.get("zero_optimization.stage", 0)
-    made.set("zero.stage", stage, None if old else "DeepSpeed's default")
+    made.set("zero.stage", stage, None if "zero_optimization" in made.said else _DEFAULT)
     form = made.get("communication_data_type")
     if form is not None:
         made.set("zero.reduce_dtype", form.lower())
@@ -432,8 +395,6 @@ def _placement(made: Migration) -> None:
     for device, where in ((param, "offload_param"), (optimizer, "offload_optimizer")):
         if device not in ("none", "cpu", "nvme"):
             raise ConfigError(f"{zero}.{where}.device: {device!r} is none of none, cpu, nvme")
-    param = "cpu" if made.get(f"{zero}.cpu_offload_param") and param == "none" else param
-    optimizer = "cpu" if made.get(f"{zero}.cpu_offload") and optimizer == "none" else optimizer
     if param != "none" and stage < 3:
         made.warnings.append(
             f"{zero}.offload_param: DeepSpeed ignores it below stage 3; here all stages follow it"
@@ -448,8 +409,14 @@ def _placement(made: Migration) -> None:
         made.set("placement.gradients", "host", "DeepSpeed keeps them beside the optimizer")
     if optimizer != "none":
         made.set("placement.optimizer", _split(made, _TIER_OF[optimizer]))
-    _nvme(made, param, optimizer)
-    _tuning(made, stage)
+    _nvme_paths(made, param, optimizer)
+    chunk = made.get(f"{zero}.sub_group_size", _DEFAULT_SUB_GROUP)
+    if chunk and chunk < _DEFAULT_SUB_GROUP:
+        made.set("optimizer.chunk", max(1, round(chunk / 1024)) * 1024)
+    if made.get(f"{zero}.prefetch_bucket_size") == 0:
+        made.set("prefetch", 0)
+    if made.get("activation_checkpointing.cpu_checkpointing"):
+        made.set("placement.activations.tier", "host")
 
 
 def _split(made: Migration, tier: str) -> str | dict[str, str]:
@@ -462,48 +429,18 @@ def _split(made: Migration, tier: str) -> str | dict[str, str]:
     return {"device": f"{round(100 - share, 10):g}%", tier: f"{share:g}%"}
 
 
-def _nvme(made: Migration, param: str, optimizer: str) -> None:
-    zero = "zero_optimization"
+def _nvme_paths(made: Migration, param: str, optimizer: str) -> None:
     paths = []
     for device, where in ((param, "offload_param"), (optimizer, "offload_optimizer")):
-        path = made.get(f"{zero}.{where}.nvme_path")
         if device == "nvme":
+            path = made.get(f"zero_optimization.{where}.nvme_path")
             if path is None:
-                raise ConfigError(f"{zero}.{where}.nvme_path: missing; device: nvme needs it")
-            paths.append(str(path))
+                raise ConfigError(
+                    f"zero_optimization.{where}.nvme_path: missing; device: nvme needs it"
+                )
+            paths.append(path)
     if paths:
         made.set("nvme.paths", list(dict.fromkeys(paths)))
-    names = ("max_in_cpu", "buffer_count", "buffer_size")
-    given = [name for name in names if made.get(f"{zero}.offload_param.{name}") is not None]
-    if param == "nvme" == optimizer and given:
-        kept = made.get(f"{zero}.offload_param.max_in_cpu", 10**9)
-        buffers = made.get(f"{zero}.offload_param.buffer_count", 5)
-        size = made.get(f"{zero}.offload_param.buffer_size", 10**8)
-        itemsize = 4 if made.values.get("precision") == "fp32" else 2
-        nbytes = (kept + buffers * size) * itemsize
-        made.set(
-            "budget.host", nbytes,
-            f"(max_in_cpu + buffer_count x buffer_size) x {itemsize} bytes; it is for all that is "
-            "in host memory, `offload plan` shows what that is",
-        )  # fmt: skip
-
-
-def _tuning(made: Migration, stage: int) -> None:
-    chunk = made.get("zero_optimization.sub_group_size", _DEFAULT_SUB_GROUP)
-    if chunk and chunk < _DEFAULT_SUB_GROUP:
-        made.set("optimizer.chunk", max(1, round(chunk / 1024)) * 1024)
-        if chunk > 1 << 24:
-            made.warnings.append(
-                f"zero_optimization.sub_group_size: {chunk}: pieces of so many elements take some "
-                f"{chunk * 12 / 1e9:.1f} GB of host memory each; optimizer.chunk: auto needs less"
-            )
-    if made.get("zero_optimization.prefetch_bucket_size") == 0:
-        made.set("prefetch", 0)
-
-
-def _activations(made: Migration) -> None:
-    if made.get("activation_checkpointing.cpu_checkpointing"):
-        made.set("placement.activations.tier", "host")
 
 
 def _optimizer(made: Migration) -> None:
@@ -527,24 +464,23 @@ def _optimizer(made: Migration) -> None:
             f"optimizer.type: {given} has no rule here; use one of {', '.join(names)}"
         )
     params = {
-        key.name: made.get(f"optimizer.params.{key.name}") for key in SECTIONS["optimizer.params"]
+        key.name: made.said.get(f"optimizer.params.{key.name}")
+        for key in SECTIONS["optimizer.params"]
     }
-    torchs = bool(params["torch_adam"])
     if given.lower() == "adam" and params["adam_w_mode"] is False:
         kind = "adam"
     made.set("optimizer.type", kind)
     numbers = dict(_DEFAULTS[kind])
-    if torchs and kind == "adamw":
+    if params["torch_adam"] is True and kind == "adamw":
         numbers["weight_decay"] = 0.01
-    for key in SECTIONS["optimizer.params"]:
-        ours = key.becomes.removeprefix("optimizer.")
-        if key.name == ours and params[key.name] is not None:
-            numbers[ours] = params[key.name]
-        elif key.name == ours and made.said.get(f"optimizer.params.{key.name}") == AUTO:
-            numbers.pop(ours, None)
+    for name, value in params.items():
+        if value == AUTO:
+            numbers.pop(name, None)
+        elif value is not None and f"optimizer.{name}" in _NUMBERS:
+            numbers[name] = list(value) if name == "betas" else value
     for name, value in numbers.items():
         absent = f"optimizer.params.{name}" not in made.said
-        made.set(f"optimizer.{name}", value, "DeepSpeed's default" if absent else None)
+        made.set(f"optimizer.{name}", value, _DEFAULT if absent else None)
 
 
 def _schedule(made: Migration) -> None:
@@ -558,8 +494,7 @@ def _schedule(made: Migration) -> None:
     if params == AUTO:
         known = KINDS[kind].parameters if kind in KINDS else {}
         params = {name: AUTO for name in FILLED if name in known}
-    made.schedule = Schedule.of(kind, params or {})
-    schedule = made.schedule
+    made.schedule = schedule = Schedule.of(kind, params or {})
     if made.printed_schedule is None:
         _leave_to_trainer(made, schedule)
         return

@@ -78,15 +78,13 @@ KINDS = {
         },
     ),
 }  # fmt: skip
-_TORCHS = {"OneCycle": "OneCycleLR or CyclicLR", "LRRangeTest": "LambdaLR"}  # left out here
 # Parameters that transformers' Trainer fills in.
 FILLED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-_LISTS = {"warmup_min_lr", "warmup_max_lr"}  # one number, or one per param group
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One of `KINDS`, or a class of torch.optim.lr_scheduler, with its numbers."""
+    """One of `KINDS` with its numbers."""
 
     type: str
     params: Mapping[str, Any]
@@ -96,18 +94,15 @@ class Schedule:
         """Create a schedule with its defaults filled in. Raise ConfigError for an unknown type, or
         for parameters that the type does not have."""
         if kind not in KINDS:
-            _check_torch(kind)
-            return cls(kind, dict(params))
+            raise ConfigError(
+                f"scheduler.type: {kind!r} is not supported{suggestion(kind, KINDS)}; make another "
+                "one of torch.optim.lr_scheduler in code: deepspeed.initialize(lr_scheduler=...)"
+            )
         known = KINDS[kind].parameters
         for name in params:
-            if name not in known and name != "last_batch_iteration":
+            if name not in known:
                 hint = suggestion(name, known)
                 raise ConfigError(f"scheduler.params.{name}: unknown key of {kind}{hint}")
-        if params.get("last_batch_iteration", -1) != -1:
-            raise ConfigError(
-                "scheduler.params.last_batch_iteration: a schedule begins at its beginning; load "
-                "a checkpoint to go on, or call scheduler.step() as often"
-            )
         given = {name: value for name, value in params.items() if value is not None}
         full = {name: given.get(name, default) for name, default in known.items()}
         for name, value in full.items():
@@ -121,13 +116,8 @@ class Schedule:
 
     def on(self, optimizer: Any) -> lr_scheduler.LRScheduler:
         """Return the scheduler of a torch.optim.Optimizer."""
-        if self.type not in KINDS:
-            made: lr_scheduler.LRScheduler = getattr(lr_scheduler, self.type)(
-                optimizer, **self.params
-            )
-            return made
         groups = optimizer.param_groups
-        functions = [self._function(i, len(groups), float(g["lr"])) for i, g in enumerate(groups)]
+        functions = [self._function(float(group["lr"])) for group in groups]
         if not self._is_factor:
             for group in groups:
                 group.update(lr=1.0, initial_lr=1.0)
@@ -140,37 +130,18 @@ class Schedule:
             self.params["warmup_max_lr"] is OWN and not self.params["warmup_min_lr"]
         )
 
-    def _function(self, index: int, count: int, own: float) -> Callable[[int], float]:
-        """Return a function of the count for one of `count` param groups: a learning rate, or a
-        factor (see `_is_factor`)."""
-        p, formula = self._of_group(index, count), KINDS[self.type].formula
+    def _function(self, own: float) -> Callable[[int], float]:
+        """Return a function of the count for a param group of learning rate `own`: a learning rate,
+        or a factor (see `_is_factor`)."""
+        p, formula = self.params, KINDS[self.type].formula
         if self._is_factor:
             return lambda steps: formula(steps, p)
         low = p["warmup_min_lr"]
         high = own if p["warmup_max_lr"] is OWN else p["warmup_max_lr"]
         return lambda steps: low + (high - low) * formula(steps, p)
 
-    def _of_group(self, index: int, count: int) -> dict[str, Any]:
-        """Return one param group's parameters. Raise ConfigError for a list of another length."""
-        found = dict(self.params)
-        for name in _LISTS & found.keys():
-            value = found[name]
-            if isinstance(value, list | tuple):
-                if len(value) != count:
-                    raise ConfigError(
-                        f"scheduler.params.{name}: {len(value)} values for {count} param groups"
-                    )
-                found[name] = value[index]
-        return found
-
     def code(self) -> str:
         """Return Python code that creates this scheduler of `optimizer`."""
-        if self.type not in KINDS:
-            args = "".join(f", {name}={value!r}" for name, value in self.params.items())
-            return (
-                f"import torch\n\nscheduler = torch.optim.lr_scheduler.{self.type}"
-                f"(optimizer{args})\n"
-            )
         given = {name: value for name, value in self.params.items() if value is not OWN}
         return (
             "from offload.deepspeed.schedules import Schedule\n\n"
@@ -192,24 +163,7 @@ def _check(kind: str, name: str, value: Any) -> None:
         if value not in ("log", "linear"):
             raise ConfigError(f"{key}: {value!r} is neither log nor linear")
         return
-    each = value if name in _LISTS and isinstance(value, list | tuple) else [value]
-    for one in each:
-        if isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one):
-            raise ConfigError(f"{key}: expected a number, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{key}: expected a number, found {value!r}")
     if name == "warmup_num_steps" and not value >= 1:
         raise ConfigError(f"{key}: {value} must be at least 1")
-
-
-def _check_torch(kind: str) -> None:
-    if kind in _TORCHS:
-        raise ConfigError(
-            f"scheduler.type: {kind} is not supported; write {_TORCHS[kind]} of "
-            "torch.optim.lr_scheduler, with its parameters"
-        )
-    found = getattr(lr_scheduler, kind, None)
-    if not isinstance(found, type) or not issubclass(found, lr_scheduler.LRScheduler):
-        hint = suggestion(kind, KINDS)
-        raise ConfigError(
-            f"scheduler.type: {kind!r} is neither DeepSpeed's nor one of torch.optim.lr_scheduler"
-            f"{hint}"
-        )

@@ -39,7 +39,7 @@ class Settings:
         Trainer; log those that are dropped."""
         given = read_ds_config(source)
         made = migrate(given, ranks)
-        unfilled = [*made.autos, *([] if made.schedule is None else made.schedule.unfilled)]
+        unfilled = made.unfilled
         if unfilled:
             raise ConfigError(
                 f"{', '.join(unfilled)}: auto is filled in by transformers' Trainer only; "

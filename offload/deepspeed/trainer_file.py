@@ -53,7 +53,7 @@ def arguments(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[
     """Return the TrainingArguments that match the file's numbers, and notes about them."""
     batches, notes = _batches(made, ranks)
     schedule = made.schedule
-    if schedule is None or schedule.type not in KINDS:
+    if schedule is None:
         return batches, notes
     found = {**batches, "lr_scheduler_type": KINDS[schedule.type].trainers}
     for name, argument in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "max_steps")):
@@ -65,9 +65,6 @@ def arguments(made: Migration, ranks: int | None) -> tuple[dict[str, Any], list[
             f"The warm-up of {schedule.type} is logarithmic unless warmup_type says linear; "
             "Trainer's is linear."
         )
-    low = schedule.params.get("warmup_min_lr", schedule.params.get("warmup_min_ratio"))
-    if low not in (AUTO, 0):
-        notes.append(f"Trainer's warm-up begins at 0, that of the file at {low}.")
     return found, notes
 
 

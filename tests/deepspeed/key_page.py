@@ -27,6 +27,8 @@ def line(section: str, key: Key) -> str:
 def table() -> Iterator[str]:
     for section, keys in SECTIONS.items():
         yield from ("", f"### {f'`{section}`' if section else 'At the top'}")
+        if section == "zero_optimization":
+            yield from ("With `stage3_` before a name the key is the same.", "")
         yield from ("| key | becomes | |", "|---|---|---|")
         yield from (line(section, key) for key in keys)
     yield from ("", "### Other sections", "| section | | |", "|---|---|---|")

@@ -11,6 +11,7 @@ from offload.deepspeed.keys import OTHERS, SECTIONS
 
 KNOWN = {section: {n for key in keys for n in (key.name, *key.also)}
          for section, keys in SECTIONS.items()}  # fmt: skip
+KNOWN["zero_optimization"] |= {f"stage3_{name}" for name in KNOWN["zero_optimization"]}
 
 
 def fields(model: Any) -> Iterator[str]:

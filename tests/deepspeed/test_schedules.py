@@ -15,11 +15,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {}),
     ("WarmupLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 10}),
     ("WarmupLR", {"warmup_min_lr": 0.001, "warmup_num_steps": 7, "warmup_type": "linear"}),
-    ("WarmupLR", {"warmup_max_lr": [0.01, 0.02], "warmup_num_steps": 1}),
+    ("WarmupLR", {"warmup_num_steps": 1}),
     ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 5}),
     ("WarmupDecayLR", {"total_num_steps": 3, "warmup_num_steps": 5, "warmup_type": "linear"}),
     ("WarmupCosineLR", {"total_num_steps": 25, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}),
-    ("StepLR", {"step_size": 3, "gamma": 0.5}),
 ]  # fmt: skip
 
 
@@ -50,7 +49,7 @@ def test_the_printed_code_is_what_runs(kind: str, params: dict[str, Any]) -> Non
     assert numbers(optimizer, names["scheduler"]) == running(kind, params)
 
 
-@pytest.mark.parametrize(("kind", "params"), [case for case in CASES if case[0] != "StepLR"])
+@pytest.mark.parametrize(("kind", "params"), CASES)
 def test_it_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
     theirs = pytest.importorskip("deepspeed.runtime.lr_schedules")
     optimizer = adam()
@@ -74,20 +73,14 @@ def test_warmup_holds_the_first_two_steps_as_deepspeed_does() -> None:
         ("WarmupLR", {"warmup_num_steps": 0}, "at least 1"),
         ("WarmupLR", {"warmup_type": "cubic"}, "neither log nor linear"),
         ("WarmupLR", {"warmup_max_lr": "high"}, "expected a number"),
-        ("WarmupLR", {"last_batch_iteration": 5}, "load a checkpoint"),
         ("WarmupDecayLR", {}, "total_num_steps: missing"),
-        ("OneCycle", {"cycle_min_lr": 1}, "write OneCycleLR"),
-        ("Cosine", {}, "neither DeepSpeed's"),
+        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "expected a number"),
+        ("OneCycle", {"cycle_min_lr": 1}, r"torch\.optim\.lr_scheduler in code"),
     ],
 )
 def test_what_is_refused(kind: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Schedule.of(kind, params)
-
-
-def test_a_list_of_another_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 values for 2 param groups"):
-        Schedule.of("WarmupLR", {"warmup_max_lr": [1, 2, 3]}).on(adam())
 
 
 def test_a_number_that_the_trainer_fills_is_left_open() -> None:

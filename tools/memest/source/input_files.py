@@ -6,17 +6,13 @@ unopened.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from offload.process import bounded_json
 from offload.tiers.errors import ConfigError, PathError
-from offload.tiers.units import format_bytes
 
 _NOT_OPENED = "may hold code and is not opened; name the config.json, or convert to safetensors"
 _MAGIC = {
@@ -76,47 +72,11 @@ def refuse_code(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value of a JSON file. Raise PathError if it cannot be read, ConfigError if it is
-    not JSON or has a key twice.
-
-    `Infinity` and `NaN` are read: configurations of state-space models have them. As a size they
-    are refused where the size is asked for.
-    """
-    nbytes = file_nbytes(path)
-    if nbytes > bounded_json.MOST_NBYTES:
-        raise ConfigError(
-            f"{path}: {format_bytes(nbytes)} is too much for a description of a model; "
-            f"at most {format_bytes(bounded_json.MOST_NBYTES)} are read"
-        )
-    where, data = str(path), read_start(path, nbytes)
-    try:
-        bounded_json.check_size(data)
-    except ValueError as error:
-        raise ConfigError(f"{where}: too much for a description of a model: {error}") from None
-    try:
-        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_unique(where))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: byte {error.start} is no UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        cut = error.pos >= len(data.rstrip()) or error.msg.startswith("Unterminated string")
-        hint = "; the file ends too early" if cut else ""
-        raise ConfigError(f"{where}:{error.lineno}: not valid JSON: {error.msg}{hint}") from None
-    except RecursionError:
-        raise ConfigError(f"{where}: nested too deep for a description of a model") from None
-    except ValueError as error:  # a number with thousands of digits
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-
-
-def _unique(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            twice = next(name for name, count in counts.items() if count > 1)
-            raise ConfigError(f"{where}: {twice[:80]!r} is given twice")
-        return values
-
-    return build
+    """Return the value of a JSON file. `Infinity` and `NaN` are read: configurations of state-space
+    models have them; as a size they are refused where the size is asked for. Raise PathError if it
+    cannot be read, ConfigError if it is not JSON or has a key twice."""
+    file_nbytes(path)  # names what is no file
+    return bounded_json.read_named(path, "a description of a model")
 
 
 def shown(value: Any) -> str:
