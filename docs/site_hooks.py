@@ -141,7 +141,6 @@ def _entry(key: Key, level: int) -> Iterator[str]:
         "unit": key.unit,
         "default": f"`{key.default}`" if key.default else "",
         "with": ", ".join(f"`{name}: {value}`" for name, value in key.needs.items()),
-        "see": ", ".join(f"[`{other}`](#{other})" for other in key.see),
         "keys": ", ".join(map(_name, key.keys)),
     }
     yield " · ".join(f"*{name}* {text}" for name, text in facts.items() if text)

@@ -234,7 +234,7 @@ def explain(
         str, typer.Argument(metavar="KEY", help="For example optimizer.states, or a section.")
     ] = "",
 ) -> None:
-    """Explain KEY: its meaning, type, default, an example, and the keys it interacts with. A
+    """Explain KEY: its meaning, type, default, an example, and the keys that it needs. A
     section, or the whole configuration, is listed."""
     from offload.cli.explain import print_explanation
 

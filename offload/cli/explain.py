@@ -44,8 +44,6 @@ def facts(key: Key) -> Iterator[tuple[str, str]]:
     yield "default", key.default
     if key.needs:
         yield "with", ", ".join(f"{name}: {value}" for name, value in key.needs.items())
-    if key.see:
-        yield "see", ", ".join(key.see)
     yield "example", key.example
 
 

@@ -6,13 +6,13 @@ One line per mistake: `FILE:LINE: KEY: what is wrong; what is allowed`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from offload.config.fields import KeyedError, UnknownNameError
 from offload.config.file import KeyPath
-from offload.config.remedies import left_out, model_at, other_shape, suggestion, unknown_key
+from offload.config.remedies import left_out, model_at, suggestion, unknown_key
 from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,25 +21,6 @@ if TYPE_CHECKING:
     from offload.config.source import ConfigSource
 
 MAX_SHOWN = 8
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "string_too_short": "text that is not empty",
-    "tuple_type": "a list",
-    "model_type": "keys and values",
-    "dict_type": "keys and values",
-}
-_COMPARISONS = {
-    "greater_than": ("gt", "more than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
-}
 
 
 def render(error: ValidationError, model: type[BaseModel], source: ConfigSource) -> ConfigError:
@@ -61,7 +42,7 @@ def _line(detail: ErrorDetails, model: type[BaseModel], source: ConfigSource) ->
         return f"{place}: {section + '.' if section else ''}{cause}"
     key = ".".join(map(str, path))
     place = source.place_of(path)
-    return f"{place}: {key}: {_problem(detail, path, model, place)}"
+    return f"{place}: {key}: {_problem(detail, path, model)}"
 
 
 def _place(source: ConfigSource, section: KeyPath, cause: KeyedError) -> str:
@@ -80,41 +61,29 @@ def _given(values: Any, path: KeyPath) -> bool:
     return True
 
 
-def _problem(detail: ErrorDetails, path: KeyPath, model: type[BaseModel], place: str) -> str:
-    kind, found, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+def _problem(detail: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> str:
+    kind, found = detail["type"], detail.get("input")
+    cause = detail.get("ctx", {}).get("error")
     if kind == "extra_forbidden":
-        return "unknown key" + unknown_key(path, found, model, place)
+        return "unknown key" + unknown_key(path, found, model)
     if kind == "literal_error":
-        allowed = _literals(context.get("expected", ""))
+        expected = detail["ctx"]["expected"].replace(" or ", ", ").split(",")
+        allowed = [word.strip("' ") for word in expected]
         return f"{_shown(found)} is not allowed" + suggestion(str(found), allowed)
-    if kind in _COMPARISONS:
-        name, words = _COMPARISONS[kind]
-        none = left_out(path, found, model)
-        return f"{_shown(found)} must be {words} {_number(context[name])}{none}"
     if kind == "missing":
-        section = model_at(model, path[:-1])
-        field = section.model_fields.get(str(path[-1])) if section else None
-        return "a value is missing" + (suggestion("", get_args(field.annotation)) if field else "")
-    if kind == "too_long":
-        return f"at most {context['max_length']} values, found {context['actual_length']}"
-    cause = context.get("error")
+        return "a value is missing"
     if isinstance(cause, UnknownNameError):
         return f"{cause}{suggestion(cause.found, cause.allowed)}"
-    remedy = other_shape(kind, str(cause), path, found, model, place)
-    remedy = remedy or left_out(path, found, model)
+    none = left_out(path, found, model)
     if kind == "value_error":
-        return f"{cause}{remedy}"
-    expected = _EXPECTED.get(kind)
-    return f"expected {expected}, found {_shown(found)}{remedy}" if expected else detail["msg"]
-
-
-def _literals(expected: str) -> tuple[str, ...]:
-    return tuple(word.strip("' ") for word in expected.replace(" or ", ", ").split(",") if word)
-
-
-def _number(value: Any) -> str:
-    """Return a bound as text: 0 for 0.0."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{cause}{none}"
+    if kind == "model_type":
+        section = model_at(model, path)
+        keys = f"; its keys: {', '.join(section.model_fields)}" if section else ""
+        return f"must be keys and values, found {_shown(found)}{keys}"
+    # pydantic's own words, with YAML's name of a list
+    text = detail["msg"].replace("Input should be", "must be").replace("tuple", "list")
+    return f"{text}, found {_shown(found)}{none}"
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +23,6 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
-    WithJsonSchema,
 )
 
 from offload.tiers import accelerator
@@ -38,14 +37,12 @@ if TYPE_CHECKING:
 else:
     DeviceName = Literal["auto", "cpu", *accelerator.KINDS]
     TierText = Literal[*_TIERS]
-_AUTO = {"const": "auto"}
 AUTO_MICRO_BATCHES = 0  # how `micro_batches: auto` is kept: not more than one piece until chosen
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 _MAX_DEPTH = 4096  # groups fetched ahead: more than any model has
 _MAX_CHUNK = 1 << 34  # elements: no group has more
 _LEAST_BUDGET = 1024  # bytes: fewer are a number without its unit
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{\w+\})")
-_MAX_PATH, _MAX_NAME = 4095, 255  # bytes that Linux takes
 
 
 class Section(BaseModel):
@@ -55,7 +52,6 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False,
         use_attribute_docstrings=True,
     )  # fmt: skip
-    main: ClassVar[str] = ""  # the key that a value in the section's place is most likely meant for
 
     def contradiction(self, key: str, other: str, why: str) -> KeyedError:
         """Return the error about two keys of this section; `why` says what else, and what to do."""
@@ -100,19 +96,17 @@ class Kind:
 
 def key(
     default: Any, *, example: Any = None, unit: str = "", absent: str = "",
-    needs: Mapping[str, Any] | None = None, see: Sequence[str] = (), per_rank: bool = False,
-    **bounds: Any,
+    needs: Mapping[str, Any] | None = None, per_rank: bool = False, **bounds: Any,
 ) -> Any:  # fmt: skip
     """A key of a section, with what the reference says about it beside its docstring.
 
     `default`: `...` for a key that has to be given. `absent`: the meaning of a default of None.
-    `needs`: full names of keys, and the values with which this key has an effect. `see`: keys that
-    it interacts with. `per_rank`: ranks that train together may have different values, for the
-    result does not depend on it. `bounds`: those of pydantic's Field (`ge`, `lt`, ...).
+    `needs`: full names of keys, and the values with which this key has an effect. `per_rank`: ranks
+    that train together may have different values, for the result does not depend on it. `bounds`:
+    those of pydantic's Field (`ge`, `lt`, ...).
     """
     said: dict[str, Any] = {
-        "x-unit": unit, "x-absent": absent, "x-needs": dict(needs or {}), "x-see": list(see),
-        "x-per-rank": per_rank,
+        "x-unit": unit, "x-absent": absent, "x-needs": dict(needs or {}), "x-per-rank": per_rank,
     }  # fmt: skip
     return Field(
         default,
@@ -122,12 +116,10 @@ def key(
     )
 
 
-def section(
-    model: type[Section], *, absent: str = "", see: Sequence[str] = (), per_rank: bool = False
-) -> Any:
-    """A section with its defaults, where a file says nothing of it; arguments as of `key`."""
-    found = key(..., absent=absent, see=see, per_rank=per_rank)
-    return Field(default_factory=model, json_schema_extra=found.json_schema_extra)
+def section(model: type[Section], *, per_rank: bool = False) -> Any:
+    """A section with its defaults, where a file says nothing of it; `per_rank` as of `key`."""
+    extra = key(..., per_rank=per_rank).json_schema_extra
+    return Field(default_factory=model, json_schema_extra=extra)
 
 
 @dataclass(frozen=True)
@@ -302,7 +294,7 @@ def _bool_or(words: Sequence[str], value: Any) -> Any:
 def _parse_micro_batches(value: Any) -> int:
     if value == "auto":
         return AUTO_MICRO_BATCHES
-    number = _auto_int(value, 1)
+    number = _parse_auto_int(value, 1)
     assert isinstance(number, int), "auto was before"
     return number
 
@@ -311,7 +303,7 @@ def _dump_micro_batches(value: int) -> int | str:
     return "auto" if value == AUTO_MICRO_BATCHES else value
 
 
-def _auto_int(value: Any, least: int, multiple: int = 1, most: int | None = None) -> Any:
+def _parse_auto_int(value: Any, least: int, most: int | None = None, multiple: int = 1) -> Any:
     if value == "auto":
         return value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -331,12 +323,6 @@ def _check_path(value: str) -> str:
     shown = repr(value) if len(value) <= 60 else f"{value[:57]!r}..."
     if "\0" in value:
         raise ValueError(f"{shown} has a NUL character, which no path can have")
-    name = max(value.split("/"), key=lambda part: len(os.fsencode(part)))
-    for text, most, what in ((value, _MAX_PATH, "the path"), (name, _MAX_NAME, "a name in it")):
-        if len(os.fsencode(text)) > most:
-            raise ValueError(
-                f"{shown}: {what} has {len(os.fsencode(text)):,} bytes; at most {most:,} work"
-            )
     variable = _VARIABLE.search(value)
     if variable is not None:
         raise ValueError(
@@ -351,100 +337,66 @@ def _check_path(value: str) -> str:
     return value
 
 
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 0},
-        {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKmMgGtT]?i?[bB]?|%)\s*$"},
-        _AUTO,
-        {"type": "null"},
-    ]
-}
-_SHARE_SCHEMA = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
-SPLIT_SCHEMA = {
-    "anyOf": [
-        {"enum": [*_TIERS, "auto"]},
-        {
-            "type": "object",
-            "properties": dict.fromkeys(_TIERS, _SHARE_SCHEMA),
-            "additionalProperties": False,
-            "minProperties": 1,
-        },
-        {"type": "null"},
-    ]
-}
+def _auto_int(least: int, most: int, *, multiple: int = 1) -> PlainValidator:
+    """A whole number in a range, or auto."""
+    number = Annotated[int, Field(ge=least, le=most, multiple_of=multiple)]
+    read = partial(_parse_auto_int, least=least, most=most, multiple=multiple)
+    return PlainValidator(read, json_schema_input_type=number | Literal["auto"])
 
 
-def _auto_schema(schema: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [schema, _AUTO]})
-
-
+_SplitText = TierText | Literal["auto"] | dict[TierText, str] | None
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_check_path), Kind("path")]
 Budget = Annotated[
     int | Percent | None,
-    PlainValidator(_parse_budget),
+    PlainValidator(_parse_budget, json_schema_input_type=int | str | None),
     PlainSerializer(_dump_budget),
-    WithJsonSchema(_SIZE_SCHEMA),
     Kind("size (8GiB, 8GB or a number), percentage or auto", unit="bytes", absent="auto"),
 ]
 Split = Annotated[
     Placement | None,
-    PlainValidator(parse_split),
+    PlainValidator(parse_split, json_schema_input_type=_SplitText),
     PlainSerializer(_dump_split),
-    WithJsonSchema(SPLIT_SCHEMA),
     Kind("tier, split over tiers, or auto", absent="auto"),
 ]
-_STATES_SCHEMA = {
-    "anyOf": [
-        {"enum": list(STATE_FORMATS)},
-        {
-            "type": "object",
-            "properties": {tier: {"enum": list(STATE_FORMATS)} for tier in _TIERS},
-            "additionalProperties": False,
-            "minProperties": 1,
-        },
-    ]
-}
 States = Annotated[
     StateFormats,
-    PlainValidator(_parse_states),
+    PlainValidator(
+        _parse_states, json_schema_input_type=StateFormatName | dict[TierText, StateFormatName]
+    ),
     PlainSerializer(_dump_states),
-    WithJsonSchema(_STATES_SCHEMA),
     Kind("fp32, bf16, int8, or one of them per tier"),
 ]
 AutoBool = Annotated[
     bool | Literal["auto"],
-    PlainValidator(partial(_bool_or, ["auto"])),
-    _auto_schema({"type": "boolean"}),
+    PlainValidator(partial(_bool_or, ["auto"]), json_schema_input_type=bool | Literal["auto"]),
     Kind("true, false or auto"),
 ]
 Recompute = Annotated[
     bool | Literal["selective", "auto"],
-    PlainValidator(partial(_bool_or, ["selective", "auto"])),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["selective", "auto"]}]}),
+    PlainValidator(
+        partial(_bool_or, ["selective", "auto"]),
+        json_schema_input_type=bool | Literal["selective", "auto"],
+    ),
     Kind("true, false, selective or auto"),
 ]
 MicroBatches = Annotated[
     int,
-    PlainValidator(_parse_micro_batches),
+    PlainValidator(_parse_micro_batches, json_schema_input_type=int | Literal["auto"]),
     PlainSerializer(_dump_micro_batches),
-    _auto_schema({"type": "integer", "minimum": 1}),
     Kind("whole number from 1, or auto"),
 ]
 AutoThreads = Annotated[
     int | Literal["auto"],
-    PlainValidator(partial(_auto_int, least=1, most=MAX_THREADS)),
-    _auto_schema({"type": "integer", "minimum": 1, "maximum": MAX_THREADS}),
+    _auto_int(1, MAX_THREADS),
     Kind(f"whole number from 1 to {MAX_THREADS}, or auto", unit="threads"),
 ]
 AutoDepth = Annotated[
     int | Literal["auto"],
-    PlainValidator(partial(_auto_int, least=0, most=_MAX_DEPTH)),
-    _auto_schema({"type": "integer", "minimum": 0}),
+    _auto_int(0, _MAX_DEPTH),
     Kind(f"whole number from 0 to {_MAX_DEPTH}, or auto", unit="groups"),
 ]
 AutoChunk = Annotated[
     int | Literal["auto"],
-    PlainValidator(partial(_auto_int, least=1024, multiple=1024, most=_MAX_CHUNK)),
-    _auto_schema({"type": "integer", "minimum": 1024, "multipleOf": 1024}),
+    _auto_int(1024, _MAX_CHUNK, multiple=1024),
     Kind("multiple of 1024, or auto", unit="elements"),
 ]

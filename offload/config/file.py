@@ -30,7 +30,6 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
-_RANK_PATH = re.compile(r"[^\s,\[\]\"']*\{(?:local_)?rank\}[^\s,\[\]\"'{}]*")  # an entry of a list
 _TAG = "tag:yaml.org,2002:"
 _CORE = [
     ("null", _NULL, ["~", "n", "N", ""]),
@@ -94,8 +93,7 @@ def parse_document(text: str, source: str) -> Document:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         problem = error.problem or error.context or "cannot be parsed"
-        hint = _path_hint(text, mark) or _yaml_hint(problem)
-        raise ConfigError(f"{where}: not valid YAML: {problem}{hint}") from None
+        raise ConfigError(f"{where}: not valid YAML: {problem}{_yaml_hint(problem)}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -223,17 +221,6 @@ def _scalar_of(node: yaml.Node, source: str) -> str | int | float | bool | None:
     raise ConfigError(f"{source}:{line}: {shown!r} with tag {node.tag!r} is not supported here")
 
 
-def _path_hint(text: str, mark: yaml.Mark | None) -> str:
-    """Return a hint for a path with `{rank}` in a list, where braces begin a mapping; else ""."""
-    if mark is None:
-        return ""
-    lines = text.split("\n")[mark.line : mark.line + 1]  # none where the text ended
-    for path in _RANK_PATH.finditer("".join(lines)):
-        if path.start() <= mark.column < path.end():
-            return f'; in a list braces begin a mapping: quote the path, "{path[0]}"'
-    return ""
-
-
 def _yaml_hint(problem: str) -> str:
     if "\\t" in problem:
         return "; indent with spaces, not tabs"
@@ -243,6 +230,8 @@ def _yaml_hint(problem: str) -> str:
         return "; a bracket that was opened with { or [ is not closed"
     if "mapping values are not allowed" in problem:
         return "; check the indentation and quote values that contain `: `"
+    if "got '{'" in problem:
+        return "; braces begin a mapping: quote a path that has some"
     if "could not find expected ':'" in problem:
         return "; write `key: value`"
     return ""

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import Field, GetJsonSchemaHandler, TypeAdapter, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from offload.config.errors import render
 from offload.config.fields import (
     AUTO_MICRO_BATCHES,
-    SPLIT_SCHEMA,
     AutoBool,
     AutoDepth,
     AutoThreads,
@@ -61,27 +60,23 @@ _MASTERS_ALLOWED = {
 class BudgetConfig(Section):
     """The maximum bytes that each tier may hold."""
 
-    main = "host"
-
-    device: Budget = key(None, example="16GiB", see=["device", "placement"])
+    device: Budget = key(None, example="16GiB")
     """Memory of the GPU for states, their copies and buffers; what a pass computes with comes on
     top. A percentage is of what is free there. auto: what the plan can use, at most 80%. Without a
     GPU: the part of RAM that the model computes with."""
-    host: Budget = key(None, example="6GiB", see=["placement", "prefetch"])
+    host: Budget = key(None, example="6GiB")
     """RAM for states, their copies and buffers, of each rank; activations come on top without a
     GPU. A percentage is of all RAM, or of the cgroup's limit. auto: what is free less a twentieth
     (at least 1 GiB), and less what activations take: 30% of it where the batch is not known."""
-    nvme: Budget = key(None, example="100GiB", see=["nvme.paths", "placement"])
+    nvme: Budget = key(None, example="100GiB")
     """Swap files. A percentage is of the free space in nvme.paths. auto: 90%."""
 
 
 class NvmeConfig(Section):
     """The folders of the nvme tier, and how they are read and written."""
 
-    main = "paths"
-
     paths: Annotated[tuple[PathText, ...], Field(strict=False)] = key(
-        (), example=["/mnt/nvme0/offload", "/mnt/nvme1/offload"], see=["budget.nvme"]
+        (), example=["/mnt/nvme0/offload", "/mnt/nvme1/offload"]
     )
     """Folders for swap files, on one disk each; several are striped by their measured speed. {rank}
     and {local_rank} stand for the process's numbers under torchrun. Empty: the temporary folder, or
@@ -89,7 +84,7 @@ class NvmeConfig(Section):
     backend: Literal["auto", "threads", "libaio"] = key("auto")
     """How files are read and written: by threads, or by the system's libaio (extra `aio`). auto:
     threads, as fast as any with requests of some MiB."""
-    threads: AutoThreads = key("auto", example=4, unit="threads per path", see=["nvme.backend"])
+    threads: AutoThreads = key("auto", example=4, unit="threads per path")
     """I/O threads per path; with libaio, also requests in the kernel."""
     checksum: bool = key(True)
     """Compare an XXH3 sum of every block that is read with the written one."""
@@ -105,13 +100,9 @@ class NvmeConfig(Section):
 class ActivationConfig(Section):
     """The tier of saved activations, and whether they are kept or recomputed."""
 
-    main = "tier"
-
-    tier: TierText = key(
-        "device", example="nvme", per_rank=True, see=["placement.activations.checkpoint"]
-    )
+    tier: TierText = key("device", example="nvme", per_rank=True)
     """Where what forward saves waits for backward. host: of use with a GPU only."""
-    checkpoint: Recompute = key(False, example="selective", see=["micro_batches"])
+    checkpoint: Recompute = key(False, example="selective")
     """Recompute each repeated block's activations in backward, with the same bits. selective: keep
     those of matrix products and attention. auto: as a step is fastest and fits, where the batch is
     known beforehand (`offload train`, memest); otherwise false."""
@@ -124,8 +115,8 @@ class _OrSplit:
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        tier, shares, _ = SPLIT_SCHEMA["anyOf"]
-        return {"anyOf": [tier, shares, *handler(core_schema)["anyOf"]]}
+        by_class, _ = handler(core_schema)["anyOf"]
+        return {"anyOf": [by_class, *TypeAdapter(Split).json_schema()["anyOf"]]}
 
 
 class ExpertPlacement(Section):
@@ -153,26 +144,14 @@ class ExpertPlacement(Section):
 class PlacementConfig(Section):
     """The home of each class of state; an absent class is placed automatically."""
 
-    main = "parameters"
-
     parameters: Split = key(None, example="host", per_rank=True)
     """Home of the parameters: a tier, or shares of several that sum to 100%."""
-    gradients: Split = key(
-        None,
-        example="host",
-        per_rank=True,
-        see=["gradient_accumulation_steps", "optimizer.in_backward"],
-    )
+    gradients: Split = key(None, example="host", per_rank=True)
     """Home of the gradients between backward and update, as for parameters."""
-    optimizer: Split = key(
-        None,
-        example={"host": "40%", "nvme": "60%"},
-        per_rank=True,
-        see=["optimizer.states", "optimizer.chunk"],
-    )
+    optimizer: Split = key(None, example={"host": "40%", "nvme": "60%"}, per_rank=True)
     """Home of the optimizer's states and of master weights, as for parameters."""
     experts: Annotated[ExpertPlacement | None, _OrSplit] = key(
-        None, per_rank=True, absent="where the rest is", see=["micro_batches", "zero.stage"]
+        None, per_rank=True, absent="where the rest is"
     )
     """Home of the states of experts that move one by one; the keys beside it then speak of all
     else. A tier or shares of several for every class, or keys by class. Shares are the same of each
@@ -185,7 +164,6 @@ class PlacementConfig(Section):
         example="nvme",
         per_rank=True,
         absent="as transformers keeps them, outside of any budget",
-        see=["kv.dtype"],
     )
     """Home of the KV caches of a dispatched model, page by page: a tier, or shares of several that
     sum to 100%."""
@@ -212,18 +190,12 @@ class PlacementConfig(Section):
 class StorageConfig(Section):
     """Frozen weights stored in fewer bits."""
 
-    main = "weights"
-
-    weights: Literal["int8", "int4", "nf4"] = key(
-        ..., example="nf4", see=["precision", "placement.parameters", "storage.skip"]
-    )
+    weights: Literal["int8", "int4", "nf4"] = key(..., example="nf4")
     """Format of frozen weights at home, on any tier: int8, int4 (asymmetric), or nf4 (as QLoRA).
     They are encoded once, while they are loaded, and decoded into memory of the budget to be
     computed with: the same values on every tier. Frozen matrices alone: norms, biases and what is
     trained stay as they are."""
-    group_size: Literal[32, 64, 128, 256] = key(
-        64, example=128, unit="elements", see=["storage.weights"]
-    )
+    group_size: Literal[32, 64, 128, 256] = key(64, example=128, unit="elements")
     """Consecutive elements that share a scale; they divide the rows of a weight (of nf4 the whole
     of it). Fewer are more exact, and take more bytes."""
     skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | None, Field(strict=False)] = (
@@ -238,9 +210,7 @@ class StorageConfig(Section):
 class KVConfig(Section):
     """KV caches of a dispatched model, where `placement.kv` names their home."""
 
-    main = "dtype"
-
-    dtype: Literal["auto", "int8"] = key("auto", see=["placement.kv"])
+    dtype: Literal["auto", "int8"] = key("auto")
     """How keys and values are stored. int8: a byte per element, with a scale and an offset per head
     and token: approximate, and the same in every tier. auto: as the model computes them."""
     tokens: int | None = key(
@@ -250,7 +220,6 @@ class KVConfig(Section):
         le=1 << 40,
         unit="tokens",
         absent="what weights leave of the budgets",
-        see=["placement.kv"],
     )
     """Tokens of all sequences together that the plan leaves room for. Caches may grow beyond it, as
     far as there is room."""
@@ -259,9 +228,7 @@ class KVConfig(Section):
 class LossScaleConfig(Section):
     """Dynamic loss scaling, for precision: fp16."""
 
-    main = "initial"
-
-    initial: float = key(65536.0, example=1024.0, gt=0, see=["loss_scale.min"])
+    initial: float = key(65536.0, example=1024.0, gt=0)
     """The loss is multiplied with this at first, and gradients are divided by it."""
     growth_interval: int = key(2000, example=1000, ge=1, unit="steps")
     """Steps in a row without an overflow before the scale grows."""
@@ -269,9 +236,7 @@ class LossScaleConfig(Section):
     """The scale grows by this factor."""
     backoff_factor: float = key(0.5, example=0.5, gt=0, lt=1)
     """The scale shrinks by this factor after an overflow, whose step is skipped."""
-    min: float | None = key(
-        None, example=1.0, gt=0, absent="none, as of torch's GradScaler", see=["max_skipped_steps"]
-    )
+    min: float | None = key(None, example=1.0, gt=0, absent="none, as of torch's GradScaler")
     """Smallest scale; after an overflow there it stays, and the step is skipped."""
 
     @model_validator(mode="after")
@@ -295,8 +260,6 @@ class LossScaleConfig(Section):
 class ThreadsConfig(Section):
     """How the cores are shared out. I/O threads are under `nvme`."""
 
-    main = "optimizer"
-
     optimizer: AutoThreads = key("auto", example=8)
     """Threads of the CPU optimizer. auto: all cores where the model computes on the CPU, too (it
     waits meanwhile, or both share); beside a GPU all but two."""
@@ -307,10 +270,8 @@ class ThreadsConfig(Section):
 class GroupsConfig(Section):
     """How parameters are grouped for moving together."""
 
-    main = "blocks"
-
     blocks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = key(
-        (), example=["LlamaDecoderLayer"], see=["micro_batches", "placement.activations.checkpoint"]
+        (), example=["LlamaDecoderLayer"]
     )
     """Class names of the modules whose parameters move together, as a model's repeated blocks.
     Empty: found automatically."""
@@ -319,14 +280,10 @@ class GroupsConfig(Section):
 class ZeroConfig(Section):
     """Sharding over ranks."""
 
-    main = "stage"
-
     stage: int = key(3, example=2, ge=0, le=3)
     """What is sharded: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well. Of
     no effect on one rank."""
-    shard_group: int | None = key(
-        None, example=8, ge=1, unit="ranks", absent="all ranks share one", see=["zero.stage"]
-    )
+    shard_group: int | None = key(None, example=8, ge=1, unit="ranks", absent="all ranks share one")
     """Neighbouring ranks that share one copy of the states; the others have copies of their own (as
     HSDP, hpZ, MiCS)."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = key("fp32")
@@ -390,7 +347,7 @@ class OffloadConfig(Section):
 
     device: DeviceName = key("auto", example="cuda", per_rank=True)
     """Where the model computes. auto: on the GPU if PyTorch sees one. cuda is ROCm's name, too."""
-    precision: Literal["fp32", "bf16", "fp16"] = key("fp32", see=["optimizer.master"])
+    precision: Literal["fp32", "bf16", "fp16"] = key("fp32")
     """Format that parameters and gradients have and the model computes in. 16 bits keep master
     weights beside it (optimizer.master); fp16 scales the loss, and its loop calls
     engine.backward(loss). Slow on CPUs without 16-bit products (`offload doctor`)."""
@@ -408,27 +365,19 @@ class OffloadConfig(Section):
     """Keys and values of a dispatched model."""
     optimizer: OptimizerConfig = section(OptimizerConfig)
     """The optimizer and its states."""
-    clip_grad_norm: float | None = key(
-        None, example=1.0, gt=0, absent="no clipping", see=["optimizer.in_backward"]
-    )
+    clip_grad_norm: float | None = key(None, example=1.0, gt=0, absent="no clipping")
     """Largest norm of all gradients together (2-norm): larger ones are scaled down to it."""
-    skip_nonfinite: AutoBool = key(
-        "auto", example=True, see=["precision", "optimizer.in_backward", "max_skipped_steps"]
-    )
+    skip_nonfinite: AutoBool = key("auto", example=True)
     """Skip steps with infinite or NaN gradients: nothing is updated, and
     engine.optimizer.step_was_skipped is true. auto: true for fp16."""
-    max_skipped_steps: int = key(
-        50, example=20, ge=1, le=1 << 40, unit="steps", see=["skip_nonfinite", "loss_scale.min"]
-    )
+    max_skipped_steps: int = key(50, example=20, ge=1, le=1 << 40, unit="steps")
     """So many steps skipped in a row are an error, which names the parameters. The first steps of
     fp16 may be: the loss scale is halved until gradients fit."""
     loss_scale: LossScaleConfig | None = key(
         None, absent="its defaults, for fp16", needs={"precision": "fp16"}
     )
     """Dynamic loss scaling of precision: fp16."""
-    gradient_accumulation_steps: int = key(
-        1, example=4, ge=1, le=1 << 16, unit="passes", see=["micro_batches", "precision"]
-    )
+    gradient_accumulation_steps: int = key(1, example=4, ge=1, le=1 << 16, unit="passes")
     """Backward passes whose gradients add up to one step. Says what the loop does: no step is
     skipped, and no loss is divided."""
     micro_batches: MicroBatches = key(1, example=4, unit="pieces")
@@ -436,7 +385,7 @@ class OffloadConfig(Section):
     gradients move once per step, and a block that is recomputed is so piece by piece. auto: as many
     as make a step fastest and fit, where the batch is known beforehand (`offload train`, memest);
     otherwise 1. Another number rounds differently."""
-    prefetch: AutoDepth = key("auto", example=4, per_rank=True, see=["budget.device"])
+    prefetch: AutoDepth = key("auto", example=4, per_rank=True)
     """Groups fetched ahead of their use; 0: none. auto: from measured speed."""
     threads: ThreadsConfig = section(ThreadsConfig, per_rank=True)
     """How the cores are shared out."""

@@ -63,8 +63,6 @@ _FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 class OptimizerConfig(Section):
     """The optimizer and how its states are kept. Numbers left out or null are torch.optim's."""
 
-    main = "type"
-
     type: Type = key("adamw")
     """adamw decays weights directly; adam adds the decay to the gradient; lion, adagrad and sgd
     keep one state instead of two (sgd without momentum none)."""
@@ -79,15 +77,13 @@ class OptimizerConfig(Section):
     weight_decay: float = key(0.01, example=0.1, ge=0)
     """Weight decay: adamw and lion shrink weights by lr x weight_decay, the others add it times the
     weight to the gradient."""
-    amsgrad: bool | None = key(None, example=True, see=["optimizer.states"])
+    amsgrad: bool | None = key(None, example=True)
     """Use the largest second moment seen; keeps a third state."""
     momentum: float | None = key(None, example=0.9, ge=0)
     """Momentum; 0 keeps no state."""
     dampening: float | None = key(None, example=0.1, ge=0, needs={"optimizer.momentum": 0.9})
     """Dampening of the momentum."""
-    nesterov: bool | None = key(
-        None, example=True, needs={"optimizer.momentum": 0.9}, see=["optimizer.dampening"]
-    )
+    nesterov: bool | None = key(None, example=True, needs={"optimizer.momentum": 0.9})
     """Nesterov's momentum; without dampening."""
     lr_decay: float | None = key(None, example=1e-4, ge=0, unit="per step")
     """Decay of the learning rate with the count of steps."""

@@ -41,7 +41,6 @@ class Key:
     meaning: str
     example: str  # YAML, a configuration by itself; "" for a section
     needs: Mapping[str, Any]  # other keys, and values with which this one is of use
-    see: tuple[str, ...]  # other keys that it interacts with, or that say so of it
     keys: tuple[Key, ...] = ()
 
     @property
@@ -59,7 +58,7 @@ class Key:
 @cache
 def reference() -> Key:
     """Return the whole configuration as a key."""
-    return _section((), OffloadConfig, "", "", {}, (), _interactions())
+    return _section((), OffloadConfig, "", "", {})
 
 
 def explained(name: str) -> Key:
@@ -90,35 +89,29 @@ def _near(name: str, known: Mapping[str, Key]) -> str:
 
 def _section(
     path: tuple[str, ...], model: type[BaseModel], meaning: str, absent: str,
-    needs: Mapping[str, Any], see: tuple[str, ...], others: Mapping[str, list[str]],
+    needs: Mapping[str, Any],
 ) -> Key:  # fmt: skip
     keys = tuple(
-        _key((*path, name), model, field, needs, others)
-        for name, field in model.model_fields.items()
+        _key((*path, name), model, field, needs) for name, field in model.model_fields.items()
     )
     kind = _SECTIONS.get(path, "the keys below it")
     said = meaning or (model.__doc__ or "").strip()
-    return Key(path, kind, "", absent, said, "", needs, see, keys)
+    return Key(path, kind, "", absent, said, "", needs, keys)
 
 
 def _key(
-    path: tuple[str, ...], model: type[BaseModel], field: FieldInfo, needed: Mapping[str, Any],
-    others: Mapping[str, list[str]],
-) -> Key:  # fmt: skip
-    name = ".".join(path)
+    path: tuple[str, ...], model: type[BaseModel], field: FieldInfo, needed: Mapping[str, Any]
+) -> Key:
     said = _said(field)
     needs = {**needed, **_needs(path, field)}
     meaning = " ".join((field.description or "").split())
-    absent = said.get("x-absent", "")
-    mentioned = [*needs, *said.get("x-see", ()), *others.get(name, ())]
-    see = tuple(key for key in dict.fromkeys(mentioned) if key != name)
     section = section_of(field.annotation)
     if section is not None:
-        return _section(path, section, meaning, absent, needs, see, others)
+        return _section(path, section, meaning, said.get("x-absent", ""), needs)
     kind = _kind_of(field)
     return Key(
         path, kind.text, said.get("x-unit", kind.unit), _default(path, model, field, kind), meaning,
-        _example(path, needs, model), needs, see,
+        _example(path, needs, model), needs,
     )  # fmt: skip
 
 
@@ -136,23 +129,6 @@ def _needs(path: tuple[str, ...], field: FieldInfo) -> dict[str, Any]:
         if having and OptimizerConfig.model_fields["type"].default not in having:
             needs = {"optimizer.type": having[0], **needs}
     return needs
-
-
-def _interactions() -> dict[str, list[str]]:
-    """Return, for each key, the keys that name it: an interaction is declared on one side alone."""
-    found: dict[str, list[str]] = {}
-
-    def look(path: tuple[str, ...], model: type[BaseModel]) -> None:
-        for name, field in model.model_fields.items():
-            inner = (*path, name)
-            for other in {**_needs(inner, field), **dict.fromkeys(_said(field).get("x-see", ()))}:
-                found.setdefault(other, []).append(".".join(inner))
-            section = section_of(field.annotation)
-            if section is not None:
-                look(inner, section)
-
-    look((), OffloadConfig)
-    return found
 
 
 # ---------------------------------------------------------------- types

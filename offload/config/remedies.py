@@ -1,19 +1,15 @@
-"""Suggestions for wrong keys and values: other programs' names, and values of another type."""
+"""Suggestions for wrong keys and words: misspellings, and other programs' names."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import math
-import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from offload.config.fields import Section, section_of
-from offload.config.file import KeyPath, dump_yaml
+from offload.config.fields import section_of
+from offload.config.file import KeyPath
 
 # Values, and keys of one section, by the names that other programs have for them: the first that is
 # allowed is meant.
@@ -58,11 +54,7 @@ _DEEPSPEED = {
     "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer", "steps_per_print",
     "wall_clock_breakdown", "aio",
 }  # fmt: skip
-_YES, _NO = {"yes", "on", "true", "1", "y"}, {"no", "off", "false", "0", "n"}
 _NOTHING = {"none", "null", "nil", "off", "no", ""}
-_TYPES = {  # of a ValueError's text, where a field reads its values itself
-    "expected true, false": "bool_type", "expected a whole number": "int_type",
-}  # fmt: skip
 
 
 def suggestion(found: str, allowed: Iterable[str]) -> str:
@@ -82,7 +74,7 @@ def near(found: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
     return next(iter([*other, *close]), None)
 
 
-def unknown_key(path: KeyPath, found: Any, root: type[BaseModel], place: str) -> str:
+def unknown_key(path: KeyPath, found: Any, root: type[BaseModel]) -> str:
     """Return a hint for a key that its section does not have: its name here, or its section."""
     name = str(path[-1])
     section = model_at(root, path[:-1])
@@ -95,7 +87,7 @@ def unknown_key(path: KeyPath, found: Any, root: type[BaseModel], place: str) ->
     if near(name, names, 0.8) is None:
         target = _KEYS.get(name.lower().replace("-", "_")) or _only_home(name, root)
         if target is not None and target.split(".") != [str(part) for part in path]:
-            return f"; did you mean `{target}`?{_moved(target, found, root, place)}"
+            return f"; did you mean `{target}`?"
     return suggestion(name, names)
 
 
@@ -113,108 +105,6 @@ def _paths_to(name: str, model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
         inner = section_of(field.annotation)
         if inner is not None:
             yield from ((key, *path) for path in _paths_to(name, inner))
-
-
-def _moved(target: str, found: Any, root: type[BaseModel], place: str) -> str:
-    """Return ` write ...` if the value can stay as it is."""
-    path = tuple(target.split("."))
-    nested: Any = found
-    for part in reversed(path):
-        nested = {part: nested}
-    try:
-        root.model_validate(nested)
-    except ValidationError:
-        return ""
-    return f" write {written(path, found, place)}"
-
-
-def written(path: KeyPath, value: Any, place: str) -> str:
-    """Return a key and its value as they are written in that place: in a file, or as an option."""
-    keys = [str(part) for part in path]
-    if place.startswith("-o "):
-        return "-o " + shlex.quote(f"{'.'.join(keys)}={_text(value)}")
-    text = f"{keys[-1]}: {_text(value)}"
-    for key in reversed(keys[:-1]):
-        text = f"{key}: {{{text}}}"
-    return text
-
-
-def _text(value: Any) -> str:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return repr(value) if is_number else dump_yaml(value, inline=True)
-
-
-def other_shape(kind: str, message: str, path: KeyPath, found: Any, root: Any, place: str) -> str:
-    """Return `; write ...` for a value of another type with only one possible meaning, else ""."""
-    kind = next((name for text, name in _TYPES.items() if message.startswith(text)), kind)
-    match kind:
-        case "model_type":
-            return _in_a_section(path, found, root, place)
-        case "tuple_type":
-            numbers = [_number(item, float) for item in _items(found)]
-            value: Any = _items(found) if None in numbers else numbers
-            if found is None or (len(numbers) == 1 and numbers[0] is not None):
-                return ""
-        case "bool_type":
-            word = str(found).lower()
-            value = True if word in _YES else False if word in _NO else None
-        case "int_type" | "int_from_float":
-            value = _number(found, int)
-        case "float_type":
-            value = _number(found, float)
-        case _:
-            return ""
-    return "" if value is None else f"; write {written(path, value, place)}"
-
-
-def _in_a_section(path: KeyPath, found: Any, root: Any, place: str) -> str:
-    """Return `; write ...` for a value in the place of a section, as that of its main key."""
-    section = model_at(root, path)
-    if section is None or not issubclass(section, Section) or not section.main:
-        return ""
-    if found is None and not place.startswith("-o "):
-        return "; indent its keys below it, or remove it"
-    if isinstance(found, str) and re.match(r"\w+:\S", found):
-        return f"; write a space after the colon: {found.replace(':', ': ', 1)}"
-    key = (*path, section.main)
-    for value in [] if found is None else _readings(found):
-        with contextlib.suppress(ValidationError):
-            section.model_validate({section.main: value})
-            return f"; write {written(key, value, place)}"
-    field = section.model_fields[section.main]
-    example = next(iter(field.examples or ()), field.default)
-    return f"; write for example {written(key, example, place)}"
-
-
-def _readings(found: Any) -> Iterator[Any]:
-    """Yield the value as it is, under offload's word for it, and as a list."""
-    yield found
-    for allowed in (("device", "host", "nvme"), ("adamw", "adam"), ("int8", "int4")):
-        word = near(str(found), allowed, 0.8)
-        if word is not None:
-            yield word
-    yield _items(found)
-
-
-def _items(found: Any) -> list[Any]:
-    return [part.strip() for part in found.split(",")] if isinstance(found, str) else [found]
-
-
-def _number(found: Any, kind: type) -> Any:
-    """Return the number that a text or a list of one stands for; None if there is none."""
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if isinstance(found, bool) or not isinstance(found, str | int | float):
-        return None
-    try:
-        number = float(found.replace("_", "") if isinstance(found, str) else found)
-    except ValueError:
-        return None
-    if not math.isfinite(number):
-        return None
-    if kind is int:
-        return int(number) if number.is_integer() else None
-    return number
 
 
 def left_out(path: KeyPath, found: Any, root: type[BaseModel]) -> str:

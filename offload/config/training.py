@@ -23,41 +23,24 @@ _COSINE = {"train.schedule.type": "cosine"}
 class ModelConfig(Section):
     """Size and shape of the built-in language model."""
 
-    main = "shape"
-
     shape: Literal["llama", "gpt"] = key("llama")
     """llama: RMSNorm, rotary positions, SwiGLU. gpt: LayerNorm, learned positions, GELU."""
     layers: int = key(6, example=12, ge=1, le=MOST_LAYERS)
     """Number of transformer blocks."""
-    hidden: int = key(384, example=768, ge=1, le=MOST_WIDTH, see=["train.model.heads"])
+    hidden: int = key(384, example=768, ge=1, le=MOST_WIDTH)
     """Width of the residual stream; a multiple of heads."""
     heads: int = key(6, example=6, ge=1)
     """Attention heads."""
     kv_heads: int | None = key(
-        None,
-        example=2,
-        ge=1,
-        absent="as many as heads",
-        needs={"train.model.shape": "llama"},
-        see=["train.model.heads"],
+        None, example=2, ge=1, absent="as many as heads", needs={"train.model.shape": "llama"}
     )
     """Key/value heads; must divide heads."""
     mlp: int | None = key(
-        None,
-        example=1024,
-        ge=1,
-        le=MOST_SIZE,
-        absent="4 x hidden (gpt), 8/3 x hidden (llama)",
-        see=["train.model.hidden"],
+        None, example=1024, ge=1, le=MOST_SIZE, absent="4 x hidden (gpt), 8/3 x hidden (llama)"
     )
     """Width of the MLP."""
     experts: int | None = key(
-        None,
-        example=8,
-        ge=2,
-        le=MOST_EXPERTS,
-        absent="one MLP, which computes every token",
-        see=["train.model.experts_per_token", "train.model.expert_mlp"],
+        None, example=8, ge=2, le=MOST_EXPERTS, absent="one MLP, which computes every token"
     )
     """Experts in the place of each MLP, of which every token is computed by experts_per_token."""
     experts_per_token: int = key(2, example=4, ge=1, needs={"train.model.experts": 8})
@@ -80,9 +63,7 @@ class ModelConfig(Section):
     mean probability; 1 where all are chosen alike."""
     vocab: int = key(256, example=32000, ge=256, le=MOST_SIZE, unit="tokens")
     """Vocabulary size; bytes are tokens 0..255."""
-    max_sequence: int = key(
-        1024, example=2048, ge=1, le=MOST_TOKENS, unit="tokens", see=["train.sequence"]
-    )
+    max_sequence: int = key(1024, example=2048, ge=1, le=MOST_TOKENS, unit="tokens")
     """Longest sequence the model can read."""
     tied: bool = key(True)
     """Share the embedding with the output head."""
@@ -194,13 +175,11 @@ class ModelConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps, as a factor on optimizer.lr."""
 
-    main = "type"
-
     type: Literal["cosine", "constant"] = key("cosine")
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = key(0, example=20, ge=0, unit="steps")
     """Linear warm-up from zero."""
-    final: float = key(0.1, example=0.0, ge=0, le=1, needs=_COSINE, see=["optimizer.lr"])
+    final: float = key(0.1, example=0.0, ge=0, le=1, needs=_COSINE)
     """Last learning rate as a share of optimizer.lr."""
 
     def factor(self, step: int, steps: int) -> float:
@@ -218,8 +197,6 @@ class ScheduleConfig(Section):
 class SampleConfig(Section):
     """Text generated before and after training."""
 
-    main = "length"
-
     prompt: str = key("ROMEO:", example="HAMLET:", min_length=1)
     """Text the sample continues."""
     length: int = key(160, example=0, ge=0, unit="bytes")
@@ -231,8 +208,6 @@ class SampleConfig(Section):
 class TrainConfig(Section):
     """What `offload train` trains, on what, and for how long."""
 
-    main = "steps"
-
     model: ModelConfig = section(ModelConfig)
     """The built-in model."""
     text: PathText = key("shakespeare", example="book.txt")
@@ -242,9 +217,7 @@ class TrainConfig(Section):
     """Share of the text, at its end, kept for validation."""
     steps: int = key(200, example=1000, ge=1)
     """Optimizer steps."""
-    batch: int = key(
-        4, example=8, ge=1, unit="sequences", see=["gradient_accumulation_steps", "micro_batches"]
-    )
+    batch: int = key(4, example=8, ge=1, unit="sequences")
     """Sequences per backward pass."""
     sequence: int = key(256, example=512, ge=1, unit="bytes")
     """Length of a sequence."""
@@ -252,30 +225,21 @@ class TrainConfig(Section):
     """Learning rate over the steps."""
     evaluate_every: int = key(0, example=100, ge=0, unit="steps")
     """Steps between validation losses; 0: at the end only."""
-    evaluate_batches: int = key(4, example=8, ge=0, unit="batches", see=["train.validation"])
+    evaluate_batches: int = key(4, example=8, ge=0, unit="batches")
     """Batches per validation loss; 0 evaluates nothing."""
-    checkpoint_every: int = key(
-        0, example=100, ge=0, unit="steps", see=["train.keep_last", "train.keep_every"]
-    )
+    checkpoint_every: int = key(0, example=100, ge=0, unit="steps")
     """Steps between checkpoints, which are written beside the steps that follow; the last step is
     saved, too. 0: none, but for what a Ctrl-C or SIGTERM saves."""
-    keep_last: int = key(2, example=3, ge=1, see=["train.checkpoint_every"])
+    keep_last: int = key(2, example=3, ge=1)
     """Checkpoints that stay: the last ones."""
-    keep_every: int | None = key(
-        None,
-        example=1000,
-        ge=1,
-        unit="steps",
-        absent="none of them",
-        see=["train.checkpoint_every"],
-    )
+    keep_every: int | None = key(None, example=1000, ge=1, unit="steps", absent="none of them")
     """Of older checkpoints those of each so-manieth step stay, too."""
     loggers: Annotated[tuple[Literal["csv", "tensorboard", "wandb"], ...], Field(strict=False)] = (
         key((), example=["csv", "tensorboard"])
     )
     """Where figures of each step go beside the run folder's metrics.jsonl: metrics.csv or
     tensorboard/ in that folder, or Weights & Biases."""
-    compare_plain: bool = key(False, see=["optimizer.type", "precision"])
+    compare_plain: bool = key(False)
     """Train the same in plain PyTorch afterwards, in a process of its own, and show both (one rank,
     optimizer.type: adamw, fp32 or bf16)."""
     sample: SampleConfig = section(SampleConfig)

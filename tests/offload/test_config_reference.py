@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,17 +59,9 @@ def test_the_default_that_is_shown_changes_nothing(key: Key) -> None:
     assert OffloadConfig.load(values) == shown
 
 
-def test_interactions_are_keys_and_said_on_both_sides() -> None:
+def test_what_a_key_needs_are_keys() -> None:
     for key in KEYS.values():
-        for other in (*key.see, *key.needs):
-            assert other in KEYS, f"{key.name} names {other}"
-    one_sided = {
-        (key.name, other)
-        for key in KEYS.values()
-        for other in key.see
-        if key.name not in KEYS[other].see and key.path[0] not in KEYS[other].see
-    }
-    assert one_sided == set()
+        assert key.needs.keys() <= KEYS.keys(), key.name
 
 
 @pytest.mark.parametrize(
@@ -119,15 +108,15 @@ def test_a_key_that_is_not_there_names_the_nearest(name: str, said: str) -> None
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", KEYS, ids=lambda name: name or "all")
 def test_what_is_printed_fits_the_terminal(
-    name: str, columns: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("COLUMNS", "80")
     print_explanation(name)
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= columns
+    assert max(map(len, out.splitlines())) <= 80
     words = "".join(out.split())
     key = KEYS[name]
     for shown in [
@@ -136,12 +125,3 @@ def test_what_is_printed_fits_the_terminal(
         *(k.path[-1] for k in key.keys),
     ]:
         assert "".join(shown.split()) in words
-
-
-def test_a_misspelt_key_ends_with_2(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "offload", "config", "explain", "optimizer.state"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: optimizer.state: unknown key; did you mean")

@@ -356,7 +356,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_allocated(tmp_path:
     [
         ({"weights": "int3"}, "allowed: int8, int4, nf4"), ({}, "a value is missing"),
         ({"weights": "int4", "group_size": 48}, "group_size"),
-        ({"weights": "int4", "skip": "lm_head"}, "expected a list"),
+        ({"weights": "int4", "skip": "lm_head"}, "must be a valid list"),
     ],
 )  # fmt: skip
 def test_unknown_formats_are_refused(storage: dict[str, Any], message: str) -> None:
