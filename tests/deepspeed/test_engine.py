@@ -261,15 +261,6 @@ def test_a_client_optimizer_without_a_rule_is_refused(make: Any) -> None:
         deepspeed.initialize(model=net, optimizer=make(net.parameters()), config={**BASE})
 
 
-def test_a_subclass_of_a_known_optimizer_is_refused() -> None:
-    class Own(torch.optim.AdamW):
-        pass
-
-    net = model()
-    with pytest.raises(UnsupportedError, match="Own has no rule"):
-        deepspeed.initialize(model=net, optimizer=Own(net.parameters()), config=BASE)
-
-
 def test_without_an_optimizer_the_model_computes_and_does_not_train() -> None:
     config = {"train_batch_size": 2}
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model(), config=config)
@@ -579,7 +570,7 @@ def test_attributes_of_the_model_and_hints_for_those_that_are_not_there() -> Non
             _ = engine.nonsense
     with pytest.raises(UnsupportedError, match="the model itself"):
         from offload.deepspeed import init_inference  # noqa: F401
-    with pytest.raises(AttributeError, match=r"deepspeed\.utils has no 'groups'"):
+    with pytest.raises(UnsupportedError, match=r"deepspeed\.utils has no 'groups'"):
         _ = deepspeed.utils.groups
 
 
@@ -643,12 +634,3 @@ def test_parameters_come_in_every_form_that_torch_takes(form: Any) -> None:
     with initialized(net, model_parameters=form(net)) as engine:
         assert sum(len(group["params"]) for group in engine.optimizer.param_groups) == 4
         assert all(param.requires_grad for param in net.parameters())
-
-
-def test_our_keys_do_not_contradict_a_clients_optimizer() -> None:
-    net = model()
-    own = {"offload": {"optimizer": {"lr": 0.1}}}
-    with pytest.raises(ConfigError, match=r"offload\.optimizer\.lr"):
-        deepspeed.initialize(
-            model=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), config={**BASE, **own}
-        )

@@ -177,12 +177,6 @@ def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
     assert "too much for a description" in reason(path)
 
 
-def test_an_offload_configuration_with_a_misspelt_key_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "offload.yaml"
-    path.write_text("precison: bf16\n")
-    assert "precison" in reason(path)
-
-
 # formats that hold code
 
 
@@ -196,7 +190,7 @@ class Bomb:
         return (Path.write_text, (self.path, "executed"))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt", "x.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("protocol", [2, 4, "zip", "torch"])
 def test_a_pickle_is_never_opened(name: str, protocol: int | str, tmp_path: Path) -> None:
     path, mark = tmp_path / name, tmp_path / "mark"
@@ -262,13 +256,6 @@ def test_an_empty_folder_and_one_of_other_things_say_so(tmp_path: Path) -> None:
     assert "is a folder" in reason(tmp_path)
 
 
-def test_a_dangling_link_to_a_shard_is_a_missing_file(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").symlink_to(tmp_path / "blob")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
-    assert "1 of 1 files are missing: a.safetensors" in reason(index)
-
-
 # safetensors headers
 
 
@@ -280,24 +267,12 @@ def damaged(**changes: Any) -> dict[str, Any]:
     ("entries", "expected"),
     [
         (damaged(dtype="BF17"), "unknown variant `BF17`, expected one of `BOOL`"),
-        (damaged(dtype=None), "invalid type: null, expected string"),
         (damaged(shape=[4, -4]), "integer `-4`, expected usize"),
-        (damaged(shape=[4, 4.0]), "floating point `4.0`, expected usize"),
-        (damaged(shape=[4, True]), "boolean `true`, expected usize"),
-        (damaged(shape="44"), "string \"44\", expected a sequence"),
         (damaged(shape=[2**62, 2**62]), "overflow computing buffer size"),
-        (damaged(shape=[1] * 1000), "invalid shape, data type, or offset"),
         (damaged(shape=[4, 5]), "invalid shape, data type, or offset"),
-        (damaged(data_offsets=[0]), "invalid length 1, expected a tuple of size 2"),
-        (damaged(data_offsets=[0, 2**70]), "expected usize"),
-        (damaged(data_offsets=[32, 0]), "invalid offset for tensor `a`"),
         (damaged(data_offsets=[8, 40]), "invalid offset for tensor `a`"),
-        ({"a": [1]}, "invalid type: integer `1`"),
         ({}, "holds no trainable weights: it is empty"),
-        ([], "invalid type: sequence"),
-        (b'{"a": 1, "a": 2}', "expected struct TensorInfo"),
         (b"{", "EOF while parsing"),
-        (b"{" + b" " * 50, "EOF while parsing"),
         (b"\x80\x80\x80\x80", "invalid UTF-8"),
         (
             {"i": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}},
@@ -315,32 +290,19 @@ def test_a_damaged_header_is_named(entries: Any, expected: str, tmp_path: Path) 
     assert expected in reason(path)
 
 
-def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
-    entries = entries_of({"a": (4,), "b": (4,)})
-    entries["b"]["data_offsets"] = [4, 12]
-    path = write_safetensors(tmp_path / "m.safetensors", entries)
-    assert "invalid offset for tensor `b`" in reason(path)
-
-
-@pytest.mark.parametrize("length", [2**60, 2**63, 2**64 - 1, 10**9, 60])
+@pytest.mark.parametrize("length", [2**63, 60])
 def test_a_header_longer_than_the_file_is_not_allocated(length: int, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{}" + b" " * 40)
     assert "header" in reason(path)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 7, 8, 9, 100, 300])
+@pytest.mark.parametrize("kept", [0, 9, 300])
 def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "m.safetensors", entries_of({"a": (64,), "b": (64,)}))
     assert kept < path.stat().st_size
     os.truncate(path, kept)
     reason(path)
-
-
-def test_bytes_after_the_last_tensor_are_named(tmp_path: Path) -> None:
-    entries = entries_of({"a": (4,)})
-    path = write_safetensors(tmp_path / "m.safetensors", entries, 9)
-    assert "file not fully covered" in reason(path)
 
 
 _JSON = st.recursive(

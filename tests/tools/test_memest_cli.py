@@ -112,18 +112,6 @@ def test_the_file_s_name_says_the_format(name: str, start: bytes, tmp_path: Path
     assert os.listdir(tmp_path) == [name]
 
 
-def test_advice_is_given_where_it_would_matter(capsys: Any) -> None:
-    model = ["--layers", "2", "--hidden", "512", "--vocab", "256"]
-    tight = ["-o", "budget={device: 24MiB, host: 48MiB}", "-o", "optimizer.chunk=65536"]
-    asked = [*model, *SMALL[len(TINY) :], *tight, "--format", "json"]
-    assert run(*asked, "--advise") == 0
-    changes = json.loads(capsys.readouterr().out)["changes"]
-    assert "budget.host" in changes[0]["settings"]
-    assert all(change["step_factor"] < 1 for change in changes)
-    assert run(*asked) == 0
-    assert json.loads(capsys.readouterr().out)["changes"] == []
-
-
 def test_ranks_share_the_states_and_add_up_their_tokens(capsys: Any) -> None:
     values = []
     for count in ("1", "4"):
@@ -198,13 +186,6 @@ def test_a_model_of_which_nothing_is_trained_is_refused_or_said(capsys: Any) -> 
     assert any("is trained" in note for note in json.loads(capsys.readouterr().out)["notes"])
 
 
-def test_a_count_is_told_once(capsys: Any) -> None:
-    assert run("--params", "2e5", *WORK, *MACHINE, "--no-measure") == 0
-    text = capsys.readouterr().out
-    assert text.count(" K parameters") == 1
-    assert " k parameters" not in text
-
-
 def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: Any) -> None:
     model = f"{__name__}:AsksForValues"
     assert run(model, *MACHINE, "--format", "json") == 0
@@ -230,13 +211,6 @@ def test_what_fits_with_recomputation_fits_where_that_is_left_open(ram: str, cap
 
 
 # ---------------------------------------------------------------- commands
-def test_the_command_that_is_left_out_is_estimate(capsys: Any) -> None:
-    assert run("estimate", *SMALL, "--format", "json") == 0
-    named = capsys.readouterr().out
-    assert run(*SMALL, "--format", "json") == 0
-    assert capsys.readouterr().out == named
-
-
 def test_help_shows_the_options_and_the_other_commands(capsys: Any) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
@@ -407,11 +381,6 @@ def test_a_file_that_is_no_model_is_one_line_and_exit_code_2(
     ]
     assert len(said) == 1
     assert fragment in said[0]
-
-
-def test_two_configurations_are_one_too_many(yaml: Path, capsys: Any) -> None:
-    assert run(str(yaml), "--config", str(yaml)) == 2
-    assert "is a configuration itself" in capsys.readouterr().err
 
 
 def test_a_configuration_s_mistake_is_named_with_its_line(tmp_path: Path, capsys: Any) -> None:

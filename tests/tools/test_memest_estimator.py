@@ -96,18 +96,6 @@ def test_a_machine_by_name_is_offered_no_other_gpus() -> None:
         assert ("--gpu" in options) == offered
 
 
-def test_what_is_on_disk_already_is_not_moved_there() -> None:
-    homes = {"parameters": "nvme", "gradients": "nvme", "optimizer": {"host": "50%", "nvme": "50%"}}
-    config = OffloadConfig.load({"budget": {"host": "64KiB"}, "placement": homes})
-    case = Case(MODEL, config, Workload(1, 32), read_profile(ram="8GiB", nvme="1GiB"), None)
-    estimator = Estimator()
-    found = estimator(case)
-    peak_at = estimator.facts(case, found.config).peak_at
-    options = [option.settings for knob in knobs(case, found, peak_at) for option in knob]
-    assert {"placement.optimizer": "nvme"} in options
-    assert not any("placement.parameters" in settings for settings in options)
-
-
 MIB = 1 << 20
 TIGHT = {  # the fastest plan fits its budgets, but not the RAM: the copies that it keeps fill one
     "device": "cpu", "budget": {"host": "128MiB", "nvme": "2GiB"},

@@ -13,14 +13,11 @@ from offload.config import OffloadConfig
 from offload.planning.activations.generation_facts import generation_facts
 from offload.planning.activations.trace import trace_forward
 from offload.planning.choice.planner import make_plan
-from offload.planning.plan.kv_plan import CacheShape
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import UnsupportedError
-from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.cache_shapes import modules_cache
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.kv.sizes import CachedLayer
 from tests.tools.test_memest_cli import run
 
 transformers = pytest.importorskip("transformers")
@@ -76,13 +73,6 @@ def _kept(model_type: str, settings: dict[str, Any], length: int) -> int:
     with torch.no_grad():
         cache = model.eval()(tokens, use_cache=True).past_key_values
     return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-
-
-def test_a_window_keeps_one_token_less_than_it_sees() -> None:
-    layer = CachedLayer(1, 4, 6, window=8)
-    assert [layer.kept_numel(n) for n in (1, 7, 8, 100)] == [10, 70, 70, 70]
-    assert layer.read_numel(100) == 80
-    assert CacheShape((layer, CachedLayer(1, 4, 6, fixed_numel=3))).kept_numel(20) == 70 + 203
 
 
 # ---------------------------------------------------------------- what a pass takes
@@ -180,23 +170,6 @@ def test_times_are_of_both_kinds_of_pass(folder: Path, capsys: Any) -> None:
     table = capsys.readouterr().out
     for text in ("Prefill: ", "Decoding, one pass: ", "per token", "break-even batch"):
         assert text in table
-
-
-def test_work_and_links_break_even_where_the_formula_says(capsys: Any) -> None:
-    model = ["--params", "30e9", "--layers", "48", "--hidden", "7168", "--precision", "bf16"]
-    streamed = ["-o", "budget.device=4GiB", "-o", "placement.parameters=nvme"]
-    gpu = ["--gpu", "RTX 4090", "--ram", "16GiB", "--ssd", "Gen4 SSD", "--nvme", "1TiB"]
-    short = ["--inference", "--prompt", "1", "--new-tokens", "2"]  # next to no cache
-    assert run(*model, *short, *gpu, *streamed, "--format", "json") == 0
-    value = json.loads(capsys.readouterr().out)
-    (read,) = (link for link in value["step"]["links"] if link["name"] == "nvme read")
-    profile = read_profile(gpu="RTX 4090", ram="16GiB", ssd="Gen4 SSD", nvme="1TiB")
-    speeds = profile.speeds()
-    assert speeds is not None
-    moved_share = read["nbytes"] / (30e9 * 2)  # what fits beside is not read again
-    flops, link = speeds.matmul_flops_per_s["bf16"], speeds.nvme_read_bytes_per_s
-    expected = moved_share * 2 * flops / (2 * link)  # bytes per parameter x FLOP/s / (2 x link)
-    assert value["inference"]["break_even_batch"] == pytest.approx(expected, rel=0.2)
 
 
 def test_a_written_configuration_is_for_dispatch(folder: Path, tmp_path: Path) -> None:

@@ -58,15 +58,6 @@ def test_a_configuration_and_its_folder_give_the_same_model(tmp_path: Path) -> N
     assert file.fingerprint == folder.fingerprint != ""
 
 
-def test_a_model_is_named_by_the_folder_that_links_to_its_configuration(tmp_path: Path) -> None:
-    """As in Hugging Face's cache, where every file is a link to a blob."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "model").mkdir()
-    config = tmp_path / "model" / "config.json"
-    config.symlink_to(write_config(tmp_path / "blobs"))
-    assert read_model(str(config)).name == read_model(str(config.parent)).name == "model"
-
-
 def test_tied_weights_count_once_and_their_group_serves_both_units(tmp_path: Path) -> None:
     shape = read_model(str(write_config(tmp_path, tie_word_embeddings=True))).shape
     assert shape.numel == TINY_LLAMA_NUMEL - 64 * 32
@@ -92,11 +83,6 @@ def test_code_of_a_folder_does_not_make_an_unknown_architecture_known(tmp_path: 
     )  # fmt: skip
     with pytest.raises(ConfigError, match="architecture 'evil' is unknown"):
         read_model(str(path))
-
-
-def test_a_misspelt_architecture_is_named_with_those_that_could_be_meant(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'lama' is unknown; did you mean llama"):
-        read_model(str(write_config(tmp_path, model_type="lama", architectures=None)))
 
 
 def test_a_model_is_built_once_and_then_remembered(
@@ -224,14 +210,6 @@ def test_activations_are_traced_once_per_kind_of_pass(
     assert len(traced) == len(others) + 2
 
 
-def test_passes_of_a_step_do_not_change_what_one_takes(tmp_path: Path) -> None:
-    source = read_model(str(write_config(tmp_path)))
-    kinds = [source.activations(activation_config(), Workload(1, 8, n)) for n in (1, 4)]
-    assert kinds[0] == kinds[1]
-    assert kinds[0].saved_nbytes > 0
-    assert len(list((cache_folder() / "activations").iterdir())) == 1
-
-
 def test_a_model_that_does_not_run_on_tokens_is_said_not_to() -> None:
     source = read_model(f"{__name__}:small_model")
     with pytest.raises(UnsupportedError, match="Sequential"):
@@ -247,18 +225,6 @@ def test_a_model_whose_sizes_do_not_go_together_is_said_to_fail(tmp_path: Path) 
     source = read_model(str(path))
     with pytest.raises(UnsupportedError, match="its forward fails for 1 x 8 tokens"):
         source.activations(activation_config(), Workload(1, 8))
-
-
-def test_facts_that_are_damaged_on_disk_are_traced_anew(tmp_path: Path) -> None:
-    source = read_model(str(write_config(tmp_path)))
-    facts = source.activations(activation_config(), Workload(1, 8))
-    (file,) = (cache_folder() / "activations").iterdir()
-    values = json.loads(file.read_bytes())
-    negative = {**values, "answer": {**values["answer"], "saved_nbytes": -1}}
-    for damaged in (b"{}", b"", b"7", json.dumps(negative).encode()):
-        file.write_bytes(damaged)
-        assert source.activations(activation_config(), Workload(1, 8)) == facts
-        assert json.loads(file.read_bytes()) == values
 
 
 # safetensors
@@ -349,13 +315,6 @@ def test_buffers_and_quantised_weights_are_not_counted_and_that_is_said(tmp_path
     assert any("16 elements are quantised" in note for note in source.notes)
 
 
-def test_weights_alone_do_not_tell_activations(tmp_path: Path) -> None:
-    source = read_model(str(write_safetensors(tmp_path / "w.safetensors", entries_of({"a": (8,)}))))
-    assert not source.has_graph
-    with pytest.raises(UnsupportedError, match=r"put the config\.json beside them"):
-        source.activations(OffloadConfig(), Workload(1, 8))
-
-
 # functions
 
 
@@ -425,12 +384,6 @@ def test_stated_parameters_are_met_by_the_width_of_the_mlp(sizes: dict[str, Any]
     assert 0 <= sizes["params"] - source.shape.numel < 3 * model.hidden * model.layers
     for name in ("layers", "hidden", "vocab"):
         assert sizes.get(name) in (None, getattr(model, name))
-
-
-def test_llama_2_follows_from_its_size_depth_and_width() -> None:
-    source = read_stated(StatedSizes(params=6_738_415_616, layers=32, hidden=4096))
-    assert source.train_model is not None
-    assert source.train_model.mlp == 11008
 
 
 def test_sizes_without_a_count_are_taken_as_they_are() -> None:

@@ -28,12 +28,6 @@ def test_every_figure_names_its_source() -> None:
         assert len(part.source) > 10, part.name
 
 
-def test_names_are_unique_whatever_their_spelling() -> None:
-    for parts in (GPUS, SSDS, MACHINES):
-        names = [part.name.lower().replace(" ", "").replace("-", "") for part in parts]
-        assert len(set(names)) == len(names)
-
-
 @pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"])
 def test_a_part_is_found_however_it_is_written(name: str) -> None:
     profile = read_profile(gpu=name, ram="64GiB", ssd="Gen4 SSD")
@@ -179,13 +173,3 @@ def test_gpus_are_read_as_the_driver_lists_them(
         assert local_gpus(str(program)) == shown
     monkeypatch.setenv("FAILS", "9")
     assert local_gpus(str(program)) == []
-
-
-def test_a_disk_beside_a_gpu_that_is_elsewhere_is_assumed_as_fast_as_a_usual_one() -> None:
-    profile = read_profile(gpu="RTX 4090", ram="64GiB")
-    speeds, named = profile.speeds(), read_profile(gpu="RTX 4090", ram="64GiB", ssd="Gen4 SSD")
-    assert profile.nvme_nbytes > 0
-    assert speeds is not None
-    assert speeds.nvme_read_bytes_per_s == named.speeds().nvme_read_bytes_per_s  # type: ignore[union-attr]
-    assert any("assumed to be that of a Gen4 SSD" in note for note in profile.notes)
-    assert read_profile(gpu="none", ram="64GiB").ssds == ()

@@ -84,25 +84,6 @@ def test_a_model_that_moved_is_named_with_model(file: Path, folder: Path, capsys
     assert "moved" in capsys.readouterr().out
 
 
-def test_plan_takes_a_model_for_a_file_that_names_none(
-    folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    path = tmp_path / "any.yaml"
-    path.write_text("precision: fp32\n")
-    assert run(offload_main, "plan", path, "--model", folder) == 0
-    assert f"{COUNT} parameters" in capsys.readouterr().out
-    assert run(offload_main, "plan", path, "--model", path) == 2
-    assert "is a configuration, too" in capsys.readouterr().err
-
-
-def test_plan_says_that_the_model_is_the_built_in_one(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "any.yaml"
-    path.write_text("precision: fp32\nplacement: {activations: {checkpoint: false}}\n")
-    assert run(offload_main, "plan", path) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "built-in llama at its default size, as the file names no model" in out
-
-
 def test_train_refuses_a_file_written_for_another_model(
     file: Path, tmp_path: Path, capsys: Any
 ) -> None:
