@@ -74,7 +74,6 @@ class StoreLoop:
                 ended.append((first, transfer.wait()))
             flying.append((index, start(index, self._parts[index % len(self._parts)])))
         ended += [(index, transfer.wait()) for index, transfer in flying]
-        self._store.drain()
         return ended
 
     def close(self) -> None:

@@ -242,7 +242,7 @@ class Backlog:
     def raise_failure(self) -> None:
         """Raise what went wrong in a write."""
         if self._failure is not None:
-            raise self._failure.observe()
+            raise self._failure.again()
 
     def settle(self) -> None:
         """Wait for every move under way; raises what went wrong."""

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -25,6 +25,7 @@ from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import ChecksumError, NoSpaceError, StateError
+from offload.tiers.file_tier import FileTier
 from offload.tiers.tier import PAGE_NBYTES, Extent
 from offload.tiers.units import format_bytes, round_up
 
@@ -41,21 +42,6 @@ def checksum_of(buffer: memoryview) -> int:
     digest = xxhash.xxh3_64()
     digest.update(buffer)
     return digest.intdigest()
-
-
-class ExtentAllocator(Protocol):
-    """A tier as the store uses it. Called with the store's lock held."""
-
-    def spare_nbytes(self, lengths: Sequence[int]) -> int:
-        """The bytes by which files of these `lengths`, one per path, may grow in all."""
-        ...
-
-    def allocate(self, nbytes: int, owner: str, state_class: Any, lengths: Sequence[int]) -> Extent:
-        """A new extent of at least `nbytes`, for which files of these `lengths` have room or may
-        be made longer. Raises TierFullError."""
-        ...
-
-    def free(self, extent: Extent) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +91,7 @@ class BlockStore:
     """
 
     def __init__(
-        self, files: Sequence[SwapFile], tier: ExtentAllocator, backend: IOBackend, *,
+        self, files: Sequence[SwapFile], tier: FileTier, backend: IOBackend, *,
         checksum: bool = True, lock: threading.RLock | None = None,
         growth_nbytes: int = GROWTH_NBYTES,
     ) -> None:  # fmt: skip
@@ -247,11 +233,6 @@ class BlockStore:
                     self._waiting -= 1
             return True
 
-    @defer_signals
-    def drain(self, timeout_s: float | None = None) -> None:
-        """Block until nothing is in flight, then raise the first error that was not waited for."""
-        self.backend.drain(timeout_s)
-
     @property
     def live_blocks(self) -> int:
         """The number of blocks that are stored and have not been freed."""
@@ -259,8 +240,8 @@ class BlockStore:
 
     @defer_signals
     def close(self) -> None:
-        """Finish what is in flight and close backend and files, so that all blocks are gone; then
-        raise the first error that was not waited for. Calling it again does nothing."""
+        """Finish what is in flight and close backend and files, so that all blocks are gone.
+        Calling it again does nothing."""
         try:
             self.backend.close()
         finally:

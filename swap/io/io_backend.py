@@ -1,7 +1,7 @@
 """The interface of I/O backends, which move bytes between memory and a file descriptor.
 
-`IOBackend` does what all backends have in common (requests, splitting, accounting, errors that no
-caller waited for); a backend adds how an `IOPiece` is moved.
+`IOBackend` does what all backends have in common (requests, splitting, accounting, calls that do
+not return); a backend adds how an `IOPiece` is moved.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from offload.swap.io.io_request import IOPiece, IORequest, Operation, Priority
 from offload.swap.io.io_watch import TIMEOUT_S, IOWatch, stuck_error
 from offload.swap.threads.lanes import Lane, WaitFor
 from offload.swap.threads.shield import defer_signals
-from offload.swap.threads.transfer import STALL_S, Failure, Transfer, UnobservedErrors
-from offload.tiers.errors import ChecksumError, OffloadError, StateError, StorageError
+from offload.swap.threads.transfer import STALL_S, Failure, Transfer
+from offload.tiers.errors import OffloadError, StateError
 from offload.tiers.tier import PAGE_NBYTES
-from offload.tiers.units import format_bytes
 
 __all__ = ["IOBackend", "IOStatistics", "Priority"]
 
@@ -35,12 +34,10 @@ IO_BLOCK_NBYTES = 16 << 20  # a larger request is split, so that several workers
 
 @dataclass(slots=True)
 class IOStatistics:
-    """Counts since the backend was opened."""
+    """Bytes that requests have moved since the backend was opened."""
 
     read_nbytes: int = 0
     write_nbytes: int = 0
-    in_flight_requests: int = 0
-    in_flight_nbytes: int = 0
 
 
 class IOBackend(ABC):
@@ -73,7 +70,6 @@ class IOBackend(ABC):
         self._given_up: dict[str, Failure] = {}  # by path
         self._lost: set[IOPiece] = set()  # calls that were given up and have not returned
         self.lane = Lane(WaitFor.FILES)
-        self._unobserved = UnobservedErrors()
         self._pid = os.getpid()
         self.watch = IOWatch(timeout_s, self._books, self._give_up)
 
@@ -112,37 +108,23 @@ class IOBackend(ABC):
 
     @defer_signals
     def statistics(self) -> IOStatistics:
-        """A copy of the counts as they are now. A request is counted off just after its waiters
-        wake up: exact after `drain()`."""
+        """A copy of the counts as they are now. A request is counted before its waiters wake up."""
         with self._books:
             return replace(self._statistics)
 
     @defer_signals
-    def drain(self, timeout_s: float | None = None) -> None:
-        """Block until nothing is in flight, callbacks included; then raise the first error that was
-        not waited for. StorageError after `timeout_s`. Never call it from a callback."""
-        with self._idle:
-            if not self._wait_idle(timeout_s):
-                raise StorageError(
-                    f"waited {timeout_s} s for {self._in_flight_text()}, which have not ended; the "
-                    "device may be overloaded or gone (see `dmesg`)"
-                )
-        self._unobserved.raise_first()
-
-    @defer_signals
     def close(self) -> None:
-        """Finish what is in flight, end the threads, then raise the first error that was not
-        waited for. Calling it again does nothing. What does not end is given up, see `__init__`."""
+        """Finish what is in flight, and end the threads. Calling it again does nothing. What does
+        not end is given up, see `__init__`."""
         with self._idle:
             if self._closed:
                 return
             self._closed = True
             if os.getpid() == self._pid:  # a forked child has the counts but not the threads
-                self._wait_idle(None)
+                self._wait_idle()
         if os.getpid() == self._pid:
             self.watch.close()
             self._stop()
-        self._unobserved.raise_first()
 
     def __enter__(self) -> Self:
         return self
@@ -243,10 +225,13 @@ class IOBackend(ABC):
             if request.error is None and request.after is not None:
                 value = request.after()
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-            if isinstance(error, ChecksumError) and self._read_again(request, error):
-                return
             self._note_error(request, error)
-        transfer = self._in_flight[request]
+        with self._books:
+            transfer = self._in_flight[request]
+            if request.error is None and request.operation is Operation.READ:
+                self._statistics.read_nbytes += request.buffer.nbytes
+            elif request.error is None:
+                self._statistics.write_nbytes += request.buffer.nbytes
         try:
             if request.failure is not None:
                 transfer.spread(request.failure)
@@ -260,29 +245,13 @@ class IOBackend(ABC):
                     f"nvme {request.operation}", request.owner, request.began_s,
                     time.perf_counter(), request.buffer.nbytes,
                 )  # fmt: skip
-            if transfer.failure is not None:  # also of a callback
-                self._unobserved.keep(transfer.failure)
         finally:
-            self._count_off(request)
+            with self._books:
+                del self._in_flight[request]
+                if not self._in_flight:
+                    self._idle.notify_all()
 
     # ---- inside
-
-    def _read_again(self, request: IORequest, error: ChecksumError) -> bool:
-        """Repeat a read with a wrong checksum once: the error may have occurred in transit, and not
-        in what is stored. False for the second failure."""
-        with self._books:
-            is_given_up = request.path in self._given_up
-            if request.operation is not Operation.READ or request.read_again or is_given_up:
-                return False
-            request.read_again, request.finished = True, False
-            request.pieces_left = 1
-        _log.warning("reading once more: %s", error)
-        try:
-            self._start(request)
-        except BaseException as refused:  # noqa: BLE001  it is raised where it is waited for
-            self._note_error(request, refused)
-            self._finish(request)
-        return True
 
     def _give_up(self, path: str) -> None:
         """Fail all requests, present and future, on a path whose calls do not return."""
@@ -314,20 +283,10 @@ class IOBackend(ABC):
         with self._books:
             return any(piece.request.fd == fd for piece in self._lost)
 
-    def _wait_idle(self, timeout_s: float | None) -> bool:
-        """Whether nothing is in flight any more. Without a timeout, says so when it stalls."""
-        while not self._idle.wait_for(
-            lambda: self._statistics.in_flight_requests == 0,
-            STALL_S if timeout_s is None else timeout_s,
-        ):
-            if timeout_s is not None:
-                return False
-            _log.warning("still waiting for %s; see `dmesg`", self._in_flight_text())
-        return True
-
-    def _in_flight_text(self) -> str:
-        now = self._statistics
-        return f"{now.in_flight_requests} requests ({format_bytes(now.in_flight_nbytes)}) in flight"
+    def _wait_idle(self) -> None:
+        """Block until nothing is in flight, callbacks included; say so when that stalls."""
+        while not self._idle.wait_for(lambda: not self._in_flight, STALL_S):
+            _log.warning("still waiting for %d requests; see `dmesg`", len(self._in_flight))
 
     @defer_signals
     def _submit(
@@ -363,23 +322,6 @@ class IOBackend(ABC):
             request.failure = self._given_up.get(request.path)
             if request.failure is not None:
                 request.error = request.failure.error
-            statistics, nbytes = self._statistics, request.buffer.nbytes
-            statistics.in_flight_requests += 1
-            statistics.in_flight_nbytes += nbytes
-
-    def _count_off(self, request: IORequest) -> None:
-        with self._books:
-            statistics, nbytes = self._statistics, request.buffer.nbytes
-            del self._in_flight[request]
-            moved_nbytes = nbytes if request.error is None else 0
-            if request.operation is Operation.READ:
-                statistics.read_nbytes += moved_nbytes
-            else:
-                statistics.write_nbytes += moved_nbytes
-            statistics.in_flight_requests -= 1
-            statistics.in_flight_nbytes -= nbytes
-            if statistics.in_flight_requests == 0:
-                self._idle.notify_all()
 
     def _check_open(self, request: IORequest) -> None:
         if self._closed:

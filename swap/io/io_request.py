@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,6 @@ from offload.swap.threads.transfer import Failure
 from offload.tiers.errors import NoSpaceError, StorageError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes
-
-_log = logging.getLogger(__name__)
 
 MAX_CALL_NBYTES = 0x7FFFF000  # Linux moves no more than this in one call
 MAX_RETRIES = 8  # without progress; the pauses add up to a quarter of a second
@@ -70,7 +67,6 @@ class IORequest:
     owner: str = ""  # of the bytes, for recordings
     began_s: float = 0.0  # by the clock of recordings, if there is one
     failure: Failure | None = None  # of the path, which others have, too
-    read_again: bool = False  # the bytes of its first reading were wrong
 
     def __str__(self) -> str:
         return (
@@ -109,7 +105,6 @@ class IOPiece:
     moving: bool = False  # a call is under way
     ended: bool = False
     given_up: bool = False  # its call has not returned for too long
-    read_again: bool = False  # its first reading failed
 
     @property
     def finished(self) -> bool:
@@ -152,18 +147,12 @@ class IOPiece:
 
     def pause_before_retry(self, error: OSError) -> float:
         """Seconds to wait before the same call is made again. Raises the typed error, from
-        `error`, when that is no use: retries are few and only for EAGAIN and EINTR. A device that
-        could not read is asked once more, as its next try may succeed."""
+        `error`, when that is no use: retries are few and only for EAGAIN and EINTR."""
         if error.errno == errno.EINTR and self.interrupts < MAX_INTERRUPTS:
             self.interrupts += 1
             return 0.0
         if error.errno in (errno.EAGAIN, errno.EBUSY) and self.retries < MAX_RETRIES:
             self.retries += 1
             return float(_FIRST_PAUSE_S * 2 ** (self.retries - 1))
-        reading = self.request.operation is Operation.READ
-        if error.errno == errno.EIO and reading and not self.read_again:
-            self.read_again = True
-            _log.warning("reading once more, after EIO: %s", self.request.described)
-            return 0.0
         name = errno.errorcode.get(error.errno or 0, "error")
         raise self.request.failed(f"{name}, {error.strerror or error}", error) from error

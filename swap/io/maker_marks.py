@@ -1,10 +1,10 @@
 """Names that identify the process that made a file or folder which must vanish with it.
 
-    STEM.tmp-BOOT-SPACE-PID-START-RANDOM-CHECK
+    STEM.tmp-BOOT-SPACE-PID-START-RANDOM
 
 BOOT is the machine's since it was started, SPACE the namespace that PID counts in (containers have
-their own), START when the process began, since a pid is used again; CHECK a hash of all before it:
-no other name is taken for one. So files of a killed process differ from those of a living one.
+their own), START when the process began, since a pid is used again. So files of a killed process
+differ from those of a living one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-import xxhash
-
 _MARKED = re.compile(
-    r"(?P<start>.+\.tmp-(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<ticks>\d+)"
-    r"-[0-9a-f]{12})-(?P<check>[0-9a-f]{16})"
+    r".+\.tmp-(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<ticks>\d+)-[0-9a-f]{12}"
 )
 _NO_BOOT = "0" * 8  # /proc does not say it
 _UNKNOWN = 0  # a namespace or a start that /proc does not say
@@ -61,29 +58,22 @@ class Maker:
         ticks = _ticks(self.pid, proc)
         if self.space != _space(proc) or _UNKNOWN in (self.space, self.ticks, ticks):
             return Life.UNKNOWN
-        if ticks is None and _is_hidden(self.pid):
-            return Life.UNKNOWN
         return Life.ALIVE if ticks == self.ticks else Life.DEAD
 
 
 def marked(stem: str) -> str:
     """A new name with this process's mark."""
     here = Maker.here()
-    random = secrets.token_hex(6)
-    start = f"{stem}.tmp-{here.boot}-{here.space}-{here.pid}-{here.ticks}-{random}"
-    return f"{start}-{_check(start)}"
+    mark = f"{here.boot}-{here.space}-{here.pid}-{here.ticks}"
+    return f"{stem}.tmp-{mark}-{secrets.token_hex(6)}"
 
 
 def maker_of(name: str) -> Maker | None:
-    """The process that made what has this name; None unless `marked` made the name."""
+    """The process that made what has this name; None unless it looks like one of `marked`."""
     found = _MARKED.fullmatch(name)
-    if found is None or found["check"] != _check(found["start"]):
+    if found is None:
         return None
     return Maker(found["boot"], int(found["space"]), int(found["pid"]), int(found["ticks"]))
-
-
-def _check(start: str) -> str:
-    return xxhash.xxh3_64_hexdigest(os.fsencode(f"offload: {start}"))
 
 
 def _boot(proc: Path) -> str:
@@ -99,17 +89,6 @@ def _space(proc: Path) -> int:
         return int(re.sub(r"\D", "", os.readlink(proc / "self/ns/pid")) or _UNKNOWN)
     except OSError:
         return _UNKNOWN
-
-
-def _is_hidden(pid: int) -> bool:
-    """Whether a process lives that /proc does not show (mounted with hidepid)."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _ticks(pid: int, proc: Path) -> int | None:

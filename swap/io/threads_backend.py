@@ -19,7 +19,6 @@ from offload.swap.io.io_backend import IO_BLOCK_NBYTES, IOBackend, Priority
 from offload.swap.io.io_request import IOPiece, IORequest, Operation
 from offload.swap.io.io_watch import TIMEOUT_S
 from offload.swap.threads.lanes import profiled
-from offload.tiers.errors import StorageError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 
@@ -54,11 +53,11 @@ class ThreadsBackend(IOBackend):
             raise ValueError(f"workers is {workers}; at least 1 is needed")
         super().__init__(io_block_nbytes=io_block_nbytes, timeout_s=timeout_s)
         self._calls = {Operation.READ: preadv, Operation.WRITE: pwritev}
-        self._lock = threading.Lock()  # guards the queue and `_alive`
+        self._lock = threading.Lock()  # guards the queue and the threads
         self._queue: list[tuple[int, int, int, IOPiece]] = []
         # True for each piece that is queued, for whichever worker comes first; False ends a worker
         self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._workers = self._alive = workers
+        self._workers = workers
         self._names = itertools.count()
         self._movers: dict[IOPiece, threading.Thread] = {}  # who is in a call
         self._threads: list[threading.Thread] = []
@@ -79,8 +78,6 @@ class ThreadsBackend(IOBackend):
             # Provisional, holds the place in the queue: cut for good by the worker that takes it.
             pieces = [IOPiece(request, 0, request.buffer.nbytes)]
         with self._lock:
-            if not self._alive:
-                raise request.failed("all I/O threads have died; see the log for the reason")
             for index, piece in enumerate(pieces):
                 heapq.heappush(self._queue, (request.priority, request.sequence, index, piece))
         for _ in pieces:
@@ -109,19 +106,16 @@ class ThreadsBackend(IOBackend):
     # ---- in the workers
 
     def _work(self) -> None:
-        taken: tuple[int, IOPiece] | None = None
-        replaced = False
-        try:
-            while not replaced and (taken := self._take()) is not None:
-                replaced = self._serve(*taken)
-        except BaseException as error:  # noqa: BLE001  our bug: logged, and waiters told
-            _log.exception("an I/O thread of the %s backend has died", self.name)
-            if taken is not None and not taken[1].ended:
-                self._note_error(taken[1].request, error)
-                self._piece_ended(taken[1])
-        finally:
-            if not replaced:
-                self._leave()
+        while (taken := self._take()) is not None:
+            index, piece = taken
+            try:
+                if self._serve(index, piece):
+                    return
+            except BaseException as error:  # noqa: BLE001  our bug: logged, and waiters told
+                _log.exception("an I/O thread of the %s backend goes on", self.name)
+                if not piece.ended:
+                    self._note_error(piece.request, error)
+                    self._piece_ended(piece)
 
     def _take(self) -> tuple[int, IOPiece] | None:
         """The next piece and its index in its request; None to end. Blocks while there is none."""
@@ -177,15 +171,3 @@ class ThreadsBackend(IOBackend):
                 piece.advance(count)
             if not piece.finished and not self._goes_on(piece):
                 return  # its file may be closed, and its memory be another's
-
-    def _leave(self) -> None:
-        """End this thread; the last one fails the queued requests, which no thread would serve."""
-        with self._lock:
-            self._alive -= 1
-            abandoned = [] if self._alive else [entry[3] for entry in self._queue]
-            if not self._alive:
-                self._queue.clear()
-        for piece in abandoned:
-            lost = StorageError(f"{piece.request}: all I/O threads have died; see the log")
-            self._note_error(piece.request, lost)
-            self._piece_ended(piece)

@@ -406,7 +406,7 @@ class FileState(SlotState):
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure.observe()
+            raise self._failure.again()
 
 
 class FileSnapshot:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Generic, TypeVar, cast
@@ -35,22 +35,17 @@ class _State(enum.Enum):
 
 
 class Failure:
-    """An error and whether it was reported. Shared by the transfers it spreads to."""
+    """The error of a transfer. Shared by the transfers it spreads to."""
 
-    __slots__ = ("_traceback", "also", "error", "observed")
+    __slots__ = ("_traceback", "error")
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
-        self.observed = False
-        self.also: Sequence[Failure] = ()  # failures reported together with this one
         self._traceback: TracebackType | None = error.__traceback__
 
-    def observe(self) -> BaseException:
-        """The error, to be raised; marks it, and what it stands for, as seen."""
-        self.observed = True
-        for other in self.also:
-            other.observed = True
-        # The traceback of the mover each time: raising again must not pile up frames.
+    def again(self) -> BaseException:
+        """The error, to be raised, with the traceback of the mover each time: raising it again
+        must not pile up frames."""
         return self.error.with_traceback(self._traceback)
 
 
@@ -98,12 +93,12 @@ class Transfer(Generic[T]):
             )
         failure = self._failure
         if failure is not None:
-            raise failure.observe()
+            raise failure.again()
         return cast(T, self._value)
 
     @property
     def failure(self) -> Failure | None:
-        """The error, or None (yet). Reading it does not count as reporting it."""
+        """The error, or None (yet)."""
         return self._failure
 
     def then(self, callback: Callable[[Transfer[T]], object]) -> None:
@@ -137,7 +132,7 @@ class Transfer(Generic[T]):
         self._settle(None, Failure(error))
 
     def spread(self, failure: Failure) -> None:
-        """Fail with a failure that another transfer has already: observed once, seen by both."""
+        """Fail with a failure that another transfer has already."""
         self._settle(None, failure)
 
     # ---- inside
@@ -219,11 +214,10 @@ def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[li
         if not failures:
             result.complete([cast(T, source._value) for source in sources])
             return
-        first = failures[0]
-        others = [failure for failure in failures if failure is not first]
-        first.also = (*first.also, *others)
+        first, *others = failures
         for other in others:
-            first.error.add_note(f"and also: {other.error}")
+            if other is not first:
+                first.error.add_note(f"and also: {other.error}")
         result.spread(first)
 
     for source in sources:
@@ -235,31 +229,3 @@ def is_stuck(transfer: Transfer[U]) -> bool:
     """Whether it was given up: the memory it moves bytes into may change at any time from now on,
     and must not be used for anything else."""
     return transfer.failure is not None and isinstance(transfer.failure.error, StuckError)
-
-
-class UnobservedErrors:
-    """Keeps the failures that were not waited for, so that none is lost in silence. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._failures: list[Failure] = []
-
-    def keep(self, failure: Failure) -> None:
-        """Remember `failure` until it was seen."""
-        with self._lock:
-            self._failures = [kept for kept in self._failures if not kept.observed]
-            if all(kept is not failure for kept in self._failures):
-                self._failures.append(failure)
-
-    def raise_first(self) -> None:
-        """Raise the first failure that was not seen, with a count of the others, and forget all."""
-        with self._lock:
-            unseen = [kept for kept in self._failures if not kept.observed]
-            self._failures = []
-        if not unseen:
-            return
-        first, *others = unseen
-        if others:
-            first.error.add_note(f"{len(others)} more transfers failed that were not waited for")
-        first.also = (*first.also, *others)
-        raise first.observe()

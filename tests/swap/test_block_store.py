@@ -97,21 +97,6 @@ def test_a_failed_write_leaves_the_old_block_valid_and_frees_the_new_extent(
     put(bench, noise(MIB), replaces=old)  # trying again is allowed
 
 
-def test_who_is_told_of_a_block_knows_it_before_the_write_is_over_and_has_the_lock(
-    make_bench: Any, tmp_path: Path, noise: Noise
-) -> None:
-    bench = make_bench(tmp_path)
-    told: list[tuple[StoredBlock, bool]] = []
-    write = bench.store.write(
-        noise(MIB), owner="layer.3", state_class=OPTIMIZER,
-        committed=lambda block: told.append((block, bench.lock._is_owned())),
-    )  # fmt: skip
-    ended: list[int] = []
-    write.then(lambda _: ended.append(len(told)))
-    assert [(write.wait(TIMEOUT_S), True)] == told
-    assert ended == [1]
-
-
 def test_a_block_whose_news_were_not_taken_stays_stored(
     make_bench: Any, tmp_path: Path, noise: Noise
 ) -> None:
@@ -176,40 +161,6 @@ def test_a_corrupted_block_is_found_and_names_path_offset_bytes_and_owner(
     error = caught.value
     assert (error.path, error.offset_bytes) == (file.path, block.extent.offset_bytes)
     assert error.nbytes == MIB
-
-
-@pytest.mark.parametrize("nbytes", [PAGE_NBYTES, 3 * MIB])
-def test_a_block_whose_bits_flip_on_the_way_is_read_once_more(
-    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages,
-    caplog: pytest.LogCaptureFixture, nbytes: int,
-) -> None:  # fmt: skip
-    flips = [1]
-
-    def faulty(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        count = os.preadv(fd, buffers, offset)
-        if flips:
-            buffers[0][7] ^= flips.pop()
-        return count
-
-    backend = ThreadsBackend(preadv=faulty, io_block_nbytes=MIB)
-    bench, sent, received = make_bench(tmp_path, backend=backend), noise(nbytes), pages(nbytes)
-    block = put(bench, sent)
-    for priority in Priority:
-        flips[:] = [1]
-        bench.store.read(block, received, priority=priority).wait(TIMEOUT_S)
-        assert received == sent
-    assert "reading once more: layer.3" in caplog.text
-    bench.store.drain()
-    assert bench.store.backend.statistics().in_flight_requests == 0
-
-
-def test_without_checksums_none_are_computed(
-    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
-) -> None:
-    bench = make_bench(tmp_path, checksum=False)
-    block = put(bench, noise(MIB))
-    assert block.checksum is None
-    bench.store.read(block, pages(MIB)).wait(TIMEOUT_S)
 
 
 def test_an_extent_is_kept_while_somebody_reads_it(
@@ -281,39 +232,6 @@ def test_direct_files_ask_for_aligned_whole_pages(
     for buffer in (memory[1 : 1 + PAGE_NBYTES], memory[: PAGE_NBYTES + 1]):
         with pytest.raises(ValueError, match="whole pages"):
             put(bench, buffer)
-    assert bench.tier.account.used_nbytes == 0
-
-
-def test_buffered_files_take_any_length(
-    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
-) -> None:
-    bench, sent, received = make_bench(tmp_path, direct=False), noise(MIB)[1:777], pages(776)
-    bench.store.read(put(bench, sent), received).wait(TIMEOUT_S)
-    assert received == sent
-
-
-def test_a_destination_of_another_size_is_refused(
-    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
-) -> None:
-    bench = make_bench(tmp_path)
-    block = put(bench, noise(MIB))
-    with pytest.raises(ValueError, match=r"layer\.3"):
-        bench.store.read(block, pages(2 * MIB))
-
-
-def test_closing_raises_an_error_nobody_waited_for_and_closes_all(
-    make_bench: Any, tmp_path: Path, noise: Noise, no_leak: None
-) -> None:
-    def faulty(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        raise OSError(5, "Input/output error")
-
-    bench = make_bench(tmp_path, backend=ThreadsBackend(pwritev=faulty))
-    bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER)
-    with pytest.raises(StorageError, match="EIO"):
-        bench.store.close()
-    assert bench.tier.account.used_nbytes == 0
-    with pytest.raises(StateError):
-        bench.store.write(noise(PAGE_NBYTES), owner="a", state_class=OPTIMIZER)
     assert bench.tier.account.used_nbytes == 0
 
 
@@ -401,19 +319,11 @@ def run_with_fault(directory: Path, backend: str, calls: str, fault: str) -> lis
 
 # `when` counts per thread and leaves the probes of the main thread alone; `?` is for names that
 # this kernel may not know
-READS, WRITES = "?preadv,?preadv2", "?pwritev,?pwritev2"
+WRITES = "?pwritev,?pwritev2"
 
 
 def test_eio_from_the_kernel_is_a_typed_error_and_the_next_request_works(tmp_path: Path) -> None:
     outcomes = run_with_fault(tmp_path, "threads", WRITES, "error=EIO:when=12+6")
-    assert "StorageError 5" in outcomes
-    assert "same" in outcomes
-
-
-def test_a_read_to_which_the_kernel_says_eio_is_made_once_more(tmp_path: Path) -> None:
-    outcomes = run_with_fault(tmp_path, "threads", READS, "error=EIO:when=12+6")
-    assert set(outcomes) == {"same"}
-    outcomes = run_with_fault(tmp_path, "threads", READS, "error=EIO:when=12..13")
     assert "StorageError 5" in outcomes
     assert "same" in outcomes
 

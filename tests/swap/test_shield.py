@@ -177,5 +177,4 @@ def test_a_request_that_fails_when_it_is_queued_already_ends_once() -> None:
         moved.wait()
     gate.set()
     backend.close()
-    assert backend.statistics().in_flight_requests == 0
     os.close(write)

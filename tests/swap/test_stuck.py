@@ -177,7 +177,6 @@ def test_what_waits_behind_it_and_what_comes_later_fails_with_the_same_error(
     with pytest.raises(StuckError) as together:
         all_of([first, *behind, later]).wait(TIMEOUT_S)
     assert not getattr(together.value, "__notes__", [])  # said once
-    backend.drain(TIMEOUT_S)
     backend.close()
     assert not begun
     assert device.calls == [0]
@@ -188,19 +187,12 @@ def test_closing_does_not_wait_for_it_and_leaves_the_descriptor_open(
 ) -> None:
     backend = make()
     moved = hold(backend, device, file, pages(PAGE_NBYTES))
-    raised: list[StuckError] = []
-
-    def close() -> None:
-        with pytest.raises(StuckError) as caught:
-            backend.close()
-        raised.append(caught.value)
-
-    closing = threading.Thread(target=close)
+    closing = threading.Thread(target=backend.close)
     closing.start()
     while not moved.done():  # as its own thread would, while `close` waits
         look(backend, 1)
     closing.join(TIMEOUT_S)
-    assert len(raised) == 1
+    assert not closing.is_alive()
     assert backend.is_lost(file.fd)
 
 
@@ -244,9 +236,6 @@ def test_what_returns_too_late_changes_nothing_any_more(
         threading.Event().wait(0.001)
     with pytest.raises(StuckError):
         moved.wait(TIMEOUT_S)
-    backend.drain(TIMEOUT_S)
-    counts = backend.statistics()
-    assert counts.in_flight_requests == 0
     assert device.calls == [
         1 << 20
     ]  # nothing goes on with the rest: the file may be another one by then

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from offload.swap.threads import transfer as transfer_module
-from offload.swap.threads.transfer import Transfer, UnobservedErrors, all_of
+from offload.swap.threads.transfer import Transfer, all_of
 from offload.tiers.errors import StateError, StorageError
 
 
@@ -129,39 +129,3 @@ def test_all_of_raises_the_first_error_only_when_nothing_moves_any_more() -> Non
     with pytest.raises(StorageError, match="first") as caught:
         joined.wait(0)
     assert any("second" in note for note in caught.value.__notes__)
-
-
-def kept(errors: UnobservedErrors, transfer: Transfer[int]) -> Transfer[int]:
-    assert transfer.failure is not None
-    errors.keep(transfer.failure)
-    return transfer
-
-
-def test_an_error_nobody_waited_for_is_raised_once() -> None:
-    errors = UnobservedErrors()
-    kept(errors, failing("unseen"))
-    with pytest.raises(StorageError, match="unseen"):
-        errors.raise_first()
-    errors.raise_first()
-
-
-def test_an_error_somebody_has_seen_is_not_raised_again_also_through_all_of() -> None:
-    errors = UnobservedErrors()
-    one, two = kept(errors, failing()), kept(errors, failing())
-    with pytest.raises(StorageError):
-        all_of([one, two]).wait()
-    errors.raise_first()
-
-
-def test_a_transfer_costs_a_few_microseconds() -> None:
-    rounds = 2000
-    best_s = float("inf")
-    for _ in range(5):
-        started = time.thread_time()  # this thread's own, however busy the machine is
-        for _ in range(rounds):
-            transfer: Transfer[int] = Transfer("x")
-            transfer.then(id)
-            transfer.complete(1)
-            transfer.wait()
-        best_s = min(best_s, (time.thread_time() - started) / rounds)
-    assert best_s < 50e-6  # about 2 µs
