@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from offload.memory.memory_guard import MemoryGuardReport
 from offload.process.machine import process_memory
-from offload.swap.threads.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -135,7 +135,7 @@ class TierTraffic:
             *lines, f"moved   {', '.join(moved) or 'nothing'}",
             f"waited  {', '.join(waited) or 'for nothing'}",
             f"process {self.process}",
-            *([f"memory  {self.memory}"] if self.memory.times else []),
+            *([f"memory  {self.memory}"] if self.memory.given_back_nbytes else []),
         ])  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 
 from offload.kernels.gpu import triton_launch
 from offload.memory.device_homes import DeviceHomes
-from offload.memory.headroom import MemoryReader
+from offload.memory.memory_guard import MemoryGuard, MemoryReader
 from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nbytes
 from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
@@ -34,7 +34,6 @@ from offload.swap.states.file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import MemoryState, State
 from offload.swap.threads.lanes import Lane
-from offload.swap.threads.memory_guard import MemoryGuard
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
@@ -96,9 +95,7 @@ class TieredHomes:
             if plan.opens_files:
                 self.store = self._open_store(nvme)
             self.activations = self._open_activations(device)
-            self.guard = MemoryGuard(
-                self.pool, MemoryReader(), sharing=ranks_here(), trim=machine.trim_memory
-            )
+            self.guard = MemoryGuard(self.pool, MemoryReader(), sharing=ranks_here())
             self.guard.start()
             opened.pop_all()
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.memory.headroom import MemoryReader
+from offload.memory.memory_guard import Headroom, MemoryReader
 from offload.process import machine
-from offload.swap.threads.memory_guard import Headroom
 from tests.offload.test_machine import GIB, V1_MOUNT, V2_MOUNT, put
 
 MEMINFO = (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import offload
 from offload.errors import LowMemoryError
-from offload.swap.threads.memory_guard import Headroom, MemoryGuard
+from offload.memory.memory_guard import Headroom, MemoryGuard
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
@@ -168,11 +168,11 @@ def differs(seed: int, folder: Path, machine: Machine) -> int:
 
 
 def test_no_pressure_changes_a_bit(tmp_path: Path, machine: Machine, long: bool) -> None:
-    given_up = [differs(seed, tmp_path, machine) for seed in range(200 if long else 12)]
+    given_up = [differs(seed, tmp_path, machine) for seed in range(200 if long else 6)]
     assert sum(nbytes > 0 for nbytes in given_up) > len(given_up) // 4, given_up
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_updates_on_trial_keep_their_bits_under_pressure(
     tmp_path: Path, machine: Machine, seed: int
 ) -> None:
@@ -281,22 +281,3 @@ def test_a_model_that_is_dropped_while_copies_are_given_up_leaves_no_error(
         del model
         gc.collect()
     assert "the guard over memory" not in caplog.text
-
-
-def test_the_guard_ends_with_its_engine_and_keeps_it_from_nothing(tmp_path: Path) -> None:
-    def guards() -> int:
-        return sum(thread.name == "offload-memory" for thread in threading.enumerate())
-
-    before = guards()
-    engine = offload.initialize(seeded(TinyLM), config(tmp_path))
-    assert guards() == before + 1
-    engine.close()
-    assert guards() == before
-    engine = offload.initialize(seeded(TinyLM), config(tmp_path))
-    del engine
-    gc.collect()
-    until = time.monotonic() + 30
-    while guards() > before:
-        assert time.monotonic() < until
-        gc.collect()
-        time.sleep(0.01)

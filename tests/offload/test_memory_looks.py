@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from offload.memory.memory_guard import Headroom, MemoryGuard
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.threads import memory_guard
-from offload.swap.threads.memory_guard import Headroom, MemoryGuard
 from offload.tiers.errors import LowMemoryError
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
@@ -107,20 +105,6 @@ def test_what_is_given_up_is_what_is_missing_and_is_needed_last(
     assert pool.tier.touched_nbytes == 11 * MIB
     assert machine()[0].spare_nbytes >= 0
     assert guard.report().given_back_nbytes == MIB
-    guard.look()  # it is enough now
-    assert guard.report().times == 1
-
-
-def test_free_pages_go_before_any_copy(
-    pool: SlotPool, copies: list[Copy], machine: Machine
-) -> None:
-    for copy in copies[:6]:
-        copy.drop()
-    assert pool.tier.touched_nbytes == 12 * MIB
-    machine.others = 20 * MIB
-    MemoryGuard(pool, machine).look()
-    assert all(copy.lease is not None for copy in copies[6:])
-    assert pool.tier.touched_nbytes == 6 * MIB
 
 
 def test_under_a_limit_nothing_is_fetched_ahead_and_what_is_needed_gets_its_lease(
@@ -138,17 +122,6 @@ def test_under_a_limit_nothing_is_fetched_ahead_and_what_is_needed_gets_its_leas
         more.free()
 
 
-def test_what_is_used_now_stays_below_any_limit(pool: SlotPool, machine: Machine) -> None:
-    now, later, seen = Copy(pool, -1.0), Copy(pool, 3.0), Copy(pool, 5.0)
-    assert seen.lease is not None
-    view = seen.lease.tensor[:10]
-    machine.others = 32 * MIB
-    guard = MemoryGuard(pool, machine)
-    assert guard.look() is not None
-    assert (now.lease is None, later.lease is None, seen.lease is None) == (False, True, False)
-    assert view.tolist() == [1] * 10
-
-
 def test_the_limit_rises_by_half_of_what_is_left_at_a_time(
     pool: SlotPool, copies: list[Copy], machine: Machine
 ) -> None:
@@ -164,7 +137,7 @@ def test_the_limit_rises_by_half_of_what_is_left_at_a_time(
     assert pool.limit_nbytes is None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_others_that_take_and_leave_find_the_reserve_whole_and_the_books_balance(
     pool: SlotPool, machine: Machine, seed: int
 ) -> None:
@@ -189,30 +162,6 @@ def test_others_that_take_and_leave_find_the_reserve_whole_and_the_books_balance
         pool.tier.arena.check()
 
 
-def test_one_line_says_that_copies_go_and_one_that_there_is_room_again(
-    pool: SlotPool, copies: list[Copy], machine: Machine, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    guard = MemoryGuard(pool, machine)
-    with caplog.at_level(logging.INFO, "offload"):
-        for others in (20, 22, 24):
-            machine.others = others * MIB
-            guard.look()
-        machine.others = 0
-        guard.look()
-        assert len(caplog.messages) == 1
-        monkeypatch.setattr(memory_guard, "_CALM_S", 0.0)
-        guard.look()
-        guard.look()
-    first, last = caplog.messages
-    assert first.startswith("RAM: 0 B of 32.0 MiB are left, 2.0 MiB should be: copies of states")
-    assert "the host tier takes 10.0 MiB of 16.0 MiB now" in first
-    assert last == (
-        "RAM: 26.0 MiB of 32.0 MiB are left: copies of states may take 16.0 MiB of the host tier's "
-        "16.0 MiB again"
-    )
-
-
 def test_a_forward_is_refused_only_while_nothing_is_left_to_give_up(
     pool: SlotPool, copies: list[Copy], machine: Machine
 ) -> None:
@@ -229,21 +178,11 @@ def test_a_forward_is_refused_only_while_nothing_is_left_to_give_up(
     guard.check()
 
 
-def test_swap_and_a_limit_that_only_slows_are_no_reason_to_refuse(
-    pool: SlotPool, machine: Machine
-) -> None:
-    here = Headroom("cgroup", 32 * MIB, 0, 8 * MIB, 2 * MIB)
-    guard = MemoryGuard(pool, lambda: [machine()[0], here])
-    assert guard.look() is None
-    assert pool.limit_nbytes == 0
-    assert guard.report().where == "cgroup"
-
-
 def test_pinned_memory_grows_no_more_and_its_copies_stay(
     pool: SlotPool, copies: list[Copy], machine: Machine, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(HostMemory, "gives_back", False)
+    monkeypatch.setattr(pool.tier._memory, "gives_back", False)
     for copy in copies[:2]:
         copy.drop()
     machine.others = 32 * MIB
@@ -257,17 +196,8 @@ def test_pinned_memory_grows_no_more_and_its_copies_stay(
     with pytest.raises(LowMemoryError):
         guard.check()
     assert (
-        "the host tier is pinned, and grows no more (it takes 12.0 MiB of 16.0 MiB now)"
-        in caplog.text
+        "is pinned, and grows no more (the host tier takes 12.0 MiB of 16.0 MiB now)" in caplog.text
     )
-
-
-def test_several_processes_let_their_copies_grow_by_a_share_each(
-    pool: SlotPool, machine: Machine
-) -> None:
-    machine.others = 26 * MIB
-    MemoryGuard(pool, machine, sharing=4).look()  # the tier takes nothing yet
-    assert pool.limit_nbytes == (32 - 26 - 2) * MIB // 2 // 4
 
 
 def test_a_reading_that_fails_ends_nothing(

@@ -12,19 +12,20 @@ in time:
                       of the reserve
 
 Pinned memory (beside a GPU) is not given back: there the tier stops growing. Copies can be made
-again from their homes: no bit of a result depends on them. Others' memory can grow as fast as the
-kernel clears pages, and the less is left, the sooner comes the next look, of some 0.3 ms.
+again from their homes: no bit of a result depends on them.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from offload.process import machine
+from offload.process.machine import read_int
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import LowMemoryError, OffloadError
@@ -32,20 +33,10 @@ from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload")
 
-_FASTEST = 4 << 30  # bytes per second at which others take memory
-_LEAST_S, _MOST_S = 0.05, 1.0  # between two looks
+_ROOT = Path("/")
+_SHORT_S, _LONG_S = 0.05, 1.0  # between two looks: where little is left, and else
+_NEAR = 4  # reserves: little is left
 _AT_ONCE_NBYTES = 64 << 20  # given back with the lock held
-_CALM_S = 30.0  # nothing had to be given up, and it is said that there is room again
-
-_GIVES_BACK = (
-    "%s: copies of states give up room, and less is fetched ahead (the host tier takes %s of %s "
-    "now); results stay the same, steps get slower; close other programs, or lower budget.host or "
-    "the batch"
-)
-_IS_PINNED = (
-    "%s: the host tier is pinned, and grows no more (it takes %s of %s now); close other programs, "
-    "or lower budget.host or the batch"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +70,13 @@ class Headroom:
 @dataclass(frozen=True, slots=True)
 class MemoryGuardReport:
     """`limit_nbytes` of the host tier are used for copies and what is needed now; None: all of it.
-    `free_nbytes` of `of_nbytes` were left of the tightest limit, `where`, at the last look.
-    `given_back_nbytes` of the tier's memory were given back so far, at `times` looks."""
+    `free_nbytes` were left of the tightest limit, `where`, at the last look. `given_back_nbytes` of
+    the tier's memory were given back so far."""
 
     limit_nbytes: int | None
     free_nbytes: int
-    of_nbytes: int
     where: str
     given_back_nbytes: int
-    times: int
 
     def __str__(self) -> str:
         now = "no limit now"
@@ -103,20 +92,18 @@ class MemoryGuard:
     """Keeps the copies of one pool within the available RAM. `close` ends its thread."""
 
     def __init__(
-        self, pool: SlotPool, read: Callable[[], Sequence[Headroom]], *, sharing: int = 1,
-        trim: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, pool: SlotPool, read: Callable[[], Sequence[Headroom]], *, sharing: int = 1
+    ) -> None:
         """`read` gives all limits as they are now. `sharing` processes guard their own copies side
-        by side. `trim` returns memory that the C library keeps."""
+        by side."""
         self._pool = pool
         self._read = read
         self._sharing = sharing
-        self._trim = trim
         self._looking = threading.Lock()
         self._tightest = Headroom("RAM", 0, 0, 0, 0)
-        self._given_back = self._times = 0
-        self._held_at: float | None = None  # when something was given up last, until that is over
-        self._trimmed_at = -math.inf
+        self._given_back = 0
+        self._trimmed_at = 0.0
+        self._has_warned = False
         self.short: Headroom | None = None  # nothing is left to give up
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offload-memory", daemon=True)
@@ -146,54 +133,49 @@ class MemoryGuard:
     def report(self) -> MemoryGuardReport:
         at = self._tightest
         return MemoryGuardReport(
-            self._pool.limit_nbytes, at.room_nbytes, at.limit_nbytes, at.where, self._given_back,
-            self._times,
-        )  # fmt: skip
+            self._pool.limit_nbytes, at.room_nbytes, at.where, self._given_back
+        )
 
     # ---------------------------------------------------------------- a look
     def look(self) -> Headroom | None:
         """Set the limit by what is left now, and give up what is beyond it. Returns the limit of
         the machine that is about to be passed, if nothing is left to give up."""
         with self._looking:
-            limits = self._read()
+            limits, tier = self._read(), self._pool.tier
             self._tightest = at = min(limits, key=lambda each: each.spare_nbytes)
-            touched, spare = self._pool.tier.touched_nbytes, at.spare_nbytes
-            least = 0 if self._pool.tier.gives_back else touched  # giving up would free nothing
+            touched, spare = tier.touched_nbytes, at.spare_nbytes
+            least = 0 if tier.gives_back else touched  # giving up would free nothing
             limit = max(least, touched + (spare // 2 // self._sharing if spare > 0 else spare))
+            self._pool.keep_within(limit if limit < tier.arena.nbytes else None)
             if spare < 0:
-                self._hold(limit, at)
-            else:
-                self._allow(limit, at)
+                self._warn(at)
+                self.give_back()
+                self._trim()
+                self._given_back += max(0, touched - tier.touched_nbytes)
             self.short = self._short(limits)
             return self.short
 
-    def _hold(self, limit: int, at: Headroom) -> None:
-        now, tier = time.monotonic(), self._pool.tier
-        before = tier.touched_nbytes
-        self._pool.keep_within(limit)
-        self.give_back()
-        self._given_back += max(0, before - tier.touched_nbytes)
-        self._times += 1
-        if now - self._trimmed_at >= _MOST_S:
-            self._trimmed_at = now
-            self._trim()
-        if self._held_at is None:
-            _log.warning(
-                _GIVES_BACK if tier.gives_back else _IS_PINNED,
-                f"{at}, {format_bytes(at.reserve_nbytes)} should be",
-                format_bytes(tier.touched_nbytes), format_bytes(tier.arena.nbytes),
-            )  # fmt: skip
-        self._held_at = now
+    def _warn(self, at: Headroom) -> None:
+        if self._has_warned:
+            return
+        self._has_warned, tier = True, self._pool.tier
+        what = (
+            "copies of states give up room, and less is fetched ahead" if tier.gives_back
+            else "the host tier is pinned, and grows no more"
+        )  # fmt: skip
+        _log.warning(
+            "%s, %s should be: %s (the host tier takes %s of %s now); results stay the same, steps "
+            "get slower; close other programs, or lower budget.host or the batch; said once, "
+            "report() has the figures",
+            at, format_bytes(at.reserve_nbytes), what, format_bytes(tier.touched_nbytes),
+            format_bytes(tier.arena.nbytes),
+        )  # fmt: skip
 
-    def _allow(self, limit: int, at: Headroom) -> None:
-        budget = self._pool.tier.arena.nbytes
-        self._pool.keep_within(limit if limit < budget else None)
-        if self._held_at is not None and time.monotonic() - self._held_at >= _CALM_S:
-            self._held_at = None
-            _log.info(
-                "%s: copies of states may take %s of the host tier's %s again",
-                at, format_bytes(min(limit, budget)), format_bytes(budget),
-            )  # fmt: skip
+    def _trim(self) -> None:
+        """Give back memory that the C library keeps, which takes long: once a second at most."""
+        if time.monotonic() - self._trimmed_at >= _LONG_S:
+            self._trimmed_at = time.monotonic()
+            machine.trim_memory()
 
     def give_back(self) -> None:
         """Give back the RAM of the tier's free ranges. The lock is released between two parts."""
@@ -218,19 +200,63 @@ class MemoryGuard:
     def _run(self) -> None:
         wait_s = 0.0
         while not self._closing.wait(wait_s):
-            before = self._given_back
             try:
                 self.look()
             except ReferenceError:  # the model is gone, and its tiers are being closed
                 return
             except (OSError, RuntimeError, ValueError, OffloadError):  # here again next time
                 _log.exception("the guard over memory goes on")
-            left_s = self._tightest.spare_nbytes / 2 / _FASTEST
-            wait_s = min(_MOST_S, max(_LEAST_S, left_s))
-            if self._given_back > before:  # what is missing may be more than was seen
-                wait_s = 0.0
+            at = self._tightest
+            wait_s = _SHORT_S if at.spare_nbytes < _NEAR * at.reserve_nbytes else _LONG_S
 
     def close(self) -> None:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
+
+
+# ---------------------------------------------------------------- what is left
+class MemoryReader:
+    """Reads RAM and each limit of this process's cgroups, in some 0.2 ms: which cgroups these are
+    is looked up only where that has changed."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+        self._cgroups: str | None = None
+        self._folders: list[Path] = []
+
+    def __call__(self) -> list[Headroom]:
+        root, cgroups = self._root, machine.read_setting("/proc/self/cgroup", self._root)
+        if cgroups != self._cgroups:
+            self._cgroups, self._folders = cgroups, list(machine.cgroup_folders("memory", root))
+        total, free = machine.total_memory_nbytes(root), machine.free_memory_nbytes(root)
+        swap = machine.free_swap_nbytes(root)
+        limits = [Headroom("RAM", total, free, free + swap, reserve_of(total))]
+        return limits + [_headroom(limit, swap) for limit in machine.limits_of(self._folders)]
+
+
+def _headroom(limit: machine.MemoryLimit, swap_nbytes: int) -> Headroom:
+    size = limit.limit_nbytes
+    room = max(0, size - limit.used_nbytes + limit.active_cache_nbytes)
+    last = room + _swap_nbytes(limit.folder, swap_nbytes) if limit.kills else size
+    return Headroom(f"cgroup {limit.folder}", size, room, last, reserve_of(size))
+
+
+def reserve_of(limit_nbytes: int) -> int:
+    """Return the bytes of a limit that should stay free. Sudden allocations (a worker, a batch) are
+    larger on a larger machine; in a small container at most an eighth stays idle."""
+    wanted = min(1 << 30, max(64 << 20, limit_nbytes // 50))
+    return min(wanted, limit_nbytes // 8)
+
+
+def _swap_nbytes(folder: Path, free: int) -> int:
+    """Return how much of `free` bytes of swap this cgroup may still use."""
+    used, limit = read_int(folder / "memory.swap.current"), read_int(folder / "memory.swap.max")
+    if used is not None and limit is not None:  # v2; no number where there is no limit
+        return min(free, max(0, limit - used))
+    names = ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes",
+             "memory.limit_in_bytes", "memory.usage_in_bytes")  # fmt: skip
+    both, both_used, of_memory, memory_used = (read_int(folder / name) for name in names)
+    if both is None or both_used is None or of_memory is None or memory_used is None:
+        return free
+    return min(free, max(0, (both - both_used) - (of_memory - memory_used)))  # v1
