@@ -1,9 +1,8 @@
 """compressed-tensors, format `pack-quantized` (llm-compressor writes it, vLLM reads it).
 
     M.weight_packed      int32 [rows, columns x bits / 32]: codes + 2^(bits-1), lowest bits first
-    M.weight_scale       [rows, groups] (strategies group and channel) or [1] (tensor)
-    M.weight_zero_point  asymmetric: packed along rows, int32 [rows x bits / 32, groups]; older
-                         files and strategy tensor: int8, as the scales
+    M.weight_scale       [rows, groups]; strategy channel: [rows, 1]
+    M.weight_zero_point  asymmetric: packed along rows, int32 [rows x bits / 32, groups]
     M.weight_shape       [rows, columns]
     M.weight_g_idx       the group of each column, where groups are not consecutive; -1: they are
 
@@ -28,7 +27,7 @@ from offload.weights.tensor_file import Stored
 
 FORMAT = "pack-quantized"
 EXPERTS = r"re:.*\.experts\.\d+\..*"  # names in files of what transformers computes with packed
-_STRATEGIES = ("group", "channel", "tensor")
+_STRATEGIES = ("group", "channel")
 _UNPACK = (
     "load the folder once with transformers and compressed-tensors "
     "(CompressedTensorsConfig(dequantize=True)) and save_pretrained it"
@@ -69,16 +68,14 @@ class _Packed(Matrix):
             out[start:stop] = values
 
     def _zeros(self) -> Tensor | None:
-        if self.zero is None or self.zero.dtype == torch.int8:
-            return None if self.zero is None else self.zero.read()
+        if self.zero is None:
+            return None
         rows, groups = self.shape[0], self.scale.shape[-1]
         codes = unpacked(self.zero.read().t(), self.bits).reshape(groups, -1)[:, :rows]
         return (codes.to(torch.int16) - (1 << (self.bits - 1))).t().to(torch.int8)
 
     def _of_columns(self, numbers: Tensor, start: int, stop: int) -> Tensor:
-        """Expand numbers of groups to the elements of some rows, or to a broadcasting shape."""
-        if numbers.ndim < 2 or numbers.numel() == 1:
-            return numbers.reshape(1, 1)
+        """Expand numbers of groups to the elements of some rows."""
         here = numbers[start:stop]
         if self.group is not None:
             return here[:, self.group]
@@ -197,7 +194,7 @@ def _matrix(module: str, scheme: _Scheme, parts: Parts) -> _Packed:
             described, f"says {shape}, which {words.shape} words of {scheme.bits} bits are not"
         )
     groups = groups_in(columns, scheme.group_size, name)
-    scale = _scales(f"{name}_scale", FLOATS, scheme, (rows, groups), parts, name)
+    scale = parts.take(f"{name}_scale", FLOATS, (rows, groups), name)
     order = parts.take_if(f"{name}_g_idx", (torch.int32, torch.int64), (columns,), name)
     group = None
     if order is not None and not bool(order.read().eq(-1).all()):
@@ -208,16 +205,6 @@ def _matrix(module: str, scheme: _Scheme, parts: Parts) -> _Packed:
     )  # fmt: skip
 
 
-def _scales(
-    name: str, dtypes: tuple[torch.dtype, ...], scheme: _Scheme, shape: tuple[int, int],
-    parts: Parts, of: str,
-) -> Stored:  # fmt: skip
-    if scheme.strategy == "tensor":
-        found = parts.left.get(name)
-        return parts.take(name, dtypes, (1,) * (len(found.shape) if found else 1), of)
-    return parts.take(name, dtypes, shape, of)
-
-
 def _zeros(scheme: _Scheme, scale: Stored, rows: int, parts: Parts, of: str) -> Stored | None:
     name = f"{of}_zero_point"
     if scheme.symmetric:
@@ -225,11 +212,8 @@ def _zeros(scheme: _Scheme, scale: Stored, rows: int, parts: Parts, of: str) -> 
         if zeros is not None and not _are_zeros(zeros.read(), scheme.bits, rows):
             raise damaged(zeros, "is not zero, and the weights are said to be symmetric")
         return None
-    found = parts.left.get(name)
-    if found is not None and found.dtype == torch.int8:
-        return parts.take(name, (torch.int8,), scale.shape, of)
     words = -(-rows * scheme.bits // 32)
-    return parts.take(name, (torch.int32, torch.int8), (words, scale.shape[-1]), of)
+    return parts.take(name, (torch.int32,), (words, scale.shape[-1]), of)
 
 
 def _are_zeros(points: Tensor, bits: int, rows: int) -> bool:

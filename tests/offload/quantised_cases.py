@@ -61,7 +61,7 @@ def positive(shape: tuple[int, ...], dtype: torch.dtype, random: Random) -> Tens
 # ------------------------------------------------------------------------- compressed-tensors
 def compressed(
     bits: int = 4, *, symmetric: bool = True, strategy: str = "group", group_size: int = 16,
-    dtype: torch.dtype = torch.bfloat16, order: bool = False, old_zeros: bool = False,
+    dtype: torch.dtype = torch.bfloat16, order: bool = False,
 ) -> Format:  # fmt: skip
     weights: dict[str, Any] = {
         "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy,
@@ -75,29 +75,22 @@ def compressed(
 
     def make(rows: int, columns: int, random: Random) -> Weight:
         groups = columns // group_size if strategy == "group" else 1
-        per_row = rows if strategy != "tensor" else 1
         half = 1 << (bits - 1)
         codes = randint(2 * half, (rows, columns), random) - half
-        zeros = randint(2 * half, (per_row, groups), random) - half
+        zeros = randint(2 * half, (rows, groups), random) - half
         if symmetric:
             zeros = torch.zeros_like(zeros)
-        scale = positive((per_row, groups), dtype, random)
+        scale = positive((rows, groups), dtype, random)
         of = torch.arange(columns) // (columns // groups)
         parts = {
             "weight_packed": words((codes + half).numpy(), bits),
             "weight_shape": torch.tensor([rows, columns]), "weight_scale": scale,
         }  # fmt: skip
-        if strategy == "tensor":
-            parts["weight_scale"] = scale.reshape(1)
         if order:
             of = of[torch.randperm(columns, generator=random)]
             parts["weight_g_idx"] = of.int()
         if not symmetric:
-            parts["weight_zero_point"] = (
-                zeros.to(torch.int8).reshape(parts["weight_scale"].shape)
-                if old_zeros or strategy == "tensor"
-                else words((zeros + half).t().numpy(), bits).t().contiguous()
-            )
+            parts["weight_zero_point"] = words((zeros + half).t().numpy(), bits).t().contiguous()
         return Weight(parts, product(codes, zeros[:, of], scale[:, of]))
 
     return Format(settings, make)
@@ -215,11 +208,9 @@ FORMATS: dict[str, Format] = {
     "ct int8": compressed(8),
     "ct int4, asymmetric": compressed(symmetric=False),
     "ct int8, asymmetric, fp16": compressed(8, symmetric=False, dtype=torch.float16),
-    "ct int4, int8 zeros, fp32": compressed(symmetric=False, old_zeros=True, dtype=torch.float32),
+    "ct int4, asymmetric, fp32": compressed(symmetric=False, dtype=torch.float32),
     "ct int4, channels": compressed(strategy="channel"),
     "ct int8, channels, asymmetric": compressed(8, strategy="channel", symmetric=False),
-    "ct int8, tensor": compressed(8, strategy="tensor"),
-    "ct int4, tensor, asymmetric": compressed(strategy="tensor", symmetric=False),
     "ct int4, groups in any order": compressed(symmetric=False, order=True),
     "gptq": gptq(),
     "gptq without g_idx": gptq(g_idx=False),
