@@ -16,7 +16,6 @@ has run on an NVIDIA GPU, the other kinds on stand-ins alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -198,93 +197,8 @@ class _OwnStreams(Accelerator):
         return made
 
 
-class _Entered:
-    """A cheaper `torch.cuda.stream` for a stream of the current device, at a sixth of the cost of
-    PyTorch's, which makes three `Stream` objects; for another device it is PyTorch's."""
-
-    __slots__ = ("_before", "_elsewhere", "_native", "_stream")
-
-    def __init__(self, native: Any, stream: Any, elsewhere: Callable[[Any], Any]) -> None:
-        self._native = native
-        self._stream = stream
-        self._before: tuple[int, int, int] = (0, 0, 0)
-        self._elsewhere: Any = elsewhere  # with a stream of another device
-
-    def __enter__(self) -> None:
-        stream, native = self._stream, self._native
-        self._before = native._cuda_getCurrentStream(native._cuda_getDevice())
-        if self._before[1] == stream.device_index:
-            self._elsewhere = None
-            self._make_current(stream.stream_id, stream.device_index, stream.device_type)
-        else:
-            self._elsewhere = self._elsewhere(stream)
-            self._elsewhere.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        if self._elsewhere is None:
-            self._make_current(*self._before)
-        else:
-            self._elsewhere.__exit__(*raised)
-
-    def _make_current(self, number: int, index: int, kind: int) -> None:
-        self._native._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
-
-
 class Cuda(_OwnStreams):
-    """NVIDIA's GPUs, and AMD's, which PyTorch for ROCm shows under the same names.
-
-    The current stream is asked for, and changed, many times per group: PyTorch's own functions for
-    that make an object each time. Where this PyTorch lacks the calls that they make, they are used
-    themselves."""
-
-    def __init__(self, kind: str, title: str) -> None:
-        super().__init__(kind, title)
-        self._streams: dict[tuple[int, int, int], Stream] = {}  # those of PyTorch, as it names them
-
-    @cached_property
-    def _native(self) -> Any:
-        """PyTorch's calls for streams; None where it has others."""
-        import torch
-
-        names = (
-            "_cuda_getDevice", "_cuda_getCurrentStream", "_cuda_getCurrentRawStream",
-            "_cuda_setStream",
-        )  # fmt: skip
-        return torch._C if all(hasattr(torch._C, name) for name in names) else None
-
-    def stream(self, device: torch.device) -> Stream:
-        made: Any = super().stream(device)
-        return self._known(made) if self._native is not None else made
-
-    def current_stream(self, device: torch.device) -> Stream:
-        if self._native is not None and device.index is not None:
-            found = self._streams.get(self._native._cuda_getCurrentStream(device.index))
-            if found is not None:
-                return found
-            return self._known(super().current_stream(device))
-        return super().current_stream(device)
-
-    def queue(self, device: torch.device) -> int | None:
-        native = self._native
-        if native is None or device.index is None:
-            return super().queue(device)
-        if native._cuda_getDevice() != device.index:
-            return None
-        handle: int = native._cuda_getCurrentRawStream(device.index)
-        return handle
-
-    def _known(self, stream: Any) -> Stream:
-        """One object for each of PyTorch's own streams, which live as long as the process. Others
-        (even numbers: addresses) may end, and another one take the place."""
-        number = stream.stream_id
-        if number % 2 == 0 and number != 0:
-            found: Stream = stream
-            return found
-        return self._streams.setdefault((number, stream.device_index, stream.device_type), stream)
-
-    def entered(self, stream: Any) -> AbstractContextManager[Any]:
-        found = super().entered
-        return found(stream) if self._native is None else _Entered(self._native, stream, found)
+    """NVIDIA's GPUs, and AMD's, which PyTorch for ROCm shows under the same names."""
 
     def built_for(self) -> str | None:
         import torch

@@ -58,7 +58,7 @@ class StreamEvent:
         """Order the work of `stream` from here on after the marked work, like `before_compute`."""
         if self.event is None or stream is None:
             return
-        if stream is self._stream or stream is self._waiting:
+        if stream in (self._stream, self._waiting):
             return
         stream.wait_event(self.event)
         self._waiting = stream  # not before: another thread may give the stream work meanwhile
@@ -79,7 +79,7 @@ class StreamEvent:
         stream are done when it is."""
         if self.event is None:
             return tuple(marks)
-        return (*(mark for mark in marks if mark._stream is not self._stream), self)
+        return (*(mark for mark in marks if mark._stream != self._stream), self)
 
 
 def mark_here(device: torch.device) -> StreamEvent:

@@ -1,4 +1,4 @@
-// Counters of all entry points, and failures that a test asks for.
+// All entry points by name, and failures that a test asks for.
 #include "null_gpu.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,7 +23,6 @@ static struct call *call_of(const char *name) {
 
 int enter(struct call **call, const char *name) {
     if (!*call) *call = call_of(name);
-    (*call)->count++;
     int left = (*call)->failures_left;
     while (left > 0)
         if (atomic_compare_exchange_weak(&(*call)->failures_left, &left, left - 1))
@@ -37,20 +36,8 @@ _Noreturn void unknown(const char *name) {
 }
 
 // ---------------------------------------------------------------- for tests, through ctypes
-long null_gpu_count(const char *name) { return call_of(name)->count; }
-
 void null_gpu_fail(const char *name, int error, int times) {
     struct call *call = call_of(name);
     call->error = error;
     call->failures_left = times;
-}
-
-// Lines of `name count`; as many bytes as they need, of which at most `nbytes` are written.
-size_t null_gpu_counts(char *text, size_t nbytes) {
-    size_t at = 0;
-    for (struct call *call = calls; call; call = call->next) {
-        size_t left = at < nbytes ? nbytes - at : 0;
-        at += snprintf(left ? text + at : NULL, left, "%s %ld\n", call->name, (long)call->count);
-    }
-    return at + 1;
 }

@@ -13,10 +13,9 @@
 
 #define MOST_DEVICES 8
 
-// calls.c: every entry point is counted under its name, and fails when a test asked for that.
+// calls.c: every entry point is known by its name, and fails when a test asked for that.
 struct call {
     const char *name;
-    atomic_long count;
     atomic_int failures_left;
     int error;  // that those failures return
     struct call *next;

@@ -19,16 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
 
 import offload
-from benchmarks.gpu_first import take_steps
-from offload.swap.device.streams import StreamEvent
-from offload.tiers import accelerator
-from offload.tiers.tier import Tier
 from tests.null_gpu import calls
-from tests.null_gpu.sanitizer import sanitized
 
 WIDTH, BATCH = 64, 1024  # a batch is large enough to be moved away until backward
 HALVES = {"host": "50%", "nvme": "50%"}
@@ -52,16 +46,6 @@ def settings(placement: str, folder: str, device: str = "cuda", **keys: Any) -> 
         "optimizer": {"type": "adamw", "lr": 1e-2, "weight_decay": 0.1},
         **keys,
     }
-
-
-# ---------------------------------------------------------------- what torch's sanitizer sees
-def races(tier: str, waits: bool) -> list[str]:
-    """Of the steps that gpu-check takes; without `waits`, the model waits for no copy."""
-    if not waits:
-        StreamEvent.before_compute = lambda self: None  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as folder, sanitized() as found:
-        take_steps(torch.device("cuda"), Tier(tier), Path(folder))
-    return found
 
 
 # ---------------------------------------------------------------- what kernels read
@@ -202,47 +186,6 @@ def _in_a_thread(work: Callable[[], None]) -> None:
         raise failed[0]
 
 
-# ---------------------------------------------------------------- how many calls a step makes
-def calls_per_step(
-    placement: str, blocks: int, steps: int = 3, warm_up: int = 3
-) -> dict[str, float]:
-    """Of a small Llama. What the user does herself (the batch, the loss's value) is not in it."""
-    from offload.bench.systems import batch_of
-    from offload.config import OffloadConfig
-    from offload.gpt import build_meta_model
-
-    states = dict.fromkeys(("parameters", "gradients", "optimizer"), placement.partition(",")[0])
-    activations = {"tier": "nvme", "checkpoint": True} if "," in placement else {}
-    shape = {"shape": "llama", "layers": blocks, "hidden": 64, "heads": 2, "mlp": 128}
-    with tempfile.TemporaryDirectory() as folder:
-        config = OffloadConfig.load({
-            "device": "cuda", "clip_grad_norm": 1.0, "nvme": {"paths": [folder]},
-            "budget": {"device": "256MiB", "host": "512MiB", "nvme": "1GiB"},
-            "placement": {**states, "activations": activations},
-            "optimizer": {"type": "adamw", "lr": 1e-4},
-            "train": {
-                "model": {**shape, "vocab": 256, "max_sequence": 16}, "batch": 1, "sequence": 16,
-            },
-        })  # fmt: skip
-        model = build_meta_model(config)
-        with offload.initialize(model, config) as engine:
-            inputs, targets = batch_of(config, 0, torch.device("cuda"))
-
-            def step() -> None:
-                model(inputs, targets).loss.backward()
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-
-            for _ in range(warm_up):
-                step()
-            engine.settle()
-            with calls.counted() as found:
-                for _ in range(steps):
-                    step()
-                engine.settle()
-    return {name: count / steps for name, count in sorted(found.items())}
-
-
 # ---------------------------------------------------------------- what else users call
 def features(cases: list[dict[str, Any]]) -> list[int]:
     """Everything that reads or writes states from outside, between steps; steps taken per case."""
@@ -295,15 +238,6 @@ def _touch_states(engine: offload.Engine, checkpoint: Path) -> None:
 
 
 # ---------------------------------------------------------------- the null GPU itself
-def unknown_call() -> None:
-    """Graphs are not among its calls."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda.CUDAGraph().capture_begin()
-
-
-def read_by_the_cpu() -> None:
-    """What a CPU may not read."""
-    ctypes.string_at(torch.ones(4, device="cuda").data_ptr(), 4)
 
 
 def copied_and_back() -> bool:
@@ -340,90 +274,6 @@ def error_kept() -> dict[str, Any]:
 
 def _fill() -> None:
     torch.empty(1, device="cuda").fill_(0.0)
-
-
-@triton.jit
-def _nothing(pointer):
-    pass
-
-
-def other_devices_memory() -> dict[str, Any]:
-    """What Triton says of memory of device 1, where that is current, and where device 0 is."""
-    there = torch.zeros(64, device=torch.device("cuda", 1))
-    with torch.cuda.device(1):
-        same = _said(lambda: _nothing[(1,)](there))
-    return {"same": same, "other": _said(lambda: _nothing[(1,)](there))}
-
-
-def current_streams() -> list[str]:
-    """Where our own way of entering a stream differs from PyTorch's, whatever was current."""
-    wrong: list[str] = []
-
-    def compare(when: str, name: str = "", stream: Any = None, at: int = 0) -> None:
-        """`stream` shall be current on device `at`; what PyTorch says is current on each device."""
-        if torch.cuda.current_device() != at:
-            wrong.append(f"{when}: device {torch.cuda.current_device()} is current")
-        for index in range(2):
-            theirs = torch.cuda.current_stream(index)
-            if accelerator.of(device).current_stream(torch.device("cuda", index)) != theirs:
-                wrong.append(f"{when}: PyTorch says {theirs}")
-        if stream is not None and torch.cuda.current_stream(at) != stream:
-            wrong.append(f"{when}: not in {name}")
-
-    device = torch.device("cuda", 1)
-    kind = accelerator.of(device)
-    ours = {f"ours on {i}": kind.stream(torch.device("cuda", i)) for i in range(2)}
-    other = torch.cuda.Stream(0)
-    theirs = {
-        "the default": torch.cuda.default_stream(0), "another": other,
-        "a foreign one": torch.cuda.ExternalStream(torch.cuda.Stream(0).cuda_stream, 0),
-    }  # fmt: skip
-    for outer, around in theirs.items():
-        for name, stream in ours.items():
-            with torch.cuda.stream(around):
-                with kind.entered(stream):
-                    compare(f"{name} in {outer}", name, stream, stream.device_index)
-                    with kind.entered(other):
-                        compare(f"another in {name}", "another", other)
-                    compare(f"{name} again", name, stream, stream.device_index)
-                compare(f"{outer} after {name}", outer, around)
-    return wrong
-
-
-def transformers_trainer(**keys: Any) -> dict[str, Any]:
-    """Trains, evaluates and resumes through OffloadTrainer; where the model was before it had an
-    engine, and the bytes of GPU memory beside `budget.device`."""
-    import transformers
-
-    from offload.integrations.transformers import OffloadTrainer
-    from tests.outside.trainer_cases import Rows, tiny_llama
-
-    folder = tempfile.mkdtemp()
-    args = transformers.TrainingArguments(
-        output_dir=folder, max_steps=4, save_steps=2, eval_strategy="steps", eval_steps=2,
-        report_to=[], disable_tqdm=True, gradient_accumulation_steps=2, **keys,
-    )  # fmt: skip
-    rows = {"train_dataset": Rows(40, seed=1), "eval_dataset": Rows(8, seed=2)}
-
-    def trainer() -> OffloadTrainer:
-        return OffloadTrainer(tiny_llama(), args, offload=settings("host", folder), **rows)
-
-    first = trainer()
-    before = {str(param.device) for param in first.model.parameters()}
-    first.evaluate()
-    first.train()
-    found = {
-        "before": sorted(before), "on": str(first.engine.device),
-        "precision": first.engine.config.precision,
-        "beside": torch.cuda.max_memory_allocated() - (64 << 20),
-    }  # fmt: skip
-    first.save_model(f"{folder}/model")
-    first.engine.close()
-    again = trainer()
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    found["steps"] = again.engine.report().steps + again.engine.report().skipped_steps
-    again.engine.close()
-    return found
 
 
 def _said(call: Callable[[], object]) -> str | None:
