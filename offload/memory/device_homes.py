@@ -17,10 +17,9 @@ from offload.swap.device.device_state import Links, MirroredState
 from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
-from offload.swap.states.codec import Codec
 from offload.swap.states.coded_state import MakeHome
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import State
+from offload.swap.states.state import Codec, State
 from offload.swap.threads.lanes import Lane
 from offload.tiers import accelerator
 from offload.tiers.ledger import StateClass

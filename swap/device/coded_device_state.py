@@ -18,10 +18,9 @@ import torch
 from offload.swap.device.device_state import Links
 from offload.swap.device.fences import OpenReads
 from offload.swap.device.streams import StreamEvent
-from offload.swap.states.codec import Codec
 from offload.swap.states.coded_state import CodedState, MakeHome
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import HostPiece
+from offload.swap.states.state import Codec, HostPiece
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 
@@ -86,7 +85,7 @@ class DeviceCodedState(CodedState):
     def wrote(self, *, to_edge: bool = False) -> None:
         """Encode the slot on the CPU: users write to it outside of passes."""
         with self._lock:
-            if self._slot is None or not self._has_values:
+            if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             view = self._slot.tensor[: self.nbytes]
         self._changing().copy_(view)
@@ -133,8 +132,7 @@ class DeviceCodedState(CodedState):
     def _refresh(self) -> None:
         """Decode the home's codes into the slot, if there is one."""
         with self._lock:
-            held = self._slot if self._has_values else None
-            view = None if held is None else held.tensor[: self.nbytes]
+            view = None if self._slot is None else self._slot.tensor[: self.nbytes]
         if view is not None:
             self._decode(0, self._home.tensor(), view)
 

@@ -2,19 +2,16 @@
 
 A demand (a caller waits) may evict any clean copy, send dirty copies home and wait for copies that
 are on their way. A prefetch may only evict a copy that is needed later than its own, and never
-waits. The copy used last is evicted first (`tiers/eviction.py`). Of many copies (experts, pages of
-keys and values) not all are looked at for each eviction: what one look found to be used last is
-given up by the next ones, too, unless it is used sooner now, and then what was just used up.
+waits. The copy with the furthest next use is evicted first (Belady, 1966): a training step uses
+groups in an order learnt from the one before. Of many copies (experts, pages of keys and values)
+not all are looked at for each eviction: what one look found to be used last is given up by the next
+ones, too, unless it is used sooner now.
 
 Gradients exist nowhere else and are used up soon: they stay while others have room, in at most half
 of the memory. A prefetch that finds none starts taking those home that are needed last.
 
-Where the machine is short of memory (`memory_guard.py`) copies take less than the tier has: up
-to a limit, beyond which only what is needed now gets a lease.
-
-Values that are made in memory, from codes there, need a slot that is a multiple of the codes. The
-largest such slot is left for the next values: prefetches of codes that took its place would have to
-go again, and be read again.
+Where the machine is short of memory copies take less than the tier has: up to a limit, beyond which
+only what is needed now gets a lease.
 """
 
 from __future__ import annotations
@@ -22,16 +19,18 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from offload.tiers.eviction import furthest_first
 from offload.tiers.ledger import StateClass
 
 if TYPE_CHECKING:
     from offload.tiers.memory_tier import Lease, MemoryTier
 
+# Added to the next use of a copy that is made in memory from other bytes there (weights from their
+# codes): it is given up before any that would have to be moved again.
+MADE_HERE = 1e9
 # Copies for which a look at all of them finds one more to give up. Of fewer the one used last is
 # known at any time: a look takes little, and what it found may not be the furthest any more.
 _PER_LOOK = 64
@@ -61,6 +60,13 @@ class CachedPiece(Protocol):
         ...
 
 
+def furthest_first(pieces: Iterable[CachedPiece]) -> Iterator[CachedPiece]:
+    """Pieces that can be dropped, the one needed last first; ties by size, larger first. Each is
+    asked whether it can be dropped when its turn comes."""
+    ordered = sorted(pieces, key=lambda each: (-each.next_use(), -each.held_nbytes, each.name))
+    return (piece for piece in ordered if piece.can_drop())
+
+
 @dataclass(slots=True)
 class Traffic:
     """Bytes of the states that borrow from a pool. What was needed and not filled was still in
@@ -88,15 +94,10 @@ class SlotPool:
         self._held: dict[int, CachedPiece] = {}
         self._furthest: list[CachedPiece] = []  # left of the last look; the one used last is last
         self._least_use = 0.0  # each of them was used no sooner than this
-        self._used_up: dict[int, CachedPiece] = {}  # until their next turn; the last one is last
         self._may_leave: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
         self._held_nbytes = self._staying_nbytes = 0  # of all copies, and of those
         self._sent: CachedPiece | None = None  # the last one that was sent home for that
-        self._before_look = 0  # so many of those may go before the next look
-        self._values: CachedPiece | None = None  # the largest slot of values that are made here
         self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
-        self.makes_values = False  # the last ones that were used were made
-        self._is_ahead = False  # room is looked for that is not needed now
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
@@ -148,9 +149,6 @@ class SlotPool:
         """Record that `piece` is about to give its copy up (under the lock)."""
         del self._held[id(piece)]
         self._held_nbytes -= piece.held_nbytes
-        if self._values is piece:
-            self._values = None
-        self._used_up.pop(id(piece), None)
         self._stays_no_more(piece, piece.held_nbytes)
 
     def may_leave(self, piece: CachedPiece) -> None:
@@ -176,39 +174,6 @@ class SlotPool:
     def _stays_no_more(self, piece: CachedPiece, nbytes: int) -> None:
         if self._may_leave.pop(id(piece), None) is not None:
             self._staying_nbytes -= nbytes
-
-    def use_up(self, piece: CachedPiece) -> None:
-        """Record that `piece` is used in turn with others, all of which are used before it is used
-        again (under the lock)."""
-        if id(piece) in self._held:
-            self._used_up.pop(id(piece), None)
-            self._used_up[id(piece)] = piece
-
-    def keep_for_values(self, piece: CachedPiece) -> None:
-        """Record that `piece` holds values that were decoded here (under the lock)."""
-        self.makes_values = True
-        if self._values is None or self._values.held_nbytes <= piece.held_nbytes:
-            self._values = piece
-
-    def keep_no_values(self, nbytes: int) -> None:
-        """Record that values of `nbytes` were not decoded when they were used (under the lock)."""
-        self.makes_values = False
-        if self._values is not None and self._values.held_nbytes <= nbytes:
-            self._values = None
-
-    def is_kept(self, piece: CachedPiece) -> bool:
-        """Whether its slot is left for the next values (under the lock)."""
-        return self._is_ahead and piece is self._values
-
-    def offer_for_values(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
-        """A lease like that of `offer`, for values that are needed now: if there is no room, it
-        takes the place of the largest values before them."""
-        with self.lock:
-            lease = self._lease(nbytes, owner, state_class)
-            if lease is None and self._values is not None and self._values.can_drop():
-                self._values.drop()
-                self.evictions += 1
-            return lease or self._try(nbytes, owner, state_class, before=-1.0)
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
         """A lease, evicting any copy that can go; may wait for copies to reach their home.
@@ -240,14 +205,10 @@ class SlotPool:
     ) -> Lease | None:
         """A lease if there is room, or copies used later than `next_use` to take the place of."""
         with self.lock:
-            self._is_ahead = next_use >= 0
-            try:
+            lease = self._try(nbytes, owner, state_class, before=next_use)
+            while lease is None and self._send_away(state_class, next_use):
                 lease = self._try(nbytes, owner, state_class, before=next_use)
-                while lease is None and self._send_away(state_class, next_use):
-                    lease = self._try(nbytes, owner, state_class, before=next_use)
-                return lease
-            finally:
-                self._is_ahead = False
+            return lease
 
     def _send_away(self, state_class: StateClass, before: float) -> bool:
         """Start taking home the piece that is needed last, after `before`, to make room for what
@@ -298,15 +259,10 @@ class SlotPool:
             is_held = self._held.get(id(piece)) is piece
             if is_held and piece.can_drop() and piece.next_use() >= self._least_use:
                 return piece
-        if self._before_look:
-            self._before_look -= 1
-            for piece in reversed(self._used_up.values()):
-                if piece.can_drop():
-                    return piece
-        ordered = furthest_first(self._held.values(), lambda piece: piece.next_use())
-        found = list(itertools.islice(ordered, 1 + len(self._held) // _PER_LOOK))
+        found = list(
+            itertools.islice(furthest_first(self._held.values()), 1 + len(self._held) // _PER_LOOK)
+        )
         self._furthest = found[:0:-1]
-        self._before_look = len(self._used_up) // 2
         if self._furthest:
             self._least_use = self._furthest[0].next_use()
         return found[0] if found else None

@@ -34,10 +34,6 @@ class SlotState(State):
     def next_use(self) -> float:
         return self._next_use()
 
-    def use_up(self) -> None:
-        with self._lock:
-            self._pool.use_up(self)
-
     def drop(self) -> None:
         """Give the slot back; StateError if none is held."""
         slot = self._slot

@@ -18,7 +18,6 @@ import torch
 
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.io_backend import Priority
-from offload.swap.states.codec import Codec
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
@@ -41,6 +40,28 @@ class HostPiece:
         for transfer in self.transfers:
             transfer.wait()
         return self.view
+
+
+class Codec(Protocol):
+    """A stored format. The same stored bytes decode to the same bytes, wherever they are."""
+
+    def stored_nbytes(self, nbytes: int) -> int:
+        """Stored bytes of a buffer of `nbytes`. ValueError where it cannot be stored."""
+        ...
+
+    def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        """Fill `stored` from `values` (both 1D uint8). The values may be rounded. UnsupportedError
+        for values that cannot be stored."""
+        ...
+
+    def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+        """Like `encode`, but codes in `stored` that decode to the new values already are kept, as
+        far as parts of the buffer can be told apart. After an error, `stored` is unchanged."""
+        ...
+
+    def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill `values` by decoding `stored` (both 1D uint8)."""
+        ...
 
 
 class Undoable(Protocol):
@@ -174,10 +195,6 @@ class State(abc.ABC):
 
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
         """Count a use of the buffer by the compute side, to tell how much was still in memory."""
-
-    def use_up(self) -> None:  # noqa: B027 - what never moves makes no room
-        """Note that the compute side has no view of the buffer any more, and uses other states
-        before it needs this one again."""
 
     @abc.abstractmethod
     def residency(self) -> Residency: ...

@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.errors import StateError
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.codec import Codec
 from offload.swap.states.coded_state import CodedState
 from offload.swap.states.file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import MemoryState, State
+from offload.swap.states.state import Codec, MemoryState, State
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
@@ -193,57 +191,6 @@ def test_a_slot_that_could_not_be_filled_is_not_taken_for_values(
     assert torch.equal(held(state), rounded(codec, values()))
 
 
-def test_pieces_are_read_and_written_by_themselves(make: Make, codec: Codec) -> None:
-    state = filled(make)
-    state.drop()
-    exact = values()
-    for piece in range(state.pieces):
-        span = state.span(piece)
-        staged = torch.empty(PIECE, dtype=torch.uint8)
-        assert state.host_piece(piece) is None
-        state.read_piece(piece, staged).wait()
-        own = exact[span.start // 4 : span.stop // 4]
-        assert torch.equal(staged.view(torch.float32)[: len(own)], rounded(codec, own))
-    new = values(1)[PIECE // 4 : 2 * PIECE // 4]
-    state.write_piece(1, new.view(torch.uint8)).wait()
-    exact[PIECE // 4 : 2 * PIECE // 4] = new
-    assert torch.equal(held(state), rounded(codec, exact))
-
-
-def test_a_piece_changed_in_the_slot_is_stored(make: Make, codec: Codec) -> None:
-    state = filled(make)
-    state.tensor()
-    found = state.host_piece(2)
-    assert found is not None
-    last = values(1)[2 * PIECE // 4 :]
-    found.wait().view(torch.float32).copy_(last)
-    del found
-    state.wrote_piece(2)
-    expected = rounded(codec, values())
-    expected[2 * PIECE // 4 :] = rounded(codec, last)
-    assert torch.equal(held(state), expected)
-    state.settle()
-    state.drop()
-    assert torch.equal(held(state), expected)
-
-
-def test_a_write_without_memory_is_an_error(make: Make) -> None:
-    state = filled(make)
-    state.drop()
-    with pytest.raises(StateError, match="no memory"):
-        state.wrote()
-    with pytest.raises(StateError, match="staged"):
-        state.wrote_piece(0)
-
-
-def test_the_home_has_the_stored_bytes_alone(make: Make, codec: Codec) -> None:
-    state = make()
-    pages = -(-codec.stored_nbytes(PIECE) // PAGE_NBYTES)
-    last = codec.stored_nbytes(NBYTES - 2 * PIECE)
-    assert state._home.nbytes == 2 * pages * PAGE_NBYTES + last < NBYTES * 0.6
-    assert state._home.pieces == state.pieces == 3
-
-
 def test_threads_that_want_values_at_once_decode_them_once(
     make: Make, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,52 +235,3 @@ def test_what_was_decoded_makes_room_before_any_codes_do(make: Make, home_kind: 
     assert home.held_nbytes
     for lease in leases:
         lease.free()
-
-
-def test_a_slot_reserved_while_another_thread_waits_for_one_is_not_lost(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = filled(make)
-    expected = held(state).clone()
-    state.drop()
-    pool = state._pool
-    used, demand = pool.tier.account.used_nbytes, pool.demand
-    waits, goes_on = threading.Event(), threading.Event()
-
-    def late(nbytes: int, owner: str, state_class: StateClass) -> Any:
-        waits.set()
-        assert goes_on.wait(10)
-        return demand(nbytes, owner, state_class)
-
-    monkeypatch.setattr(pool, "demand", late)
-    found: list[Tensor] = []
-    other = threading.Thread(target=lambda: found.append(held(state).clone()))
-    other.start()
-    assert waits.wait(10)
-    monkeypatch.undo()
-    state._was_decoded = True
-    state.bring(next_use=-1.0)  # the model's thread
-    goes_on.set()
-    other.join()
-    assert torch.equal(found[0], expected)
-    state.drop()
-    assert pool.tier.account.used_nbytes == used
-
-
-def test_a_reserved_slot_is_never_taken_for_values(make: Make, codec: Codec) -> None:
-    state = filled(make)
-    state.drop()
-    state._pool.makes_values = True
-    state.bring(next_use=-1.0)  # another state's last use decoded
-    assert state.held_nbytes
-    assert state.residency() is state._home.residency()
-    assert state.host_piece(0) is None
-    with pytest.raises(StateError, match="no memory that could have been written"):
-        state.wrote()
-    with pytest.raises(StateError, match="write_piece"):
-        state.wrote_piece(0)
-    piece = torch.empty(PIECE, dtype=torch.uint8)
-    state.read_piece(1, piece).wait()
-    expected = rounded(codec, values())
-    assert torch.equal(piece.view(torch.float32), expected[PIECE // 4 : PIECE // 2])
-    assert torch.equal(held(state), expected)

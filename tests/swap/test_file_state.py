@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import threading
 import time
@@ -122,75 +121,6 @@ def test_of_many_copies_those_needed_last_give_way_and_not_all_are_looked_at_eac
         assert next(asks) == 2
 
 
-def test_what_a_look_found_stays_if_it_is_needed_sooner_meanwhile_or_in_use(tmp_path):
-    for bench in make_bench(tmp_path, ThreadsBackend(), 2 * MANY, MANY):
-        states = [bench.filled(str(number), number % 256) for number in range(MANY)]
-        for state in states:
-            bench.next_use[state.name] = float(state.name)
-        bench.filled("new 0", 0)
-        assert states[-1].residency() is Residency.ABSENT
-        bench.next_use[states[-2].name] = 1.0
-        view = states[-3].tensor()
-        bench.filled("new 1", 0)
-        assert states[-4].residency() is Residency.ABSENT
-        states[-5].discard()  # found, too, and not there any more
-        bench.filled("in its place", 0)
-        bench.filled("new 2", 0)
-        held = [number for number in range(MANY) if states[number].residency() is Residency.CLEAN]
-        assert held == [*range(MANY - 6), MANY - 3, MANY - 2]
-        assert int(view[0]) == (MANY - 3) % 256
-
-
-def test_a_prefetch_that_finds_no_room_leaves_what_a_look_found(tmp_path):
-    for bench in make_bench(tmp_path, ThreadsBackend(), 2 * MANY, MANY):
-        states = [bench.filled(str(number), 0) for number in range(MANY)]
-        for state in states:
-            bench.next_use[state.name] = float(state.name)
-        bench.filled("new 0", 0)  # one look, which finds three more
-        asks = itertools.count()
-        states[0]._next_use = lambda asks=asks: 0.0 * next(asks)
-        for _ in range(8):
-            assert not states[-1].bring(next_use=float(MANY))
-        for number in range(1, 4):
-            bench.filled(f"new {number}", 0)
-        assert next(asks) == 0
-
-
-def test_of_copies_that_come_in_turn_the_last_one_used_up_gives_way_without_a_look(tmp_path):
-    for bench in make_bench(tmp_path, ThreadsBackend(), 2 * MANY, MANY):
-        states = [bench.filled(str(number), 0) for number in range(MANY)]
-        for state in states:
-            bench.next_use[state.name] = float(state.name)
-        for number in range(24):
-            states[number].use_up()
-            bench.next_use[str(number)] = float(MANY + number)
-        bench.next_use["47"] = math.inf
-        asks = itertools.count()
-        states[30]._next_use = lambda asks=asks: 30.0 + 0.0 * next(asks)
-        for number in range(4):  # one look, that finds what nobody needs
-            bench.filled(f"new {number}", 0)
-        view = states[19].tensor()
-        states[10].use_up()
-        for number in range(4, 8):
-            bench.filled(f"new {number}", 0)
-        gone = [number for number in range(MANY) if states[number].residency() is Residency.ABSENT]
-        assert gone == [10, 17, 18, 20, 21, 22, 23, 47]
-        assert next(asks) == 1
-        assert int(view[0]) == 0
-
-
-def test_of_few_copies_a_refused_prefetch_hides_none_that_is_free_since(bench):
-    new = bench.filled("new", 9)
-    bench.next_use["new"] = 99.0  # gives way to the last of the others
-    states = [bench.filled(str(number), number) for number in range(4)]
-    bench.next_use.update({str(number): float(number) for number in range(4)})
-    view = states[3].tensor()
-    assert not new.bring(next_use=2.5)  # the only one used later is in use
-    del view
-    assert new.bring(next_use=2.5)
-    assert states[2].residency() is Residency.CLEAN
-
-
 def test_memory_that_is_being_filled_is_not_sent_home(bench):
     state = bench.state("accumulator", 2 * PAGE, PAGE, StateClass.GRADIENTS)
     view = state.blank()
@@ -253,23 +183,6 @@ def test_a_view_that_was_kept_shows_the_old_version_again(bench):
     state.go_back()
     state.settle()
     assert view[0] == 1
-
-
-def test_discard_gives_back_memory_and_extents(bench):
-    state = bench.filled("gone", 1)
-    state.discard()
-    assert [account.used_nbytes for account in bench.ledger.accounts.values()] == [0, 0]
-    bench.ledger.check_integrity()
-
-
-def test_a_state_whose_bytes_are_no_whole_pages_round_trips(bench):
-    state = bench.state("odd", PAGE + 17, PAGE)
-    state.blank().copy_(torch.arange(PAGE + 17, dtype=torch.int32).to(torch.uint8))
-    state.wrote()
-    state.settle()
-    state.drop()
-    expected = torch.arange(PAGE + 17, dtype=torch.int32).to(torch.uint8)
-    assert torch.equal(state.tensor(), expected)
 
 
 def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):
@@ -359,28 +272,3 @@ def test_a_file_tier_that_nothing_will_free_says_that_it_is_full(tmp_path):
         with pytest.raises(TierFullError, match=r"budget\.nvme"):
             state.wrote()
         assert len(kept) == 2
-
-
-def test_pieces_that_would_share_a_page_are_refused(bench):
-    with pytest.raises(ValueError, match="share pages"):
-        bench.state("halves", 2 * PAGE, PAGE // 2)
-
-
-def test_an_offer_ends_where_a_gradient_has_left_beside_many_copies_that_are_needed_sooner(
-    tmp_path,
-):
-    """Of so many copies the one used last is looked for rarely."""
-    making = make_bench(tmp_path, ThreadsBackend(), file_pages=256, slots=71)
-    bench = next(making)
-    late = bench.filled("late", 3)
-    late.drop()
-    others = [bench.filled(f"other {n}", 1) for n in range(70)]
-    total = bench.state("sum", kind=StateClass.GRADIENTS)
-    bench.next_use |= {state.name: n % 40 for n, state in enumerate(others)} | {"sum": 100.0}
-    total.blank().fill_(7)
-    total.wrote()
-    assert not late.bring(next_use=50.0)  # the sum leaves for it
-    total.settle()
-    assert late.bring(next_use=50.0)
-    assert [each.tensor().unique().tolist() for each in (late, total)] == [[3], [7]]
-    assert next(making, None) is None  # its files are closed

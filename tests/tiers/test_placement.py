@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.tiers.eviction import furthest_first
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes, in_one_unit, parse_bytes, parse_percent
+from offload.tiers.units import in_one_unit, parse_bytes
 
 HOST, NVME, DEVICE = Tier.HOST, Tier.NVME, Tier.DEVICE
 
@@ -55,21 +52,9 @@ def test_many_equal_pieces_are_dealt_out_as_if_one_by_one(runs, shares):
     assert placement.assign(sizes) == one_by_one(placement, sizes)
 
 
-def test_a_million_equal_pieces_are_dealt_out_by_their_pattern():
-    tiers = Placement(((HOST, 0.37), (NVME, 0.63))).assign([4096] * 10**6)
-    assert tiers.count(HOST) == 370_000
-    assert tiers[:100] == tiers[-100:]
-
-
 def test_equal_pieces_alternate_instead_of_forming_blocks():
     tiers = Placement(((HOST, 0.5), (NVME, 0.5))).assign([1] * 6)
     assert tiers == [HOST, NVME] * 3
-
-
-def test_a_tier_without_a_share_gets_nothing():
-    placement = Placement(((DEVICE, 0.0), (HOST, 1.0)))
-    assert placement.tiers == (HOST,)
-    assert placement.describe() == "host"
 
 
 @pytest.mark.parametrize("shares", [(), ((HOST, 0.5),), ((HOST, 1.5), (NVME, -0.5))])
@@ -93,46 +78,11 @@ def test_what_is_no_size_is_refused(text):
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("text", ["40", "140%", "-5%", "%"])
-def test_what_is_no_percentage_is_refused(text):
-    with pytest.raises(ValueError, match="%"):
-        parse_percent(text)
-
-
-def test_bytes_are_written_in_binary_units():
-    assert [format_bytes(n) for n in (0, 1023, 1536, 96 << 20, 3 << 40)] == [
-        "0 B", "1023 B", "1.5 KiB", "96.0 MiB", "3.0 TiB",
-    ]  # fmt: skip
-
-
-@dataclass
-class Piece:
-    name: str
-    held_nbytes: int
-    use: float
-    clean: bool = True
-
-    def can_drop(self) -> bool:
-        return self.clean
-
-
-def test_what_is_needed_last_is_given_up_first_and_what_is_in_use_never():
-    pieces = [Piece("a", 1, 3), Piece("b", 1, 9, clean=False), Piece("c", 1, 7), Piece("d", 2, 7)]
-    order = list(furthest_first(pieces, lambda piece: piece.use))
-    assert [piece.name for piece in order] == ["d", "c", "a"]
-
-
 def test_equal_shares_make_equal_placements_however_they_are_written():
     written = Placement(((NVME, 0.6), (DEVICE, 0.0), (HOST, 0.4)))
     assert written == Placement(((HOST, 0.4), (NVME, 0.6)))
     assert written.tiers == (HOST, NVME)
     assert written.describe() == "host 40% + nvme 60%"
-
-
-def test_tiers_are_in_order_and_each_lies_in_one_medium():
-    assert [tier.slower for tier in Tier] == [(HOST, NVME), (NVME,), ()]
-    assert [tier for tier in Tier if tier.on_device] == [DEVICE]
-    assert [tier for tier in Tier if tier.is_file] == [NVME]
 
 
 @pytest.mark.parametrize(

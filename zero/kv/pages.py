@@ -324,7 +324,6 @@ class KVPages:
             into = [None if each is None else each[:, :, start:stop] for each in (keys, values)]
             page.format.read(page.state.tensor(), span, rows, *into)
             self._reading = place + 1
-            page.state.use_up()
             skipped = 0
         if self._open is not None and self._filled > skipped:
             assert self._format is not None, "a page is open"

@@ -22,10 +22,9 @@ from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import GroupBytes, RecordKind, record_kinds
 from offload.planning.step.representatives import Representatives
 from offload.swap.io.io_request import Priority
-from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.slot_pool import MADE_HERE, SlotPool
 from offload.tiers.arena import Arena
 from offload.tiers.errors import TierFullError
-from offload.tiers.eviction import MADE_HERE
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import Fetcher
