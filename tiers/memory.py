@@ -12,8 +12,8 @@ pages of free ranges are given back for it (`MemoryTier.lease`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
@@ -27,44 +27,37 @@ _LEAST_BLOCK_NBYTES, _MOST_BLOCKS = 64 << 10, 1 << 16  # in which it is known wh
 _BEYOND = 3  # times the budget: addresses behind it, which cost nothing
 
 
-class Memory(Protocol):
+class Memory(ABC):
     """An address range. Tensors of it are bytes (uint8), each with a storage of its own."""
 
+    beyond_nbytes = 0  # addresses behind the budget's, for leases that find no free range
+    gives_back = False  # whether `give_back` does anything
+
+    @abstractmethod
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         """A new uint8 tensor over `[offset_bytes, offset_bytes + nbytes)`, not a copy.
 
         Each call makes a new storage: its use count then tells whether any view of this range is
         still alive, in which case a slot must not be leased again.
         """
-        ...
 
+    @abstractmethod
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         """The same range for a file transfer. Unlike a tensor it does not count as a use."""
-        ...
 
     @property
-    def beyond_nbytes(self) -> int:
-        """Addresses behind the budget's, for leases that find no free range of their size."""
-        ...
-
-    @property
+    @abstractmethod
     def touched_nbytes(self) -> int:
         """The number of bytes of pages that cost RAM, at most: in whole blocks."""
-        ...
 
-    @property
-    def gives_back(self) -> bool:
-        """Whether `give_back` does anything."""
-        ...
-
-    def give_back(self, start: int, stop: int) -> None:
+    def give_back(self, start: int, stop: int) -> None:  # noqa: B027 - not all memory can
         """Give back the RAM of `[start, stop)`, as far as possible; it is not read again."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class HostMemory:
+class HostMemory(Memory):
     """Anonymous memory, page-aligned, which a forked child does not share; pinned for `pin_for`,
     where that is an accelerator."""
 
@@ -77,6 +70,9 @@ class HostMemory:
         # 1 where it was used
         self._touched = bytearray(-(-(nbytes + self.beyond_nbytes) // self._block_nbytes))
         self._touched_blocks = 0
+        # not if it is pinned: a device goes on using the pages that it was told of, and unpinning
+        # them waits for all of its work
+        self.gives_back = not pins
         self._pins: Pins | None = None
         if pin_for is not None and pins:
             self._pins = Pins(self._region.address, len(self._region), pin_for)
@@ -104,12 +100,6 @@ class HostMemory:
         pinned = 0 if self._pins is None else self._pins.nbytes  # in larger extents
         most = self._nbytes + self.beyond_nbytes
         return max(pinned, min(most, self._touched_blocks * self._block_nbytes))
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether memory can be given back: not if it is pinned, since a device goes on using the
-        pages that it was told of, and unpinning them waits for all of its work."""
-        return self._pins is None
 
     def give_back(self, start: int, stop: int) -> None:
         first, last = -(-start // self._block_nbytes), stop // self._block_nbytes
@@ -142,10 +132,8 @@ def _reserved(nbytes: int, beyond_nbytes: int) -> HostRegion:
         ) from error
 
 
-class DeviceMemory:
+class DeviceMemory(Memory):
     """GPU memory taken once, in one piece."""
-
-    beyond_nbytes = 0
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
@@ -163,13 +151,6 @@ class DeviceMemory:
     @property
     def touched_nbytes(self) -> int:
         return self._block.numel()
-
-    @property
-    def gives_back(self) -> bool:
-        return False
-
-    def give_back(self, start: int, stop: int) -> None:
-        """Do nothing: the memory was taken in one piece."""
 
     def close(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import xxhash
 
 from offload.swap.io.io_backend import IOBackend, Priority
@@ -26,7 +25,7 @@ from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import ChecksumError, NoSpaceError, StateError
 from offload.tiers.file_tier import FileTier
-from offload.tiers.tier import PAGE_NBYTES, Extent
+from offload.tiers.tier import Extent
 from offload.tiers.units import format_bytes, round_up
 
 GROWTH_NBYTES = 256 << 20  # files grow in steps: a reservation costs a journal entry
@@ -106,7 +105,6 @@ class BlockStore:
         self._frees = self._writes = 0  # extents freed so far, writes in flight
         self._waiting = 0  # threads in `await_room`
         self._growth_nbytes = growth_nbytes
-        self._is_direct = any(file.o_direct for file in files)
         self._records: dict[int, _LiveBlock] = {}  # by version
         self._versions = itertools.count(1)
 
@@ -124,10 +122,9 @@ class BlockStore:
         `source` must not change until then. `replaces` stays readable until the write has
         succeeded and is freed then; if it fails it stays valid and the new extent is freed.
         With O_DIRECT, `source` must be page-aligned and whole pages long (pass the padded
-        buffer): ValueError otherwise. Raises TierFullError and NoSpaceError at once, other errors
-        at `wait()`. Does not block on I/O, except to make a file longer.
+        buffer). Raises TierFullError and NoSpaceError at once, other errors at `wait()`. Does not
+        block on I/O, except to make a file longer.
         """
-        self._check_alignment(source, owner)
         with self._lock:
             if replaces is not None:
                 self._begin_replacing(replaces)
@@ -167,7 +164,6 @@ class BlockStore:
             raise ValueError(
                 f"{block.owner}: read of {block.nbytes} bytes into {destination.nbytes}"
             )
-        self._check_alignment(destination, block.owner)
         with self._lock:
             record = self._records.get(block.version)
             if record is None or not record.keepers:
@@ -356,15 +352,3 @@ class BlockStore:
             "memory is faulty: see `dmesg`, and resume from the last checkpoint",
             path=path, offset_bytes=offset, nbytes=block.nbytes,
         )  # fmt: skip
-
-    def _check_alignment(self, buffer: memoryview, owner: str) -> None:
-        if not self._is_direct:
-            return
-        if not buffer.c_contiguous or buffer.nbytes == 0:
-            raise ValueError(f"{owner}: the buffer is empty or not contiguous")
-        address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-        if address % PAGE_NBYTES or buffer.nbytes % PAGE_NBYTES:
-            raise ValueError(
-                f"{owner}: O_DIRECT needs whole pages of {PAGE_NBYTES} bytes at a page's address, "
-                f"not {buffer.nbytes} bytes at {address:#x}; pass the buffer padded to whole pages"
-            )

@@ -25,7 +25,7 @@ from typing import Self
 
 from offload.swap.io.io_watch import TIMEOUT_S
 from offload.swap.io.maker_marks import marked
-from offload.swap.io.pinned_folder import PinnedFolder, close
+from offload.swap.io.pinned_folder import PinnedFolder, close, free_nbytes, pinned
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
 from offload.tiers.tier import PAGE_NBYTES
@@ -61,27 +61,15 @@ def check_directory(
 
 
 def _check_directory(path: str | os.PathLike[str], needed_nbytes: int) -> DirectoryReport:
-    with _checked(path) as folder:
-        free_nbytes = folder.free_nbytes
-        if free_nbytes < needed_nbytes:
-            needed, free = in_one_unit(needed_nbytes, free_nbytes)
+    with pinned(path) as folder:
+        free = free_nbytes(folder)
+        if free < needed_nbytes:
+            needed, left = in_one_unit(needed_nbytes, free)
             raise PathError(
-                f"nvme.paths: {folder.path} has {free} free, {needed} needed; free space "
+                f"nvme.paths: {folder.path} has {left} free, {needed} needed; free space "
                 "there or name another path"
             )
-        return DirectoryReport(folder.path, free_nbytes, folder.created)
-
-
-def _checked(path: str | os.PathLike[str]) -> PinnedFolder:
-    """The open folder, after all that `check_directory` asks for but room."""
-    folder = PinnedFolder(path)
-    try:
-        folder.check_owner()
-        folder.check_writable()
-    except BaseException:
-        folder.close()
-        raise
-    return folder
+        return DirectoryReport(folder.path, free, folder.created)
 
 
 def free_space(path: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> int:
@@ -117,7 +105,7 @@ def direct_refusal(path: str | os.PathLike[str]) -> str | None:
 
 
 def _direct_refusal(path: str | os.PathLike[str]) -> str | None:
-    with _checked(path) as folder:
+    with pinned(path) as folder:
         fd = _unnamed_file(folder)
     try:
         _probe_direct(fd)
@@ -156,7 +144,7 @@ class SwapFile:
             raise
 
     def _make(self, directory: str | os.PathLike[str], direct: bool) -> None:
-        with _checked(directory) as folder:
+        with pinned(directory) as folder:
             self.directory = folder.path
             self.path = f"{self.directory}/<swap file>"  # for errors; it has no name
             self.fd = self._open_fd = _unnamed_file(folder)

@@ -222,19 +222,6 @@ def test_a_full_tier_is_an_error_at_once_and_harms_nothing(
     bench.store.free(block)
 
 
-def test_direct_files_ask_for_aligned_whole_pages(
-    make_bench: Any, tmp_path: Path, noise: Noise
-) -> None:
-    bench = make_bench(tmp_path)
-    if not bench.files[0].o_direct:
-        pytest.skip("this file system has no O_DIRECT")
-    memory = noise(MIB)
-    for buffer in (memory[1 : 1 + PAGE_NBYTES], memory[: PAGE_NBYTES + 1]):
-        with pytest.raises(ValueError, match="whole pages"):
-            put(bench, buffer)
-    assert bench.tier.account.used_nbytes == 0
-
-
 @settings(
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
