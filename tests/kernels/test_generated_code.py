@@ -4,7 +4,6 @@ import platform
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from offload.kernels.cpu import step_loop as step_module
 from offload.kernels.cpu.step_loop import ARGUMENTS, step_loop
 from offload.kernels.floats import Float
 from offload.kernels.rules import Rule, StateFormat
-from offload.kernels.variants import Master, Variant, variant_code
+from offload.kernels.variants import Master, variant_code
 from offload.process.child import child_environment
 from tests.kernels import reference
 from tests.kernels.step_cases import RULES, Formats, Stored, calm
@@ -84,22 +83,6 @@ def test_hot_loop_is_packed(code: int, cpu: str, register: str, vectors: int) ->
     assert not count(r"vrsqrt|vrcp|call.*fma", text)  # no estimates, no fma in software
 
 
-@x86_only
-@pytest.mark.parametrize("code", LOW_BIT)
-@pytest.mark.parametrize(
-    ("cpu", "register"), [("haswell", "ymm"), ("skylake-avx512", "zmm"), ("znver4", "zmm")]
-)
-def test_rounding_and_coding_are_packed(code: int, cpu: str, register: str) -> None:
-    text = assembly(compiled_step(code), cpu)
-    vectors = 2 if register == "ymm" else 1
-    assert count(rf"vpmulld.*{register}", text) >= 2 * vectors  # the random bits
-    if Variant.from_code(code).states is StateFormat.INT8:
-        assert count(rf"vpmaxud.*{register}", text) >= 2 * vectors  # the largest magnitudes
-    assert not count(r"vpgather|vpscatter", text)  # no tables
-    assert count(rf"vdivps.*{register}", text) >= vectors
-    assert count(r"vpextr|vpinsr", text) <= 8  # lanes are not taken apart one by one
-
-
 @pytest.mark.parametrize("code", [WHOLE, SPLIT, *LOW_BIT, *OTHER_RULES])
 def test_no_operation_may_be_fused_or_reordered(code: int) -> None:
     (ir,) = compiled_step(code).inspect_llvm().values()
@@ -142,18 +125,6 @@ def test_the_vectors_of_another_cpu_give_the_same_bits(
         stored.assert_same(expected)
 
 
-def test_one_compilation_serves_all_arrays_of_a_format() -> None:
-    """Read-only gradients, views that start anywhere, any scalars and noise."""
-    formats = Formats(states=StateFormat.INT8)
-    kernel = step_loop(adam_code(StateFormat.INT8))
-    for lo, hi, step in ((0, 1000, 1), (256, 700, 2), (0, 0, 3)):
-        stored = Stored.draw(RULES["adamw"], formats, 1000, calm(step)).part(lo, hi)
-        grad = reference.encode(calm(9)(1000), Float.BF16)[lo:hi]
-        grad.flags.writeable = step != 2
-        stored.step(grad, replace(RULES["adamw"], step=step))
-    assert len(kernel.signatures) == 1  # type: ignore[attr-defined]
-
-
 PROGRAM = """
 import numpy as np
 from offload.kernels.floats import Array, Float
@@ -181,12 +152,6 @@ def test_another_process_finds_the_compiled_code_on_disk(tmp_path: Path) -> None
         for _ in range(2)
     ]  # fmt: skip
     assert hits_and_misses == [["0", "1"], ["1", "0"]]
-
-
-def test_without_a_cache_folder_kernels_still_compile() -> None:
-    scope: dict[str, jit.Kernel] = {}
-    exec("def double(x): return 2 * x", scope)  # from no file: Numba has nowhere to cache it
-    assert jit.compiled(scope["double"])(21) == 42
 
 
 def test_a_plan_keeps_its_variant_and_its_digest() -> None:

@@ -89,35 +89,11 @@ def test_one_bad_element_shows_in_its_block_only(bad: float, kind: Float, place:
     assert finite.sum() == 2
 
 
-def test_two_infinities_do_not_cancel() -> None:
-    dst, partials = np.ones(100, np.float32), partials_for(100)
-    dst[[3, 35]] = math.inf, -math.inf
-    copy_gradient(np.empty_like(dst), dst, Float.FP32, Float.FP32, partials)
-    assert not np.isfinite(partials).any()
-    add_gradient(dst, -dst, Float.FP32, partials)
-    assert np.isnan(dst[3])
-    assert np.isnan(partials[0])
-
-
-def test_the_largest_finite_elements_have_a_finite_partial() -> None:
-    src = np.full(NORM_BLOCK, np.finfo(np.float32).max, np.float32)
-    partials = partials_for(src.size)
-    copy_gradient(np.empty_like(src), src, Float.FP32, Float.FP32, partials)
-    assert partials[0] == pytest.approx(NORM_BLOCK * float(src[0]) ** 2, rel=1e-12)
-
-
 def test_the_smallest_denormals_count() -> None:
     src = np.full(1000, np.float32(1e-45))
     partials = partials_for(1000)
     copy_gradient(np.empty_like(src), src, Float.FP32, Float.FP32, partials)
     assert partials[0] == 1000 * 2.0**-298
-
-
-def test_a_copy_that_overflows_its_format_shows() -> None:
-    src, dst, partials = np.full(64, 1e5, np.float32), np.zeros(64, np.uint16), partials_for(64)
-    copy_gradient(dst, src, Float.FP16, Float.FP32, partials)
-    assert (dst == 0x7C00).all()
-    assert np.isinf(partials[0])
 
 
 def test_a_same_format_copy_keeps_nan_payloads() -> None:
@@ -138,11 +114,3 @@ def test_a_bad_argument_is_named() -> None:
         add_gradient(dst, np.zeros(10, np.uint16), Float.BF16, partials)
     with pytest.raises(ValueError, match=r"dst: expected a 1-D array, got shape \(2, 5\)"):
         add_gradient(np.zeros((2, 5), np.float32), dst, Float.FP32, partials)
-
-
-def test_a_read_only_source_is_fine() -> None:
-    src = np.ones(100, np.float32)
-    src.flags.writeable = False
-    dst, partials = np.zeros(100, np.float32), partials_for(100)
-    copy_gradient(dst, src, Float.FP32, Float.FP32, partials)
-    assert partials[0] == 100.0

@@ -99,16 +99,6 @@ def test_unusual_scalars_match_reference(scalars: AdamScalars) -> None:
     check(scalars, Formats(), 1013, calm(12))
 
 
-def test_a_scale_of_the_gradient_is_undone_exactly_if_it_is_a_power_of_two() -> None:
-    grad, weights = calm(13)(1000), []
-    for factor in (1.0, 1024.0):
-        stored = Stored.draw(RULES["adamw"], WHOLE, 1000, calm(14))
-        scalars = replace(RULES["adamw"], grad_scale=1 / factor)
-        stored.step(grad * np.float32(factor), scalars)
-        weights.append(stored.weight)
-    assert_same(*weights)
-
-
 def test_nan_and_infinity_stay_what_they_are_in_a_split_master() -> None:
     weight = np.array([np.nan, np.inf, -np.inf, 3.4028235e38, 1.0], np.float32)
     moments = [np.zeros(5, np.float32), np.ones(5, np.float32)]
@@ -129,22 +119,6 @@ def test_a_bad_gradient_makes_a_nan_of_its_weight_only(bad: float) -> None:
     stored.step(grad, RULES["adamw"])
     wrong = np.isnan(reference.decode(stored.weight, Float.BF16))
     assert np.flatnonzero(wrong).tolist() == [3, 39]
-
-
-@pytest.mark.parametrize("kind", list(Float))
-def test_split_master_equals_fp32_master_over_200_steps(kind: Float) -> None:
-    split, whole = (
-        Stored.draw(RULES["adamw"], Formats(grad=kind, master=master), 1000, calm(16))
-        for master in (Master.SPLIT, Master.FP32)
-    )
-    for number in range(1, 201):
-        grad = reference.encode(calm(number)(1000), kind)
-        for stored in (split, whole):
-            stored.step(grad, replace(RULES["adamw"], step=number))
-    assert split.low is not None
-    assert whole.master is not None
-    assert_same(reference.join_master(split.weight, split.low), whole.master)
-    assert_same(split.states[1], whole.states[1])
 
 
 def test_error_against_fp64_over_200_steps() -> None:
@@ -225,18 +199,6 @@ def test_chunks(cuts: set[int], formats: Formats, rule: str) -> None:
     for lo, hi in pairwise(bounds):
         cut.part(lo, hi).step(grad[lo:hi], RULES[rule], NOISE.at(NOISE.first + lo & 0xFFFFFFFF))
     cut.assert_same(whole)
-
-
-def test_runners_of_8_bit_states_count_blocks() -> None:
-    stored = Stored.draw(RULES["adamw"], Formats(states=StateFormat.INT8), 1000, calm(11))
-    counts = []
-
-    def run(body: Body, n: int) -> None:
-        counts.append(n)
-        body(0, n)
-
-    stored.step(np.zeros(1000, np.uint16), RULES["adamw"], run=run)
-    assert counts == [4]
 
 
 def step(**other: object) -> None:

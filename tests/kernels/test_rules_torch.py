@@ -1,7 +1,6 @@
 """Thirty steps of each rule beside torch.optim in float64, and Lion beside its paper's formula."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,24 +113,3 @@ def test_lion_matches_the_formula_of_its_paper(weight_decay: float, maximize: bo
         exact_momentum = 0.99 * exact_momentum + 0.01 * wide
     np.testing.assert_allclose(weight, exact, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(momentum, exact_momentum, rtol=2e-6, atol=2e-7)
-
-
-def test_lion_stands_still_where_momentum_and_gradient_are_zero() -> None:
-    weight = np.array([1.5, -2.0, 0.0], np.float32)
-    momentum = np.zeros(3, np.float32)
-    optimizer_step(
-        np.zeros(3, np.float32), weight, [momentum], LionScalars(0.1, 0.9, 0.99, 0.0),
-        grad_float=Float.FP32, weight_float=Float.FP32,
-    )  # fmt: skip
-    assert weight.tolist() == [1.5, -2.0, 0.0]
-
-
-def test_dampening_spares_the_first_gradient() -> None:
-    scalars = SgdScalars(0.1, 0.5, 0.0, step=1, dampening=0.75)
-    weight, buffer = np.zeros(4, np.float32), np.zeros(4, np.float32)
-    grad = np.ones(4, np.float32)
-    formats = {"grad_float": Float.FP32, "weight_float": Float.FP32}
-    optimizer_step(grad, weight, [buffer], scalars, **formats)
-    assert buffer.tolist() == [1.0] * 4
-    optimizer_step(grad, weight, [buffer], replace(scalars, step=2), **formats)
-    assert buffer.tolist() == [0.75] * 4

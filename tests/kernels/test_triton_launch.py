@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from offload.kernels.gpu import triton_launch
-from offload.kernels.gpu.triton_launch import check, missing
 from offload.tiers import accelerator
 from tests.kernels import triton_device
 from tests.kernels.triton_device import DEVICE, launches
@@ -65,20 +64,6 @@ from offload.kernels.gpu.triton_launch import missing
 print([missing(torch.device(kind)) for kind in ("cuda", "xpu")])
 """
     assert run(program) == "[None, 'our Triton kernels have not been made to run on XPU']\n"
-
-
-def test_too_old_a_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-
-    assert missing() is None
-    monkeypatch.setattr(triton, "__version__", "3.5.1+git")
-    assert missing() == "triton 3.6 or later is needed, 3.5.1+git is installed"
-
-
-def test_tensors_on_two_devices_are_an_error() -> None:
-    here, elsewhere = torch.zeros(2, device=DEVICE), torch.zeros(2, device="meta")
-    with pytest.raises(ValueError, match=r"grad: expected a tensor on .*, got one on meta"):
-        check("grad", elsewhere, torch.float32, 2, here)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes tensors in host memory")
@@ -203,11 +188,3 @@ def test_what_triton_compiles_anew_for_is_left_to_it() -> None:
     assert (len(kernel.anew), kernel.again) == (len(calls), [])
     launched(_Call("cuda"), _Pointer(32), FLAG=7)
     assert kernel.again == []
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_another_backend_always_chooses_by_itself() -> None:
-    kernel = _Call("hip")
-    for _ in range(2):
-        launched(kernel, _Pointer(32))
-    assert (len(kernel.anew), kernel.again) == (2, [])

@@ -95,13 +95,6 @@ def test_a_group_that_is_not_finite_makes_its_column_nan() -> None:
     assert np.isfinite(np.delete(found, 2, 1)).all()
 
 
-def test_no_rows_and_no_columns_are_no_work() -> None:
-    weights, kind = CASES[2]
-    words, codes = coded(weights, kind, 8, 64)
-    assert product(inputs(0, 64), words, codes, 8, weights, kind).shape == (0, 8)
-    assert product(inputs(2, 64), words[:0], codes[:0], 0, weights, kind).shape == (2, 0)
-
-
 def test_a_bad_argument_is_named() -> None:
     weights, kind = CASES[2]
     words, codes = coded(weights, kind, 8, 128)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import offload
@@ -25,7 +24,6 @@ import offload.tiered_model
 import offload.zero.step.update
 from offload.errors import UnsupportedError
 from offload.kernels.gpu import triton_gradients, triton_optimizer
-from offload.zero.groups.group import GroupState
 from tests.kernels import triton_device
 from tests.kernels.triton_device import launches
 from tests.offload.engine_cases import (
@@ -230,16 +228,6 @@ def test_copies_that_take_their_time_change_no_bit(
     assert world.delayed > 10
 
 
-def test_parameters_updated_on_the_device_are_asked_for_anew(tmp_path, device):
-    """A gather is where the model's stream comes to wait for the update's."""
-    everything = {"parameters": "device", "gradients": "device", "optimizer": "device"}
-    keys = settings(tmp_path, everything, precision="bf16")
-    with offload.initialize(seeded(Net).to(device), {**keys, "device": device}) as engine:
-        losses_of(engine, [tokens.to(device) for tokens in batches(1)])
-        groups = engine.runtime.groups
-        assert {group.residing for group in groups} == {GroupState.RELEASED}
-
-
 @pytest.mark.skipif(ON_GPU, reason="there nobody can hold the links up")
 def test_chunks_on_the_device_do_not_hold_up_those_of_the_cpu(tmp_path, device, monkeypatch):
     """The CPU has stepped all its chunks while the device's are still on their way back."""
@@ -278,17 +266,6 @@ def test_chunks_on_the_device_do_not_hold_up_those_of_the_cpu(tmp_path, device, 
         world.watching.set()
         engine.settle()
         assert all(update.done() for update in pending.values())
-
-
-@pytest.mark.sample("True-device")
-@pytest.mark.parametrize("gradients", ["host", "device"])
-@pytest.mark.parametrize("planned", [True, False])
-def test_sums_of_several_passes_are_the_same_planned_or_not(tmp_path, device, gradients, planned):
-    keys: dict[str, Any] = {"precision": "bf16", "accumulate": 2}
-    if planned:
-        keys["gradient_accumulation_steps"] = 2
-    placement = {"gradients": gradients, "optimizer": SPLIT}
-    assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
 
 
 @pytest.mark.sample("{}-2")
@@ -365,17 +342,3 @@ def test_codes_cross_the_link_and_are_decoded_on_the_device(
     assert_same_bits(found[1], expected[1])
     if parameters != "device":
         assert found[2] < expected[2]
-
-
-def test_a_slot_of_values_is_given_up_and_decoded_again(tmp_path: Path) -> None:
-    plain = adapted(6)
-    round_to(plain, "int8")
-    tight = {**BUDGET, "device": "448KiB"}
-    storage = {"weights": "int8", "group_size": 32}
-    tokens = batches(1)[0]
-    expected = plain.loss(tokens).item()
-    model = adapted(6)
-    keys = settings(tmp_path, HOST, storage=storage, budget=tight)
-    with offload.initialize(model, keys) as engine, torch.no_grad():
-        assert [model.loss(tokens).item() for _ in range(2)] == [expected] * 2
-        assert engine._homes._device.pool.evictions > 0

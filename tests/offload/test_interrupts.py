@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,35 +136,6 @@ def test_after_an_interrupted_forward_a_checkpoint_is_saved_and_training_goes_on
     assert saved_tensor_hooks() is None
 
 
-@pytest.mark.parametrize(
-    ("build", "keys", "module"),
-    [
-        (TinyLM, RECOMPUTED, "blocks.0.mlp"),
-        (TinyLM, SELECTIVE, "blocks.0.mlp"),
-        (Checkpointing, BLOCKS, "blocks.0.mlp.inner.0"),
-        (Checkpointing, {}, "blocks.0.mlp.inner.0"),
-    ],
-    ids=["blocks", "selective", "part of a block", "part of the whole"],
-)
-def test_an_interrupt_of_what_is_computed_again_leaves_nothing_of_that_pass(
-    tmp_path: Path, build: Any, keys: dict[str, Any], module: str
-) -> None:
-    """The checkpoint has hooks of its own below ours: each must take off its own."""
-    expected_losses, expected = uninterrupted(tmp_path, keys, build)
-    model, data = seeded(build), batches(3)
-    with offload.initialize(model, config(tmp_path, **keys)) as engine:
-        losses = losses_of(engine, data[:1])
-        loss = model.loss(data[1])
-        with interrupted(model.get_submodule(module)):
-            loss.backward()
-        assert_at_rest(engine)
-        engine.optimizer.zero_grad()
-        del loss
-        losses += losses_of(engine, data[1:])
-        assert_same_bits(states_of(engine), expected)
-    assert losses == expected_losses
-
-
 class Watching(TorchFunctionMode):
     """A mode of the user's."""
 
@@ -222,34 +192,6 @@ def test_a_checkpoint_that_fails_is_left_at_once_also_while_its_error_is_kept(
         assert_at_rest(engine)
 
 
-class Patient(TinyLM):
-    """Goes on with the next block where one is interrupted."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.position
-        for block in self.blocks:
-            try:
-                x = block(x)
-            except KeyboardInterrupt:
-                continue
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
-
-
-def test_a_model_may_catch_the_interrupt_of_a_block_itself(tmp_path: Path) -> None:
-    model = seeded(Patient)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    model.blocks[0].mlp.register_forward_pre_hook(interrupt)
-    with offload.initialize(model, config(tmp_path, **BLOCKS)) as engine:
-        model.loss(batches(1)[0]).backward()
-        assert_at_rest(engine)
-        assert engine.gradient(model.blocks[0].mlp[0].weight) is None
-        assert engine.gradient(model.blocks[1].mlp[0].weight) is not None
-
-
 def test_an_interrupt_amid_a_release_leaves_no_placeholder_for_a_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,42 +227,3 @@ def test_an_interrupt_while_parameters_are_gathered_releases_them(
                 pass
         assert_at_rest(engine)
         engine.save_checkpoint(tmp_path / "saved")
-
-
-@pytest.mark.parametrize("interrupt", [False, True], ids=["on", "out"])
-def test_close_amid_a_forward_takes_our_mode_and_hooks_off(tmp_path: Path, interrupt: bool) -> None:
-    model = seeded(TinyLM)
-    engine = offload.initialize(model, config(tmp_path, **BLOCKS))
-
-    def close(*_: Any) -> None:
-        engine.close()
-        assert _get_current_function_mode_stack() == []
-        assert saved_tensor_hooks() is None
-        raise KeyboardInterrupt if interrupt else RuntimeError("closed")
-
-    model.blocks[1].mlp.register_forward_pre_hook(close)
-    with pytest.raises(KeyboardInterrupt if interrupt else RuntimeError):
-        model.loss(batches(1)[0])
-    assert _get_current_function_mode_stack() == []
-    assert saved_tensor_hooks() is None
-    assert all(each._compiled_call_impl is None for each in model.modules())
-
-
-@pytest.mark.parametrize("name", ["", "blocks.1", "blocks.1.mlp.0"])
-def test_a_hook_in_front_of_ours_that_raises_is_all_that_is_heard_of(
-    tmp_path: Path, name: str
-) -> None:
-    model = seeded(TinyLM)
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("not today")
-
-    with offload.initialize(model, config(tmp_path, **BLOCKS)) as engine:
-        handle = model.get_submodule(name).register_forward_pre_hook(refuse, prepend=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns of what it silences
-            with pytest.raises(RuntimeError, match="not today"):
-                model.loss(batches(1)[0])
-        handle.remove()
-        assert_at_rest(engine)
-        losses_of(engine, batches(1))

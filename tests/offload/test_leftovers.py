@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -20,9 +19,8 @@ from offload.checkpoint.format.ownership import marked as marked_folder
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.cli.app import app
 from offload.cli.diagnosis import check_path
-from offload.errors import StorageError
 from offload.integrations import streamed_folder
-from offload.memory.leftovers import STATE, clean, leftovers
+from offload.memory.leftovers import clean, leftovers
 from offload.swap.io.maker_marks import Life, Maker, marked
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded, states_of
 from tests.offload.plain_training import MakeEngine
@@ -121,15 +119,6 @@ def test_what_a_killed_save_for_another_framework_left(
     assert not [name for name in left if ".tmp-" in name or name.startswith("new.ckpt/")]
 
 
-def test_states_of_a_living_save_stay(tmp_path: Path) -> None:
-    folder = tmp_path / "x.ckpt"
-    states = folder / "states-12345678"
-    states.mkdir(parents=True)
-    pending = folder / marked(f".{STATE}.{states.name}")
-    pending.touch()
-    assert leftovers(tmp_path) == leftovers(folder) == []
-
-
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
     folder = tmp_path / "victim"
@@ -205,17 +194,6 @@ def test_what_living_processes_write_is_none(tmp_path: Path, make: MakeEngine) -
         assert checkpoint.path.exists()
     assert (tmp_path / "out").read_text() == "half"
     assert all(states[name].equal(value) for name, value in states_of(engine).items())
-
-
-def test_what_cannot_be_cleaned_up_does_not_hide_what_went_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "unlink", refused)
-    with pytest.raises(StorageError, match="the disk failed"), pending_output(tmp_path / "out"):
-        raise StorageError("the disk failed")
 
 
 def test_what_cannot_be_told_from_here_is_shown_and_stays(

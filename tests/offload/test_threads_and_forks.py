@@ -94,15 +94,6 @@ def test_who_comes_amid_another_threads_forward_is_refused(
     losses_of(engine, batches(1))
 
 
-@on_the_cpu_alone("backward is on autograd's own thread, whoever has called it")
-def test_backward_amid_another_threads_forward_is_refused(engine: offload.Engine) -> None:
-    loss = engine.module.loss(batches(1)[0])  # type: ignore[operator]
-    error, _ = amid_a_forward(engine, loss.backward)
-    assert isinstance(error, StateError)
-    engine.optimizer.zero_grad()
-    losses_of(engine, batches(1))
-
-
 def test_threads_that_call_at_once_get_what_is_right_or_an_error(engine: offload.Engine) -> None:
     tokens = batches(1)[0][:, :-1]
     expected = seeded(TinyLM).to(ON)(tokens)
@@ -242,17 +233,6 @@ def test_a_forked_child_reads_what_was_there_or_is_told_why_not(
         losses_of(engine, batches(2))
 
 
-@no_forks_with_a_gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_forked_child_inherits_parameters_that_are_gathered(
-    tmp_path: Path, precision: str
-) -> None:
-    keys = config(tmp_path, NVME, precision=precision, **BLOCKS)
-    with offload.initialize(seeded(TinyLM), keys) as engine, engine.gathered():
-        expected = a_weight(engine.module)
-        assert child_says(lambda: a_weight(engine.module)) == repr(expected)
-
-
 class Wide(nn.Module):
     """8.4 M parameters in 8 blocks."""
 
@@ -316,42 +296,3 @@ def test_a_data_loader_that_forks_workers_simply_works(
         for tokens in loader:
             losses += losses_of(engine, [tokens])
     assert losses == expected
-
-
-class Weighed(Tokens):
-    """Holds the model, and reads one of its weights with every row."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(a_weight(self.model), dtype=torch.float64)
-
-
-@no_forks_with_a_gpu
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("where", ["dataset", "collate_fn"])
-def test_a_worker_that_reads_a_weight_gets_it_or_an_error(
-    engine: offload.Engine, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # of workers that do not end by themselves after an error, each would be waited for so long
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
-
-    def collate(rows: Any) -> Tensor:
-        return torch.tensor(a_weight(engine.module), dtype=torch.float64)
-
-    losses_of(engine, batches(2))
-    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 60}
-    loader = (
-        DataLoader(Weighed(engine.module), batch_size=None, **options)
-        if where == "dataset"
-        else DataLoader(Tokens(), batch_size=2, collate_fn=collate, **options)
-    )
-    try:
-        found = {float(value) for value in loader}
-    except StateError as error:
-        assert "this engine belongs to process" in str(error)  # noqa: PT017 - one of two
-    else:
-        assert found == {a_weight(engine.module)}
-    losses_of(engine, batches(2))
-    engine.check_integrity()

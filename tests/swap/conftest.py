@@ -96,5 +96,7 @@ def no_leak() -> Iterator[None]:
     """No thread, and no descriptor, is there after the test that was not before."""
     fds, threads = open_fds(), set(threading.enumerate())
     yield
-    assert not set(threading.enumerate()) - threads
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)  # it has done its work, and may not have ended yet
+        assert not thread.is_alive()
     assert open_fds() == fds

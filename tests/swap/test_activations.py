@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -136,16 +135,6 @@ def test_views_of_one_storage_travel_once_and_come_back_over_one_storage(make: M
     assert len({each.untyped_storage().data_ptr() for each in back}) == 1
 
 
-def test_a_small_view_of_a_large_storage_travels_alone(make: Make) -> None:
-    bench = make()
-    large = noise(400)
-    parked = bench.park(large[PAGE:][:PAGE])
-    assert bench.tier.statistics.parked_nbytes == PAGE * 4
-    expected = large[PAGE:][:PAGE].clone()
-    del large
-    assert same(parked.tensor(), expected)
-
-
 def test_a_storage_changed_between_two_saves_travels_twice(make: Make) -> None:
     bench = make()
     x = noise(4)
@@ -185,15 +174,6 @@ def test_what_would_free_nothing_stays(make: Make) -> None:
 
 
 # ------------------------------------------------------------------------------ the disk
-def test_half_of_the_window_is_never_written(make: Make) -> None:
-    bench = make(window=64)
-    parked = [bench.park(noise(4, seed)) for seed in range(8)]
-    bench.tier.settle()
-    assert bench.disk_nbytes == 0
-    parked += [bench.park(noise(4, seed)) for seed in range(8, 10)]
-    bench.tier.settle()
-    assert bench.disk_nbytes == 8 * PAGE
-    assert bench.residencies()[:3] == [Residency.CLEAN, Residency.CLEAN, Residency.DIRTY]
 
 
 def test_what_is_still_in_the_window_is_forwarded_without_a_read(make: Make) -> None:
@@ -203,14 +183,6 @@ def test_what_is_still_in_the_window_is_forwarded_without_a_read(make: Make) -> 
         assert same(parked[seed].tensor(), noise(4, seed))
     assert bench.store.backend.statistics().read_nbytes == 0
     assert bench.tier.statistics.forwarded_nbytes == 16 * 4 * PAGE
-
-
-def test_what_is_still_on_the_device_is_given_back_as_it_is(make: Make) -> None:
-    bench = make()
-    x = noise(4)
-    parked = bench.park(x)
-    assert parked.tensor().data_ptr() == x.data_ptr()
-    assert bench.tier.statistics.forwarded_nbytes == 4 * PAGE
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["cpu", "gpu"])
@@ -241,20 +213,6 @@ def test_a_tensor_larger_than_the_window_goes_in_pieces(make: Make, in_place: bo
     for seed in (2, 1, 0, 2):
         assert same(parked[seed].tensor(), noise(50.5, seed))
     parked.clear()
-    bench.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["cpu", "gpu"])
-def test_what_came_back_may_be_kept_while_everything_else_moves_on(
-    make: Make, in_place: bool
-) -> None:
-    bench = make(window=16, in_place=in_place)
-    parked = [bench.park(noise(4, seed)) for seed in range(12)]
-    kept = [each.tensor() for each in parked]  # together three times the window
-    parked.clear()
-    later = [bench.tier.keep(noise(4, 100 + seed)) for seed in range(12)]  # some may have to stay
-    assert all(same(each, noise(4, seed)) for seed, each in enumerate(kept))
-    del later, kept
     bench.assert_nothing_is_left()
 
 
@@ -294,41 +252,7 @@ def test_a_full_disk_leaves_the_rest_where_it_is_and_says_so_once(
     bench.assert_nothing_is_left()
 
 
-def test_room_on_the_disk_is_used_again(make: Make) -> None:
-    bench = make(window=16, disk=32)
-    for seed in range(50):
-        parked = [bench.park(noise(4, seed + number)) for number in range(8)]
-        for number in reversed(range(8)):
-            assert same(parked.pop().tensor(), noise(4, seed + number))
-    assert bench.tier.statistics.stayed_nbytes == 0
-    bench.assert_nothing_is_left()
-
-
 # ------------------------------------------------------------------------------ ends
-def test_what_dies_without_a_backward_is_gone_at_once(make: Make) -> None:
-    bench = make(window=16)
-    parked = [bench.park(noise(4, seed)) for seed in range(40)]
-    bench.tier.settle()
-    assert bench.disk_nbytes > 100 * PAGE
-    parked.clear()  # no call of ours follows
-    assert bench.disk_nbytes == 0
-    assert bench.window.arena.used_nbytes == 0
-
-
-def test_dying_while_being_written_or_read_leaves_nothing(make: Make) -> None:
-    gate = threading.Event()
-
-    def slow(fd: int, buffers: Any, offset: int) -> int:
-        gate.wait(10)
-        return os.pwritev(fd, buffers, offset)
-
-    bench = make(window=16, backend=ThreadsBackend(pwritev=slow))
-    parked = [bench.park(noise(4, seed)) for seed in range(4)]
-    assert Residency.LEAVING in bench.residencies()
-    parked.clear()
-    assert bench.window.arena.used_nbytes > 0  # the write reads it
-    gate.set()
-    bench.assert_nothing_is_left()
 
 
 def test_a_token_that_dies_inside_of_the_books_is_buried_by_the_next_call(make: Make) -> None:
@@ -338,15 +262,6 @@ def test_a_token_that_dies_inside_of_the_books_is_buried_by_the_next_call(make: 
     with bench.tier._lock:
         parked.clear()
         assert bench.tier._records  # the lock is not entered twice
-    bench.assert_nothing_is_left()
-
-
-def test_a_cycle_is_buried_when_the_collector_finds_it(make: Make) -> None:
-    bench = make(window=16)
-    cycle: list[Any] = [bench.park(noise(4))]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
     bench.assert_nothing_is_left()
 
 

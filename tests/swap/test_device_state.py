@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,19 +104,6 @@ def test_a_copy_into_memory_that_nobody_uses_waits_for_nobody(bench: Bench):
     assert not reached
 
 
-@pytest.mark.parametrize("side", ["update", "reader", "writer"])
-def test_a_home_in_host_memory_may_be_changed_once_the_copy_of_it_is_done(bench: Bench, side):
-    """A copy that was started for the next use, and overtaken by an update, say."""
-    state = bench.mirrored("state", 4, 1)
-    state.bring(next_use=1.0)
-    assert state.residency() is Residency.ARRIVING
-    if side == "update":
-        state.host_piece(2).wait()
-    else:
-        state.host_tensor() if side == "reader" else state.host_blank()
-    assert state.residency() is Residency.CLEAN
-
-
 # ------------------------------------------------------------------ updates
 def test_what_the_device_updated_in_a_mirror_is_not_copied_there_again(bench: Bench):
     state = bench.mirrored("state", 4, 1)
@@ -189,15 +176,6 @@ class Packed:
         return (self.whole // 0x0101).tolist()
 
 
-def test_runs_are_neighbours_that_fit_a_buffer():
-    ranges = [range(3), range(4, 6), range(6, 10), range(10, 20), range(20, 20), range(20, 26)]
-    runs = runs_of(ranges, 6)
-    assert [None if run is None else (run.start, run.stop) for run in runs] == [
-        (0, 6), (0, 6), (6, 10), None, (20, 26), (20, 26)
-    ]  # fmt: skip
-    assert runs_of([], 6) == []
-
-
 def test_a_run_leaves_as_one_copy_when_it_is_complete(bench: Bench):
     packed = Packed(bench)
     for index in (2, 0):
@@ -207,14 +185,6 @@ def test_a_run_leaves_as_one_copy_when_it_is_complete(bench: Bench):
     assert packed.copies == 1
     assert packed.arrived(bucket)[:8] == [1, 1, 2, -1, 3, 3, 3, 3]  # -1: nobody's
     assert packed.copies == 1
-
-
-def test_of_a_run_that_is_not_complete_only_what_came_is_copied(bench: Bench):
-    packed = Packed(bench)
-    packed.fill(0, 1)
-    bucket = packed.fill(2, 3)
-    assert packed.arrived(bucket)[:8] == [1, 1, 0, 0, 3, 3, 3, 3]
-    assert packed.copies == 2
 
 
 def test_an_open_bucket_leaves_before_another_or_a_single_gradient(bench: Bench):
@@ -232,13 +202,6 @@ def test_an_open_bucket_leaves_before_another_or_a_single_gradient(bench: Bench)
     assert packed.values() == [1, 1, 0, 0, 0, 0, 0, 0, 4, 4, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_range_that_comes_twice_is_in_two_buckets(bench: Bench):
-    packed = Packed(bench)
-    first, second = packed.fill(0, 1), packed.fill(0, 2)
-    assert first is not second
-    assert packed.arrived(second)[:2] == [2, 2]
-
-
 def test_a_bucket_waits_for_all_streams_that_fill_it_and_they_for_its_buffer(bench: Bench):
     packed = Packed(bench)
     streams = [bench.world.new_stream(name) for name in ("one", "two")]
@@ -247,19 +210,6 @@ def test_a_bucket_waits_for_all_streams_that_fill_it_and_they_for_its_buffer(ben
             bucket = packed.fill(index, 10 * turn + index, streams[(index + turn) % 2])
     assert packed.arrived(bucket)[:8] == [40, 40, 41, -1, 42, 42, 42, 42]
     assert packed.copies == 5
-
-
-def test_a_bucket_that_got_nothing_does_not_make_its_buffer_free(bench: Bench):
-    packed = Packed(bench)
-    for index in (0, 3):
-        packed.fill(index, 1)
-    run = packed.runs[0]
-    assert run is not None
-    empty = packed.ring.bucket(run, 0, packed.whole)  # a kernel that could not be launched
-    bucket = packed.fill(3, 2)
-    assert empty.mark is not None
-    assert not empty.mark.done()
-    assert packed.arrived(bucket)[8:10] == [2, 2]
 
 
 def test_what_fails_after_a_copy_is_the_error_of_its_transfer(bench: Bench):
@@ -276,45 +226,12 @@ def test_what_fails_after_a_copy_is_the_error_of_its_transfer(bench: Bench):
         failed.wait()
 
 
-class Counted(torch.Tensor):
-    """A source whose size is asked for while another thread copies."""
-
-    meanwhile: Callable[[], None] = staticmethod(lambda: None)
-
-    def numel(self) -> int:
-        thread = threading.Thread(target=self.meanwhile)
-        thread.start()
-        thread.join()
-        return super().numel()
-
-
-def test_copies_of_several_threads_are_all_counted():
-    stream = CopyStream(torch.device("cpu"))
-    first, second = (torch.zeros(size, dtype=torch.uint8) for size in (4, 8))
-    source = torch.ones(4, dtype=torch.uint8).as_subclass(Counted)
-    source.meanwhile = lambda: stream.copy(second, torch.ones_like(second))
-    stream.copy(first, source)
-    assert first.tolist() + second.tolist() == [1] * 12
-    assert stream.moved_nbytes == 12
-
-
 def test_a_closed_queue_of_collectives_has_done_what_its_stream_was_given(bench: Bench):
     order, done = OrderedWork("collectives", CUDA), list[int]()
     order.submit("a kernel", lambda: bench.world.current().put(lambda: done.append(1))).wait()
     assert not done
     order.close()
     assert done == [1]
-
-
-def test_without_streams_a_transfer_is_done_when_it_is_made():
-    stream = CopyStream(torch.device("cpu"))
-    source, target = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    done: list[bool] = []
-    transfer = stream.transfer(stream.copy(target, source), "a copy", lambda: done.append(True))
-    assert transfer.done()
-    assert done == [True]
-    assert torch.equal(target, source)
-    assert not stream.await_oldest()
 
 
 def test_recorded_copies_follow_each_other_on_their_link(bench: Bench) -> None:

@@ -152,23 +152,6 @@ class TestLaggingDeviceRecordState(OnALaggingDevice, TestDeviceRecordState):
     pass
 
 
-@pytest.mark.parametrize("edge_pages", [0, 1, 5, 8, None])
-@pytest.mark.parametrize("stride_pages", [1, 3, 4, 5, 8, 10, 11, None])
-def test_pieces_begin_anew_with_each_owners_part_and_at_the_edge(
-    tmp_path: Path, stride_pages: int | None, edge_pages: int | None
-) -> None:
-    for places in make_places(tmp_path):
-        stride = None if stride_pages is None else stride_pages * PAGE_NBYTES
-        edge = NBYTES if edge_pages is None else edge_pages * PAGE_NBYTES
-        state = places.in_memory("shared", edge=edge, stride=stride)
-        spans = [state.span(piece) for piece in range(state.pieces)]
-        assert [span.stop for span in spans] == [*(span.start for span in spans[1:]), NBYTES]
-        for start in (*range(0, edge, stride or NBYTES), edge):
-            assert start == NBYTES or any(span.start == start for span in spans)
-        assert all(0 < span.stop - span.start <= PIECE_NBYTES for span in spans)
-        state.close()
-
-
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_what_lies_behind_the_edge_is_written_only_with_all_of_it(
     tmp_path: Path, mirrored: bool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from offload.swap.io.backends import open_backend
 from offload.swap.io.io_backend import IOBackend
 from offload.swap.io.io_watch import LOOKS
 from offload.swap.io.swap_file import SwapFile
-from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.tiers.errors import StorageError, StuckError, TierFullError
 from offload.tiers.ledger import StateClass
@@ -239,33 +237,6 @@ def test_what_returns_too_late_changes_nothing_any_more(
     assert device.calls == [
         1 << 20
     ]  # nothing goes on with the rest: the file may be another one by then
-
-
-def test_a_slow_device_is_told_of_once_while_it_is_slow(
-    make: Make, device: Device, file: SwapFile, pages: Pages, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend = make()
-    slow = hold(backend, device, file, pages(PAGE_NBYTES))
-    with caplog.at_level(logging.WARNING):
-        look(backend, LOOKS - 1)
-    (said,) = [
-        record.getMessage() for record in caplog.records if "not ended" in record.msg % record.args
-    ]
-    assert "read of 4.0 KiB at offset 0 of /swap (layer.3): not ended for" in said
-    device.release()
-    slow.wait(TIMEOUT_S)
-
-
-def test_its_own_thread_looks(file: SwapFile, device: Device, pages: Pages) -> None:
-    def stuck(fd: int, buffers: Any, offset: int) -> int:
-        device.held.add(offset)
-        return int(device.call(offset, lambda _: os.preadv(fd, buffers, offset)))
-
-    backend = ThreadsBackend(timeout_s=0.02, preadv=stuck)
-    moved = backend.submit_read(file.fd, pages(PAGE_NBYTES), 0, path="/swap")
-    with pytest.raises(StuckError):
-        moved.wait(TIMEOUT_S)
-    backend.close()
 
 
 # ---------------------------------------------------------------- what stands on it

@@ -8,21 +8,17 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload.swap.io import swap_file, timeout_thread
-from offload.swap.io.block_store import BlockStore
 from offload.swap.io.measure import measure_bandwidth
 from offload.swap.io.swap_file import SwapFile, check_directory, file_system_of
-from offload.tiers.errors import NoSpaceError, PathError, StateError, StuckError
-from offload.tiers.file_tier import FileTier
-from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.errors import NoSpaceError, PathError, StuckError
 from offload.tiers.tier import PAGE_NBYTES
-from tests.aio import IO_BACKENDS
 from tests.stuck_calls import all_ended, give_up_this_call
 
 REPOSITORY = Path(__file__).parents[2]
@@ -67,12 +63,6 @@ def test_a_missing_parent_is_an_error(tmp_path: Path) -> None:
         check_directory(tmp_path / "missing" / "new")
 
 
-def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(PathError, match="not a directory"):
-        check_directory(tmp_path / "file")
-
-
 def test_a_directory_open_to_all_needs_the_sticky_bit(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(PathError, match="sticky bit"):
@@ -92,12 +82,6 @@ def test_a_directory_that_is_not_writable_is_an_error(
 def test_a_directory_without_space_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PathError, match="free"):
         check_directory(tmp_path, needed_nbytes=1 << 60)
-
-
-def test_the_file_system_is_that_of_the_longest_mount_point() -> None:
-    assert file_system_of(Path("/proc/self")) == "proc"
-    if Path("/dev/shm").is_mount():
-        assert file_system_of(Path("/dev/shm/x")) == "tmpfs"
 
 
 # ---- files
@@ -163,42 +147,6 @@ def test_a_full_device_names_path_bytes_and_key_and_leaves_the_file_as_it_was(
         assert str(tiny) in caught.value.path
         assert file.nbytes == os.fstat(file.fd).st_size == 1 << 20
         file.reserve(3 << 20)  # what fits still fits
-
-
-@pytest.mark.parametrize("backend_name", IO_BACKENDS)
-def test_a_device_that_fills_up_under_a_sparse_file_fails_the_write_and_keeps_the_old_block(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], memoryview],
-    pages: Callable[..., memoryview], backend_name: str, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    from offload.swap.io.backends import open_backend
-
-    refuse(monkeypatch, "fallocate", errno.EOPNOTSUPP)
-    ledger = Ledger()
-    tier = FileTier(16 << 20, [1.0], ledger)
-    file = SwapFile(tiny)
-    with BlockStore([file], tier, open_backend(backend_name), growth_nbytes=PAGE_NBYTES) as store:
-        sent, received = noise(1 << 20), pages(1 << 20)
-        old = store.write(sent, owner="a", state_class=StateClass.OPTIMIZER).wait(30)
-        file.reserve(3 << 20)  # sparse: takes nothing
-        (tiny / "somebody else's").write_bytes(bytes((5 << 20) // 2))
-        write = store.write(
-            noise(1 << 20), owner="a", state_class=StateClass.OPTIMIZER, replaces=old
-        )
-        with pytest.raises(NoSpaceError, match="No space left"):
-            write.wait(30)
-        store.read(old, received).wait(30)
-        assert received == sent
-        assert tier.account.used_nbytes == 1 << 20
-    ledger.check_integrity()
-    (tiny / "somebody else's").unlink()
-
-
-def test_a_closed_file_cannot_grow(tmp_path: Path) -> None:
-    file = SwapFile(tmp_path)
-    file.close()
-    file.close()
-    with pytest.raises(StateError):
-        file.reserve(1)
 
 
 def test_nothing_is_left_after_kill_9(directory: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -123,19 +121,3 @@ def test_where_no_thread_can_be_started_the_caller_makes_the_call(
     monkeypatch.setattr(threading.Thread, "start", refused)
     found = TimeoutThread("asking", tmp_path, threading.current_thread).result(SOON_S)
     assert found is threading.current_thread()
-
-
-def test_a_call_is_made_as_python_ends(tmp_path: Path) -> None:
-    code = """
-import os, sys
-from offload.swap.io.timeout_thread import TimeoutThread
-class Last:
-    def __del__(self, sys=sys, Call=TimeoutThread, mkdir=os.mkdir, path=sys.argv[1]):
-        assert sys.is_finalizing()
-        Call("making", path, mkdir, path).result(60.0)
-last = Last()
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "made")]
-    done = subprocess.run(command, cwd=REPOSITORY, timeout=60, check=True, capture_output=True)
-    assert not done.stderr
-    assert (tmp_path / "made").is_dir()

@@ -58,34 +58,6 @@ def test_repeats_in_a_row_count_once():
     assert list(trace.upcoming()) == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_ahead_is_the_next_uses_each_once_with_its_distance(seed: int):
-    chance = random.Random(seed)
-    trace = Trace()
-    for _ in range(60):
-        trace.use(chance.randrange(6))
-        if not chance.randrange(12):
-            trace.end_cycle()
-        count = chance.randrange(8)
-        coming = dict.fromkeys(islice(trace.upcoming(), count))
-        assert trace.ahead(count) == [(group, trace.next_use(group)) for group in coming]
-
-
-def test_a_repeat_is_told_beforehand_if_its_use_would_count_nothing():
-    trace = learnt(0, 1)
-    assert not trace.repeats(1, backward=False)  # a new cycle
-    trace.begin_forward()
-    trace.use(0)
-    trace.use(1)
-    assert trace.repeats(1, backward=False)
-    assert not trace.repeats(0, backward=False)
-    assert not trace.repeats(1, backward=True)  # the first use of a backward pass begins it
-    trace.use(1, backward=True)
-    assert trace.repeats(1, backward=True)
-    trace.end_cycle()
-    assert not trace.repeats(1, backward=True)
-
-
 def test_a_deviation_moves_to_the_nearest_later_match():
     trace = learnt(0, 1, 2, 3, 4)
     trace.use(0)
@@ -121,19 +93,6 @@ def test_next_use_counts_from_the_cursor_and_wraps_into_the_next_cycle():
     assert trace.next_use(77) == math.inf
 
 
-def test_an_empty_cycle_forgets_nothing():
-    trace = learnt(0, 1)
-    trace.end_cycle()
-    assert list(trace.upcoming()) == [0, 1]
-
-
-def test_first_uses_are_in_the_order_of_this_cycle():
-    trace = Trace()
-    for use in (2, 0, 2, 1, 0):
-        trace.use(use)
-    assert trace.first_uses() == [2, 0, 1]
-
-
 def forward(trace: Trace, *uses: int) -> list[int | None]:
     """What was expected next before each use."""
     trace.begin_forward()
@@ -158,14 +117,6 @@ def trained() -> Trace:
     backward(trace, 2, 1, 0)
     trace.end_cycle()
     return trace
-
-
-def test_forwards_alone_do_not_add_up():
-    trace = Trace()
-    for _ in range(1000):
-        forward(trace, 0, 1, 2)
-    assert len(trace._recorded) == 3
-    assert trace.first_uses() == [0, 1, 2]
 
 
 def test_inference_is_predicted_from_the_forward_before_and_wraps_into_the_next():
@@ -359,17 +310,6 @@ def test_no_forward_is_guessed_and_its_choices_are_ahead_of_its_backward_in_reve
     assert not choices_ahead(trace)
 
 
-def test_what_is_ahead_stands_where_it_is_needed():
-    trace = sparse()
-    sparse_step(trace, FIRST)
-    sparse_forward(trace, {0: [3], 1: [0, 1], 2: [1]})
-    assert [item for item, _ in trace.ahead(9)] == [31, 1, 21, 20, 0, 13, 2]
-    uses = [use for _, use in trace.ahead(7)]
-    assert uses == sorted(uses)
-    assert [item for item, _ in trace.ahead(2)] == [31, 1]
-    assert trace.ahead(9) == [(item, trace.next_use(item)) for item, _ in trace.ahead(9)]
-
-
 def test_where_blocks_are_computed_again_choices_come_back_in_forward_s_order():
     trace = sparse()
     sparse_step(trace, FIRST, recomputes=True)
@@ -380,44 +320,6 @@ def test_where_blocks_are_computed_again_choices_come_back_in_forward_s_order():
     trace.end_cycle()
     sparse_forward(trace, chosen)
     assert choices_ahead(trace) == [31, 22, 21, 20, 11, 13]
-
-
-def test_only_the_last_forward_is_expected_back():
-    trace = sparse()
-    sparse_step(trace, FIRST)
-    for number in range(EXPERTS):  # evaluations
-        sparse_forward(trace, {layer: [number] for layer in range(3)})
-    sparse_forward(trace, {0: [0], 1: [2, 3], 2: [1]})
-    trace.use(2, backward=True)
-    assert choices_ahead(trace) == [31, 23, 22, 10]
-    assert {item for item in trace.first_uses() if item >= 10} == {10, 22, 23, 31}
-
-
-def test_a_pass_that_chooses_nothing_is_no_deviation():
-    trace = sparse()
-    sparse_step(trace, FIRST)
-    nothing: Chosen = {0: [], 1: [], 2: []}
-    for _ in range(2):
-        before = trace.misses
-        sparse_step(trace, nothing)
-        assert trace.misses == before
-        assert list(trace.upcoming()) == [0, 1, 2, 1, 0]
-    sparse_step(trace, {0: [1], 1: [], 2: []})
-    sparse_forward(trace, FIRST)
-    assert choices_ahead(trace) == [30, 33, 22, 11, 10]
-
-
-def test_where_tables_stand_is_learnt_anew_with_the_order_of_groups():
-    trace = sparse()
-    sparse_step(trace, FIRST)
-    sparse_step(trace, {1: [], 0: [], 2: []})
-    sparse_forward(trace, FIRST)
-    assert not choices_ahead(trace)
-    assert math.isinf(trace.next_use(expert(0, 0)))
-    sparse_backward(trace, FIRST)
-    trace.end_cycle()
-    sparse_forward(trace, FIRST)
-    assert choices_ahead(trace) == [30, 33, 22, 11, 10]
 
 
 def test_a_backward_that_leaves_choices_out_ends_what_was_expected_of_its_layer():
@@ -432,32 +334,6 @@ def test_a_backward_that_leaves_choices_out_ends_what_was_expected_of_its_layer(
     assert trace.is_over(expert(1, 3))  # never chosen
     trace.use(expert(1, 2), backward=True)
     assert trace.is_over(expert(1, 2))
-
-
-def test_in_the_first_backward_choices_are_over_when_they_were_used():
-    trace = sparse()
-    sparse_forward(trace, FIRST)
-    trace.use(2, backward=True)
-    assert not trace.is_over(expert(2, 0))
-    trace.use(expert(2, 0), backward=True)
-    assert trace.is_over(expert(2, 0))
-    assert trace.is_over(expert(2, 1))
-
-
-def test_passes_of_one_cycle_each_expect_their_own_choices_back():
-    trace = sparse()
-    passes: list[Chosen] = [FIRST, {0: [2], 1: [3], 2: [1]}]
-    for _ in range(2):
-        for chosen in passes:
-            sparse_forward(trace, chosen)
-            sparse_backward(trace, chosen)
-        trace.end_cycle()
-    for chosen in reversed(passes):
-        sparse_forward(trace, chosen)
-        coming = [expert(layer, n) for layer in (2, 1, 0) for n in reversed(chosen[layer])]
-        assert choices_ahead(trace) == coming
-        assert all(trace.next_use(item) < 3 for item in coming)
-        sparse_backward(trace, chosen)
 
 
 def test_what_backward_needs_is_expected_before_what_a_forward_may_choose():
@@ -497,30 +373,6 @@ def test_what_was_announced_ends_a_layer_s_expectations_of_this_forward():
         assert (trace.next_use(expert(0, 2)) < 1) != announces
 
 
-def test_a_layer_used_twice_keeps_its_order():
-    trace = sparse(1)
-    for _ in range(2):
-        trace.begin_forward()
-        for group, number in ((0, 0), (5, 1), (0, 2), (6, 0)):
-            trace.use(group)
-            trace.use(expert(0, number))
-        before = trace.misses
-        for group, number in ((6, 0), (0, 2), (5, 1), (0, 0)):
-            trace.use(group, backward=True)
-            trace.use(expert(0, number), backward=True)
-        assert trace.misses == before
-        trace.end_cycle()
-    assert list(trace.upcoming()) == [0, 5, 0, 6, 0, 5, 0]
-
-
-def test_first_uses_have_choices_where_they_were_used():
-    trace = sparse()
-    sparse_forward(trace, FIRST)
-    assert trace.first_uses() == [0, 10, 11, 1, 22, 2, 33, 30]
-    sparse_backward(trace, FIRST)
-    assert trace.first_uses() == [0, 10, 11, 1, 22, 2, 33, 30]
-
-
 def test_the_update_of_what_this_cycle_chose_is_expected_before_that_of_the_rest():
     trace = sparse()
     sparse_step(trace, {layer: [0, 1, 2] for layer in range(3)})
@@ -529,15 +381,3 @@ def test_the_update_of_what_this_cycle_chose_is_expected_before_that_of_the_rest
     updates = [trace.next_cycle_use(expert(0, number)) for number in range(EXPERTS)]
     assert updates == sorted(updates)
     assert updates[0] == trace.next_cycle_use(0) + 1  # its place is behind its layer's first use
-
-
-def test_a_cycle_of_choices_alone_does_no_harm():
-    trace = sparse()
-    for _ in range(3):
-        trace.use(expert(0, 1))
-        trace.use(expert(0, 1), backward=True)
-        trace.end_cycle()
-    assert not trace.learnt
-    assert trace.ahead(4) == []
-    sparse_step(trace, FIRST)
-    assert list(trace.upcoming()) == [0, 1, 2, 1, 0]

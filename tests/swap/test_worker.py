@@ -74,27 +74,6 @@ def test_a_failing_worker_tells_whoever_waits_for_it():
     worker.close()
 
 
-def test_several_threads_share_a_runner():
-    runner = ParallelRunner(3, min_share=1)
-    seen = [[0] * 100 for _ in range(4)]
-
-    def mine(number: int) -> None:
-        def body(lo: int, hi: int) -> None:
-            for i in range(lo, hi):
-                seen[number][i] += 1
-
-        for _ in range(50):
-            runner(body, 100)
-
-    callers = [threading.Thread(target=mine, args=(number,)) for number in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    runner.close()
-    assert seen == [[50] * 100] * 4
-
-
 def test_a_runner_that_is_let_go_ends_its_threads():
     runner = ParallelRunner(3, min_share=1)
     runner(lambda lo, hi: None, 10)
@@ -104,14 +83,6 @@ def test_a_runner_that_is_let_go_ends_its_threads():
     for thread in team:
         thread.join(10)
     assert not any(thread.is_alive() for thread in team)
-
-
-def test_a_closed_runner_says_so():
-    runner = ParallelRunner(2, min_share=1)
-    runner(lambda lo, hi: None, 10)
-    runner.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        runner(lambda lo, hi: None, 10)
 
 
 AT_THE_END = """

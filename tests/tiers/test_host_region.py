@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from offload.tiers import host_region
-from offload.tiers.host_region import HostRegion
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
@@ -127,66 +126,6 @@ def test_a_child_keeps_its_values_whatever_the_parent_does_meanwhile():
     said = in_child(wait_and_look)
     thread.join()
     assert said == "[1, 1, 1]"
-
-
-def test_a_view_that_is_gone_keeps_nothing():
-    region = HostRegion(64 * PAGE)
-    tensors = [region.tensor(n * PAGE, (n + 1) * PAGE) for n in range(64)]
-    views = [each[:1] for each in tensors[8:12]] + [tensors[20][1:]]
-    region.keep_what_is_seen()
-    assert region._kept == [(8 * PAGE, 12 * PAGE), (20 * PAGE, 21 * PAGE)]
-    region.keep_nothing()
-    del views
-    region.keep_what_is_seen()
-    assert region._kept == []
-
-
-def test_tensors_that_are_gone_are_forgotten():
-    region = HostRegion(PAGE)
-    for _ in range(10_000):
-        region.tensor(0, PAGE)
-    assert len(region._given) < 200
-
-
-def test_more_ranges_than_are_told_apart_are_kept_with_all_between(monkeypatch):
-    monkeypatch.setattr(host_region, "_MOST_RANGES", 3)
-    region = HostRegion(64 * PAGE)
-    tensors = [region.tensor(n * PAGE, (n + 1) * PAGE) for n in range(64)]
-    for tensor in tensors:
-        tensor.fill_(5)
-    views = [each[:1] for each in tensors[::2]]
-    assert in_child(lambda: [int(v) for v in views] + [int(tensors[1][0])]) == repr([5] * 33)
-    del views[2:]
-    assert in_child(lambda: [int(v) for v in views]) == "[5, 5]"
-    assert "StateError" in in_child(lambda: tensors[1][0])
-
-
-def test_a_grandchild_has_what_the_child_has():
-    lease = lease_of(tier(MIB), PAGE, 4)
-    view = lease.tensor[:2]
-    assert in_child(lambda: in_child(view.tolist)) == repr("[4, 4]")
-
-
-def test_a_child_that_drops_the_memory_loses_none_of_its_own():
-    """The end of the mapping in the child must not unmap what lies elsewhere."""
-    held = [lease_of(tier(64 * MIB), 64 * MIB, 1)]
-
-    def drop() -> bool:
-        own = [torch.full((16 * MIB,), n, dtype=torch.uint8) for n in range(8)]
-        held.clear()
-        own += [torch.full((16 * MIB,), n, dtype=torch.uint8) for n in range(8, 16)]
-        return all(bool((each == n).all()) for n, each in enumerate(own))
-
-    assert in_child(drop) == "True"
-    assert int(held[0].tensor.min()) == 1
-
-
-def test_memory_that_was_closed_is_inherited_while_it_is_viewed():
-    memory = HostMemory(MIB)
-    view = memory.tensor(0, PAGE).fill_(6)[:2]
-    memory.close()
-    del memory
-    assert in_child(view.tolist) == "[6, 6]"
 
 
 def test_closing_gives_back_what_nobody_else_views_although_its_tensors_live():

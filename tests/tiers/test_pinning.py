@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.device.streams import CopyStream
 from offload.tiers import accelerator, pinning
 from offload.tiers.accelerator import Accelerator
@@ -84,10 +82,6 @@ def test_pieces_tile_a_range_and_end_where_extents_end(address: int, nbytes: int
     assert extents == ends
 
 
-def test_a_terabyte_is_a_few_thousand_extents() -> None:
-    assert len(list(pinning.pieces(4096, 1 << 40))) <= 4097
-
-
 def test_a_budget_is_not_pinned_before_it_is_used(driver: Driver) -> None:
     memory = pinned_memory(1 << 34)
     assert driver.registered == {}
@@ -96,17 +90,6 @@ def test_a_budget_is_not_pinned_before_it_is_used(driver: Driver) -> None:
     assert driver.holds(used)
     assert sum(driver.registered.values()) <= 2 * EXTENT
     assert memory.pinned
-
-
-def test_a_lease_used_in_parts_is_pinned_in_parts(driver: Driver) -> None:
-    """As the window of activations, which is all that other states leave of the budget."""
-    tier = MemoryTier(Tier.HOST, NBYTES, pinned_memory(), Ledger())
-    lease = tier.lease(NBYTES, owner="a", state_class=StateClass.ACTIVATIONS, in_parts=True)
-    assert driver.registered == {}
-    slot = ActivationWindow(lease).take(EXTENT // 2)
-    assert slot is not None
-    assert driver.holds(slot.tensor)
-    assert sum(driver.registered.values()) <= 2 * EXTENT
 
 
 @given(ranges=st.lists(st.tuples(st.integers(0, NBYTES - 1), st.integers(1, NBYTES)), max_size=20))
@@ -120,23 +103,6 @@ def test_what_is_handed_out_is_pinned_whole_and_once(ranges: list[tuple[int, int
             assert driver.holds(memory.tensor(start, min(nbytes, NBYTES - start)))
         memory.close()
     assert driver.registered == {}
-
-
-def test_threads_that_use_the_same_memory_at_once_pin_it_once(driver: Driver) -> None:
-    memory, starts = pinned_memory(), range(0, NBYTES - EXTENT, 4 * KIB)
-    found: list[torch.Tensor] = []
-
-    def use(number: int) -> None:
-        for start in list(starts)[number::2] + list(starts)[::7]:
-            found.append(memory.tensor(start, EXTENT))
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) >= len(starts)
-    assert all(map(driver.holds, found))
 
 
 def test_what_cannot_be_pinned_is_said_once_and_what_is_pinned_stays(
@@ -247,15 +213,3 @@ def test_copies_over_many_extents_and_beyond_them_are_right(
     memory.close()
     torch.empty(1, device=device).fill_(0)  # raises if an error were left
     assert not out[: 1 << 19].is_pinned()
-
-
-@pytest.mark.gpu
-def test_a_large_open_budget_takes_the_ram_of_one_extent() -> None:
-    from offload.process import machine
-
-    before = machine.rss_nbytes()
-    memory = HostMemory(1 << 40, pin_for=torch.device("cuda", 0))
-    lease = memory.tensor(0, 1 << 20)
-    assert lease.is_pinned()
-    assert machine.rss_nbytes() - before < pinning.EXTENT_NBYTES + (64 << 20)
-    memory.close()

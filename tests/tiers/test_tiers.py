@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.process.machine import rss_nbytes
-from offload.tiers.errors import IntegrityError, StateError, TierFullError
+from offload.tiers.errors import IntegrityError, TierFullError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
@@ -40,18 +40,6 @@ def test_a_lease_beyond_the_budget_says_what_which_how_much_and_what_to_do(host)
     assert "raise budget.host or move parameters to nvme" in message
 
 
-def test_peaks_are_kept_per_tier_and_class(host, ledger):
-    first = host.lease(8 * PAGE_NBYTES, owner="a", state_class=PARAMETERS)
-    first.free()
-    host.lease(PAGE_NBYTES, owner="b", state_class=StateClass.GRADIENTS)
-    account = ledger.accounts[Tier.HOST]
-    assert account.used_nbytes == PAGE_NBYTES
-    assert account.peak_nbytes == 8 * PAGE_NBYTES
-    assert account.peak_by_class[PARAMETERS] == 8 * PAGE_NBYTES
-    assert account.by_class[PARAMETERS] == 0
-    ledger.check_integrity()
-
-
 def test_a_ledger_that_does_not_balance_prints_the_balance(host, ledger):
     host.lease(PAGE_NBYTES, owner="a", state_class=PARAMETERS)
     ledger.accounts[Tier.HOST].by_class[PARAMETERS] += 1
@@ -68,27 +56,11 @@ def test_a_lease_is_in_use_while_a_view_of_it_lives(host):
     assert not lease.in_use()
 
 
-def test_pages_for_a_file_transfer_are_the_same_bytes_and_no_use(host):
-    lease = host.lease(PAGE_NBYTES, owner="a", state_class=PARAMETERS)
-    pages = lease.pages(8, 16)
-    pages[:] = bytes(range(8))
-    assert not lease.in_use()
-    assert lease.tensor[8:16].tolist() == list(range(8))
-
-
 def test_leases_do_not_overlap(host):
     leases = [host.lease(5000, owner=str(i), state_class=PARAMETERS) for i in range(8)]
     for number, lease in enumerate(leases):
         lease.tensor.fill_(number)
     assert [int(lease.tensor.unique()) for lease in leases] == list(range(8))
-
-
-def test_freeing_a_lease_twice_raises(host):
-    lease = host.lease(1, owner="a", state_class=PARAMETERS)
-    with lease:
-        pass
-    with pytest.raises(StateError, match="freed twice"):
-        lease.free()
 
 
 def test_a_reserved_budget_costs_no_memory_until_touched():
@@ -136,12 +108,6 @@ def test_the_budget_of_a_file_tier_holds_over_all_paths(ledger):
         tier.allocate(PAGE_NBYTES, "x", PARAMETERS)
     with pytest.raises(TierFullError, match=r"raise budget.nvme or add a path to nvme.paths"):
         tier.allocate(1, "layer.9", PARAMETERS)
-
-
-@pytest.mark.parametrize("shares", [[], [1.0, 0.0], [-1.0]])
-def test_shares_must_be_positive(ledger, shares):
-    with pytest.raises(ValueError, match="positive"):
-        FileTier(1 << 20, shares, ledger)
 
 
 @pytest.mark.parametrize(
@@ -204,18 +170,6 @@ def test_a_tier_in_pieces_takes_no_more_ram_than_its_budget():
         for lease in (large, *small):
             lease.free()
     assert tier.fits(part)
-
-
-def test_memory_that_cannot_be_given_back_says_in_what_pieces_it_is_free(ledger):
-    class Pinned(HostMemory):
-        beyond_nbytes = property(lambda _: 0, lambda *_: None)
-
-    tier = MemoryTier(Tier.HOST, 4 * PAGE_NBYTES, Pinned(4 * PAGE_NBYTES), ledger)
-    leases = [tier.lease(PAGE_NBYTES, owner="a", state_class=PARAMETERS) for _ in range(4)]
-    for lease in leases[::2]:
-        lease.free()
-    with pytest.raises(TierFullError, match=r"free in pieces of at most 4\.0 KiB"):
-        tier.lease(2 * PAGE_NBYTES, owner="b", state_class=PARAMETERS)
 
 
 def test_plans_are_made_without_pytorch() -> None:
