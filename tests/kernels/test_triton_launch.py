@@ -53,19 +53,6 @@ def test_without_triton_the_error_says_so() -> None:
     assert "triton is not installed: pip install 'offload[gpu]'" in said
 
 
-def test_without_a_gpu_the_error_says_so() -> None:
-    assert "torch sees no CUDA device" in run(IMPORTS + CALL)
-
-
-def test_a_device_that_the_kernels_are_not_made_for_is_named() -> None:
-    program = """
-import torch
-from offload.kernels.gpu.triton_launch import missing
-print([missing(torch.device(kind)) for kind in ("cuda", "xpu")])
-"""
-    assert run(program) == "[None, 'our Triton kernels have not been made to run on XPU']\n"
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes tensors in host memory")
 def test_host_memory_is_refused_on_a_gpu() -> None:
     from offload.kernels.gpu.triton_gradients import copy_gradient

@@ -309,6 +309,7 @@ def run_with_fault(directory: Path, backend: str, calls: str, fault: str) -> lis
 WRITES = "?pwritev,?pwritev2"
 
 
+@pytest.mark.slow
 def test_eio_from_the_kernel_is_a_typed_error_and_the_next_request_works(tmp_path: Path) -> None:
     outcomes = run_with_fault(tmp_path, "threads", WRITES, "error=EIO:when=12+6")
     assert "StorageError 5" in outcomes
