@@ -17,7 +17,7 @@ import offload.tiered_model
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, UnsupportedError
 from offload.tiers.tier import Tier
-from offload.zero.groups import module_tree
+from offload.zero.groups import discovery
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -60,7 +60,7 @@ class RoutedLM(TinyLM):
 
 @pytest.fixture(autouse=True)
 def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
+    monkeypatch.setattr(discovery, "SMALL_TABLE_NUMEL", 0)
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def test_experts_that_do_not_move_one_by_one_have_no_home(
     build: Any, least: int, keys: dict[str, Any], said: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", least)
+    monkeypatch.setattr(discovery, "SMALL_TABLE_NUMEL", least)
     for experts in "host", "auto":
         with pytest.raises(ConfigError, match=said):
             offload.initialize(build(), _settings(tmp_path, {**HOST, "experts": experts}, **keys))

@@ -13,7 +13,7 @@ import offload
 from offload.kernels.variants import Master
 from offload.tiered_model import TieredModel
 from offload.tiers.units import round_up
-from offload.zero.groups import module_tree
+from offload.zero.groups import discovery
 from offload.zero.step.records import RecordFormat
 from tests.offload.engine_cases import NVME, config, seeded
 from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
@@ -25,7 +25,7 @@ LAYERS, STEPS, CHUNK, PAGE = 3, 8, 2048, 4096
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Experts are groups, and every move is over when it was asked for."""
-    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
+    monkeypatch.setattr(discovery, "SMALL_TABLE_NUMEL", 0)
     let_all_be_done_at_once(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from offload.config import OffloadConfig
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.tiers.tier import Tier
-from offload.zero.groups import module_tree
+from offload.zero.groups import discovery
 from offload.zero.groups.discovery import discover
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
 from tests.outside.routed_model import EXPERTS, HIDDEN, Call, Routed
@@ -46,8 +46,8 @@ WAYS: dict[str, tuple[Call | None, bool | str]] = {
 
 @pytest.fixture(autouse=True)
 def _experts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_tree, "SMALL_TABLE_NUMEL", 0)
-    monkeypatch.setattr(module_tree, "SMALL_UNIT_NUMEL", 0)
+    monkeypatch.setattr(discovery, "SMALL_TABLE_NUMEL", 0)
+    monkeypatch.setattr(discovery, "SMALL_UNIT_NUMEL", 0)
 
 
 def states_of(engine: offload.Engine) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import ConfigError
-from offload.zero.groups.discovery import SMALL_UNIT_NUMEL, discover
+from offload.zero.groups.discovery import discover
+from offload.zero.groups.model_shape import SMALL_UNIT_NUMEL
 
 LARGE = int(SMALL_UNIT_NUMEL**0.5) + 1
 
@@ -46,10 +47,30 @@ def test_a_tied_weight_is_in_one_group_that_both_units_need():
     assert needs["head"] == needs["embed"] == [0]
 
 
-def test_every_parameter_is_in_exactly_one_group():
-    model = nn.Sequential(Model(), nn.LSTM(8, 8), nn.MultiheadAttention(8, 2), nn.BatchNorm1d(8))
-    grouped = [id(p) for group in discover(model).groups for _, p in group.params]
-    assert sorted(grouped) == sorted({id(p) for p in model.parameters()})
+class Odd(nn.Module):
+    """Parameters of its own, one module in two places, tied weights, lists of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(nn.init.ones_(nn.Linear(2, 2).weight))
+        self.first = nn.Linear(LARGE, LARGE)
+        self.again = self.first
+        self.blocks = nn.ModuleList([nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE)])
+        self.mixed = nn.Sequential(nn.Linear(LARGE, LARGE), nn.GELU(), nn.LayerNorm(LARGE))
+        self.named = nn.ModuleDict({"a": nn.LSTM(8, 8), "b": nn.LSTM(8, 8)})
+        self.listed = nn.ParameterList([self.first.weight, nn.Parameter(self.own.detach() + 1)])
+        self.head = nn.Linear(LARGE, LARGE, bias=False)
+        self.head.weight = self.blocks[0].weight
+        self.blocks[1].bias.requires_grad_(False)
+
+
+def test_every_parameter_is_in_one_group_with_all_its_names():
+    model = Odd()
+    for classes in ((), ["LSTM"]):
+        found = discover(model, classes)
+        named = [name for group in found.groups for names, _ in group.params for name in names]
+        assert sorted(named) == sorted(n for n, _ in model.named_parameters(remove_duplicate=False))
+        assert {i for unit in found.units for i in unit.groups} == set(range(len(found.groups)))
 
 
 def test_named_block_classes_replace_the_search():

@@ -2,48 +2,35 @@
 
 A *unit* is a module whose forward needs groups; a *group* is a set of parameters that move
 together. Usually there is one group per unit. Tied weights belong to the first unit that has them;
-every other unit with that weight needs the first one's group as well. `module_tree` has the rules,
-without torch; this module applies them to torch modules.
+every other unit with that weight needs the first one's group as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
-from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
-from offload.zero.groups.module_tree import (
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import (
+    SMALL_TABLE_NUMEL,
     SMALL_UNIT_NUMEL,
-    ModuleKind,
-    ModuleTree,
-    TreeGroup,
-    TreeParam,
-    find_groups,
-    shape_of_groups,
+    GroupShape,
+    ModelShape,
+    UnitShape,
 )
 from offload.zero.groups.storage import Storage
 from offload.zero.kv.sizes import CachedLayer
 from offload.zero.tensors.local_tensors import is_dtensor, local_of
 
-__all__ = [
-    "SMALL_UNIT_NUMEL",
-    "Discovery",
-    "GroupPlan",
-    "Unit",
-    "discover",
-    "ep_size_of",
-    "experts_per_token",
-    "experts_per_token_of",
-    "managed",
-    "refuse_uninitialised",
-    "tree_of",
-]
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_WITHOUT_FORWARD = (*_CONTAINERS, nn.ParameterList, nn.ParameterDict)  # it could not be hooked
 
 # How many experts a token is sent to: keys of transformers' (5.17) configurations.
 _CHOSEN = (
@@ -156,109 +143,243 @@ def discover(
     model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True,
     frozen: bool = False, only: torch.dtype | None = None,
 ) -> Discovery:  # fmt: skip
-    """Return the groups and units of a model (see `find_groups`). `frozen`: nothing will be
-    updated. `only`: parameters in other formats stay in the model."""
+    """Return the groups and units of a model. `experts`: each expert is one of its own; where
+    experts are spread over ranks in any case. `frozen`: nothing will be updated. `only`:
+    parameters in other formats stay in the model.
+
+    Raises ConfigError if a named block class is not in it; UnsupportedError if experts that are
+    spread have a parameter that something else has, too.
+    """
     refuse_uninitialised(model)
-    trees = _Trees(frozen=frozen, only=only)
-    groups, units = find_groups(trees.of(model), block_classes, experts=experts)
-    packed = _pack(groups, trees)
-
-    def found(param: TreeParam) -> nn.Parameter:
-        if param.packed is None:
-            return trees.params[id(param)]
-        return packed[id(param.packed)].rows[param.row]
-
-    shape = shape_of_groups(groups, units)
+    _check_classes(block_classes, model)
+    rules = _Rules(model, block_classes, only, experts=experts)
+    home: dict[int, int] = {}  # id(parameter) -> its group
+    groups: list[GroupPlan] = []
+    units: list[Unit] = []
+    seen: set[int] = set()
+    for unit, params in rules.units(model):
+        if not unit.is_packed:
+            if id(unit.module) in seen:  # one module in two places
+                continue
+            seen.add(id(unit.module))
+        fresh = [param for param in params if id(param) not in home]
+        if fresh:
+            home.update((id(param), len(groups)) for param in fresh)
+            named = [(rules.names_of(param), param) for param in fresh]
+            shapes = (
+                ParamShape(
+                    names, tuple(local_of(param).shape), param.requires_grad and not frozen
+                )
+                for names, param in named
+            )  # fmt: skip
+            shape = GroupShape(
+                unit.name, tuple(shapes), table=unit.table, packed=unit.is_packed,
+                ep_size=rules.ep_sizes.get(unit.table, 1),
+            )  # fmt: skip
+            groups.append(GroupPlan(shape, named))
+        unit.groups = sorted({home[id(param)] for param in params})
+        units.append(unit)
     return Discovery(
-        [
-            GroupPlan(its, [(names, found(param)) for names, param in group.params])
-            for its, group in zip(shape.groups, groups, strict=True)
-        ],
-        [
-            Unit(
-                u.name, trees.modules[id(u.module)], u.groups, u.repeated, u.table,
-                u.expert is not None,
-            )
-            for u in units
-        ],
-        list(packed.values()),
-        experts_per_token_of(model) if any(group.table for group in groups) else None,
+        groups, units, rules.packed,
+        experts_per_token_of(model) if any(group.shape.table for group in groups) else None,
         adapters=frozenset(_adapters_in(model)),
     )  # fmt: skip
 
 
-def _pack(groups: Sequence[TreeGroup], trees: _Trees) -> dict[int, PackedParam]:
-    """Return the packed parameters, by the id of their tree's parameter."""
-    packed: dict[int, PackedParam] = {}
-    for group in groups:
-        for names, param in group.params:
-            if param.packed is not None and id(param.packed) not in packed:
-                whole = tuple(name.removesuffix("[0]") for name in names)
-                packed[id(param.packed)] = PackedParam.of(trees.params[id(param.packed)], whole)
-    return packed
-
-
-def tree_of(model: nn.Module) -> ModuleTree:
-    """Return the model's modules and parameters without their code and values."""
-    refuse_uninitialised(model)
-    return _Trees().of(model)
-
-
-class _Trees:
-    """Modules as trees, and the modules of a tree's nodes, by their id."""
-
-    def __init__(self, *, frozen: bool = False, only: torch.dtype | None = None) -> None:
-        self._frozen, self._only = frozen, only
-        self.modules: dict[int, nn.Module] = {}
-        self.params: dict[int, nn.Parameter] = {}
-        self._trees: dict[int, ModuleTree] = {}  # id(module) -> its tree
-        self._params: dict[int, TreeParam] = {}
-        # modules by id whose parameters another one changes as a whole while they compute (PEFT's
-        # `target_parameters`)
-        self._whole: set[int] = set()
-
-    def of(self, module: nn.Module) -> ModuleTree:
-        """Return the tree of a module: one per module, however many places it is in."""
-        if id(module) not in self._trees:
-            own = module.named_parameters(recurse=False, remove_duplicate=False)
-            if isinstance(getattr(module, "parameter_name", None), str):
-                self._whole.update(map(id, module._modules.values()))
-            tree = ModuleTree(
-                type(module).__name__,
-                {name: self._param(param) for name, param in own},
-                {n: self.of(child) for n, child in module._modules.items() if child is not None},
-                ModuleKind.PLAIN if id(module) in self._whole else _kind_of(module),
-                ep_size_of(module),
-                type(module),
+def _check_classes(block_classes: Sequence[str], model: nn.Module) -> None:
+    """Raise ConfigError for a class that is not the model's, listing those that may be meant."""
+    if not block_classes:
+        return
+    with_params = (m for m in model.modules() if next(m.parameters(), None) is not None)
+    found = {type(module).__name__ for module in with_params}
+    for name in block_classes:
+        if name not in found:
+            raise ConfigError(
+                f"groups.blocks: the model has no module of class {name} with parameters; "
+                f"it has {', '.join(sorted(found))}"
             )
-            self._trees[id(module)] = tree
-            self.modules[id(tree)] = module
-        return self._trees[id(module)]
 
-    def _param(self, param: nn.Parameter) -> TreeParam:
-        if id(param) not in self._params:
-            shape = tuple(local_of(param).shape)
-            trained = param.requires_grad and not self._frozen
-            made = TreeParam(shape, trained, managed(param, self._only))
-            self._params[id(param)] = made
-            self.params[id(made)] = param
-        return self._params[id(param)]
+
+class _Rules:
+    """Where a model is cut into units: blocks, small subtrees, experts, and modules with parameters
+    of their own."""
+
+    def __init__(
+        self, model: nn.Module, block_classes: Sequence[str], only: torch.dtype | None, *,
+        experts: bool,
+    ) -> None:  # fmt: skip
+        self.packed: list[PackedParam] = []
+        self.ep_sizes: dict[str, int] = {}  # over how many ranks the experts of a table are spread
+        self._classes = set(block_classes)
+        self._only = only
+        self._rows: dict[int, tuple[str, ...]] = {}  # names of packed parameters' rows
+        self._names: dict[int, list[str]] = defaultdict(list)
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self._names[id(param)].append(name)
+        # modules whose parameters another one changes as a whole while they compute (PEFT's
+        # `target_parameters`)
+        whole = {
+            id(child) for module in model.modules() for child in module.children()
+            if isinstance(getattr(module, "parameter_name", None), str)
+        }  # fmt: skip
+        self._packed_tables = {
+            id(each) for each in model.modules()
+            if id(each) not in whole and _is_packed(each) and self._are_even_and_apart(each)
+        }  # fmt: skip
+        self._tables = {
+            id(child) for module in model.modules()
+            for name, child in module._modules.items()
+            if child is not None and self._is_table(name, child, experts)
+        }  # fmt: skip
+
+    def names_of(self, param: nn.Parameter) -> tuple[str, ...]:
+        """Return a parameter's names; for a row, those of its packed parameter with its number."""
+        return self._rows.get(id(param)) or tuple(self._names[id(param)])
+
+    def units(
+        self, module: nn.Module, name: str = ""
+    ) -> Iterator[tuple[Unit, list[nn.Parameter]]]:  # fmt: skip
+        """Yield units depth first: a block or small subtree is one unit, else own parameters, then
+        children. Experts are units behind the one around them."""
+        if id(module) in self._tables:
+            yield from self._experts_of(module, name)
+            return
+        if self._is_whole(module, name):
+            is_block = type(module).__name__ in self._classes
+            yield from self._whole(module, name, repeated=is_block)
+            return
+        own = self._managed(module.parameters(recurse=False))
+        if own:
+            yield Unit(name, module), own
+        repeated = set() if self._classes else self._repeated_children(module)
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if id(child) in repeated:
+                # experts are no blocks: what each is called with are tokens, not the batch
+                is_block = not _names_experts(name.rpartition(".")[2])
+                yield from self._whole(child, path, repeated=is_block)
+            else:
+                yield from self.units(child, path)
+
+    def _whole(
+        self, module: nn.Module, name: str, *, repeated: bool
+    ) -> Iterator[tuple[Unit, list[nn.Parameter]]]:
+        """Yield a module as one unit, but for the experts in it."""
+        within = list(self._tables_within(module, name))
+        apart = {id(param) for _, table in within for param in table.parameters()}
+        params = [p for p in self._managed(module.parameters()) if id(p) not in apart]
+        if params or (within and repeated):
+            yield Unit(name, module, repeated=repeated), params
+        for path, table in within:
+            yield from self._experts_of(table, path)
+
+    def _managed(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [param for param in params if managed(param, self._only)]
+
+    def _is_whole(self, module: nn.Module, name: str) -> bool:
+        if type(module).__name__ in self._classes:
+            return True
+        if isinstance(module, _WITHOUT_FORWARD):
+            return False
+        if not module._modules:
+            return True
+        if self._classes and any(type(m).__name__ in self._classes for m in module.modules()):
+            return False
+        return bool(name) and _numel(module.parameters()) <= SMALL_UNIT_NUMEL
+
+    def _repeated_children(self, module: nn.Module) -> set[int]:
+        """Return children of a container that share their class with a sibling and hold
+        parameters."""
+        if not isinstance(module, (*_CONTAINERS, nn.Sequential)):
+            return set()
+        children = [child for child in module.children() if self._managed(child.parameters())]
+        counts = Counter(map(type, children))
+        hookable = [child for child in children if not isinstance(child, _CONTAINERS)]
+        return {id(child) for child in hookable if counts[type(child)] > 1}
+
+    # ---------------------------------------------------------------- experts
+    def _is_table(self, name: str, module: nn.Module, experts: bool) -> bool:
+        """Return whether a module has experts that move one by one."""
+        if ep_size_of(module) > 1:
+            self._check_spread(module)
+            return True
+        is_list = _names_experts(name) and self._is_list(module)
+        return experts and (id(module) in self._packed_tables or is_list)
+
+    def _check_spread(self, module: nn.Module) -> None:
+        for param in module.parameters():
+            names = self._names[id(param)]
+            if not managed(param, self._only) or len(names) > 1:
+                what = "is tied" if len(names) > 1 else "is no real floating-point tensor"
+                raise UnsupportedError(
+                    f"{' = '.join(names)} {what}, and belongs to experts that are spread over "
+                    f"{ep_size_of(module)} ranks; give each expert parameters of its own, or set "
+                    "ep_size=1"
+                )
+
+    def _are_even_and_apart(self, module: nn.Module) -> bool:
+        params = list(module.parameters())
+        is_even = len({param.shape[:1] for param in params}) == 1 and params[0].shape[0] > 1
+        return is_even and self._is_apart(params)
+
+    def _is_list(self, module: nn.Module) -> bool:
+        experts = [expert for _, expert in _listed(module)]
+        hookable = not any(isinstance(expert, _WITHOUT_FORWARD) for expert in experts)
+        alike = len(set(map(type, experts))) == 1 and len(experts) > 1
+        is_list = isinstance(module, _CONTAINERS) and not module._parameters
+        return is_list and hookable and alike and self._is_apart(list(module.parameters()))
+
+    def _is_apart(self, params: Sequence[nn.Parameter]) -> bool:
+        """Return whether experts' parameters are worth moving one by one, and in no other place."""
+        ours = all(managed(p, self._only) and len(self._names[id(p)]) == 1 for p in params)
+        return ours and _numel(params) > SMALL_TABLE_NUMEL
+
+    def _tables_within(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of experts below a module, with their names."""
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if id(child) in self._tables:
+                yield path, child
+            else:
+                yield from self._tables_within(child, path)
+
+    def _experts_of(
+        self, table: nn.Module, name: str
+    ) -> Iterator[tuple[Unit, list[nn.Parameter]]]:  # fmt: skip
+        """Yield each expert as a unit, with its parameters."""
+        self.ep_sizes[name] = ep_size_of(table)
+        if id(table) not in self._packed_tables:
+            for child_name, expert in _listed(table):
+                unit = Unit(f"{name}.{child_name}", expert, table=name)
+                yield unit, self._managed(expert.parameters())
+            return
+        packed = [
+            PackedParam.of(param, tuple(self._names[id(param)])) for param in table.parameters()
+        ]
+        self.packed += packed
+        for number, rows in enumerate(zip(*(each.rows for each in packed), strict=True)):
+            for each, row in zip(packed, rows, strict=True):
+                self._rows[id(row)] = tuple(f"{its}[{number}]" for its in each.names)
+            yield Unit(f"{name}.{number}", table, table=name, is_packed=True), list(rows)
+
+
+def _names_experts(name: str) -> bool:
+    return name == "experts" or name.endswith("_experts")
+
+
+def _listed(table: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the experts in a list, which may hold a dropout or an identity beside them."""
+    return [(n, c) for n, c in table.named_children() if next(c.parameters(), None) is not None]
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(local_of(param).numel() for param in params)
 
 
 def ep_size_of(module: nn.Module) -> int:
     """Return the number of ranks over which a module's experts are spread, which a list of modules
     states itself (`moe.Experts`); 1 for any other module."""
     return int(getattr(module, "ep_size", 1)) if isinstance(module, nn.ModuleList) else 1
-
-
-def _kind_of(module: nn.Module) -> ModuleKind:
-    if isinstance(module, nn.Sequential):
-        return ModuleKind.SEQUENCE
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return ModuleKind.CONTAINER
-    if isinstance(module, nn.ParameterList | nn.ParameterDict):
-        return ModuleKind.PARAMETERS
-    return ModuleKind.PACKED_EXPERTS if _is_packed(module) else ModuleKind.PLAIN
 
 
 def _is_packed(module: nn.Module) -> bool:

@@ -16,6 +16,11 @@ from offload.zero.groups.storage import Storage, cut
 from offload.zero.kv.sizes import CachedLayer
 from offload.zero.ranks.sharding import ALONE, Sharding
 
+# A subtree this small is one unit: a hook per layer would cost more than moving it whole.
+SMALL_UNIT_NUMEL = 1 << 16
+# Experts that are this small together are not moved one by one, for the same reason.
+SMALL_TABLE_NUMEL = 1 << 16
+
 
 @dataclass(frozen=True)
 class GroupShape:
@@ -82,7 +87,8 @@ class ModelShape:
     @cached_property
     def joined(self) -> ModelShape:
         """Return the same model with the experts of a block in the block's group, where they are
-        not to move one by one: as `shape_of(..., experts=False)`, but for the order in a group."""
+        not to move one by one: as `discover(..., experts=False)` has it, but for the order in a
+        group."""
         home: dict[int, int] = {}  # an expert's group -> its block's
         block: UnitShape | None = None
         for unit in self.units:

@@ -46,8 +46,7 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
-from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.module_tree import SMALL_TABLE_NUMEL
+from offload.zero.groups.model_shape import SMALL_TABLE_NUMEL, ModelShape
 from offload.zero.ranks.sharding import Sharding
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.module_tree import SMALL_TABLE_NUMEL
+from offload.zero.groups.model_shape import SMALL_TABLE_NUMEL, ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -41,9 +41,7 @@ from offload.tools.memest.source.transformers_models import (
     library_cache,
     library_model,
 )
-from offload.tools.memest.source.weight_names import tree_of_names
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.module_tree import shape_of
 
 _INDEX = "model.safetensors.index.json"
 _FILE_SUFFIXES = (".json", ".safetensors", ".yaml", ".yml")
@@ -241,8 +239,11 @@ def _read_configuration(values: Any, path: Path, blocks: Sequence[str]) -> Model
 def _from_tensors(
     tensors: Mapping[str, HeaderTensor], path: Path, blocks: Sequence[str]
 ) -> ModelSource:
-    named = tree_of_names(tensors)
-    shape = shape_of(named.tree)
+    from offload.tools.memest.source.weight_names import model_of_names
+    from offload.zero.groups.discovery import discover
+
+    named = model_of_names(tensors)
+    shape = discover(named.model).shape()
     if shape.numel == 0:
         counts: Counter[str] = Counter()
         for tensor in tensors.values():

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
 
 from offload.tools.memest.source.safetensors_header import HeaderTensor
-from offload.zero.groups.module_tree import ModuleKind, ModuleTree, TreeParam
 
 # buffers that older versions of transformers and other libraries store
 _BUFFERS = (
@@ -29,15 +32,15 @@ _BUFFERS = (
 
 @dataclass(frozen=True)
 class NamedWeights:
-    """Modules derived from names, and the names that belong to none."""
+    """A model on the meta device, derived from names, and the names that belong to none."""
 
-    tree: ModuleTree
+    model: nn.Module
     buffers: tuple[str, ...]  # names taken for buffers
 
 
-def tree_of_names(tensors: Mapping[str, HeaderTensor]) -> NamedWeights:
+def model_of_names(tensors: Mapping[str, HeaderTensor]) -> NamedWeights:
     """Return modules by dotted names, in the order in which a model would have them."""
-    root = ModuleTree("")
+    root = nn.Module()
     buffers = []
     for name, tensor in sorted(tensors.items(), key=lambda item: _order(item[0])):
         if _is_buffer(name, tensor):
@@ -46,11 +49,16 @@ def tree_of_names(tensors: Mapping[str, HeaderTensor]) -> NamedWeights:
         *path, last = name.split(".")
         module = root
         for part in path:
-            module = module.children.setdefault(part, ModuleTree(""))
-        module.params[last] = TreeParam(tensor.shape, managed=tensor.trainable)
-    for module in root.modules():
-        _name_kind(module)
-    return NamedWeights(root, tuple(buffers))
+            # not add_module, which refuses the names of a module's own attributes
+            module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        module._parameters[last] = _param(tensor)
+    return NamedWeights(_with_lists(root), tuple(buffers))
+
+
+def _param(tensor: HeaderTensor) -> nn.Parameter:
+    dtype = torch.float32 if tensor.trainable else torch.uint8
+    values = torch.empty(tensor.shape, dtype=dtype, device=torch.device("meta"))
+    return nn.Parameter(values, requires_grad=tensor.trainable)
 
 
 def _is_buffer(name: str, tensor: HeaderTensor) -> bool:
@@ -78,10 +86,21 @@ def _rank(part: str) -> int:
     return 2 if part in ("norm", "ln_f", "final_layernorm", "lm_head", "head", "score") else 1
 
 
-def _name_kind(module: ModuleTree) -> None:
-    children = module.children
-    if not children or module.params or not all(name.isdecimal() for name in children):
-        return
-    module.kind = ModuleKind.CONTAINER
+@cache
+def _class_of(is_block: bool, params: tuple[str, ...]) -> type[nn.Module]:
+    """Return the class of entries of a list that look alike."""
+    return type("Block" if is_block else "Layer", (nn.Module,), {"params": params})
+
+
+def _with_lists(module: nn.Module) -> nn.Module:
+    """Return the module with an nn.ModuleList for each one whose children are all numbers."""
+    children = {name: _with_lists(child) for name, child in module.named_children()}
+    module._modules.update(children)
+    if not children or module._parameters or not all(name.isdecimal() for name in children):
+        return module
     for child in children.values():
-        child.type_key = ("block" if child.children else "layer", tuple(child.params))
+        if not isinstance(child, nn.ModuleList):
+            child.__class__ = _class_of(bool(child._modules), tuple(child._parameters))
+    found = nn.ModuleList()
+    found._modules.update(children)
+    return found
