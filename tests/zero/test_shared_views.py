@@ -152,11 +152,6 @@ def halves(model: Two) -> None:
     model.a.weight, model.b.weight = nn.Parameter(base[:8]), nn.Parameter(base[8:])
 
 
-def columns_in_turn(model: Two) -> None:
-    base = model.base[0].view(8, 16)
-    model.a.weight, model.b.weight = nn.Parameter(base[:, ::2]), nn.Parameter(base[:, 1::2])
-
-
 def tied(model: Two) -> None:
     model.b.weight = model.a.weight
 
@@ -178,9 +173,7 @@ def tied_buffers(model: Two) -> None:
 
 
 @pytest.mark.parametrize("make", [in_ram, lazily])
-@pytest.mark.parametrize(
-    "change", [halves, columns_in_turn, tied, frozen_with_a_buffer, copied, tied_buffers]
-)
+@pytest.mark.parametrize("change", [halves, tied, frozen_with_a_buffer, copied, tied_buffers])
 def test_what_is_apart_or_one_object_trains(
     tmp_path: Path, change: Callable[[Two], None], make: Any
 ) -> None:

@@ -128,11 +128,41 @@ class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "__weakref__", "_any_dtensor", "_catch_up", "_classes", "_flat", "_held_for", "_home",
-        "_placeholders", "_places", "_shown", "_users", "_uses", "_views", "_watched", "_written",
-        "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy", "layout", "name",
-        "on_assigned", "on_hold", "on_trial", "params", "pending", "permanent", "residing", "state",
-        "updated_at", "version", "written_at",
+        "__weakref__",
+        "_any_dtensor",
+        "_catch_up",
+        "_classes",
+        "_flat",
+        "_held_for",
+        "_home",
+        "_placeholders",
+        "_places",
+        "_shown",
+        "_users",
+        "_uses",
+        "_views",
+        "_watched",
+        "_written",
+        "check_assigned",
+        "copies",
+        "device",
+        "dtype",
+        "ep_size",
+        "has_masters",
+        "index",
+        "is_lazy",
+        "layout",
+        "name",
+        "on_hold",
+        "on_trial",
+        "params",
+        "pending",
+        "permanent",
+        "residing",
+        "state",
+        "updated_at",
+        "version",
+        "written_at",
     )  # fmt: skip
 
     def __init__(
@@ -175,8 +205,8 @@ class ParamGroup:
         self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
         self._held_for: set[int] = set()  # users of a pass that is repeated without data
-        # given the tensors, by index, that `.data` of gathered parameters was set to
-        self.on_assigned: Callable[[dict[int, torch.Tensor]], None] | None = None
+        # refuses a tensor that `.data` of a gathered parameter was set to
+        self.check_assigned: Callable[[torch.nn.Parameter, torch.Tensor], None] = lambda *_: None
         self.on_hold: Callable[[ParamGroup, object, bool], None] | None = None  # True: entered
         self._written = [param._version for param in self.params]  # counters of known writes
         self._placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
@@ -437,8 +467,8 @@ class ParamGroup:
                     "its tiers; change the model before offload.initialize or offload.dispatch, or "
                     "precision: and device: in the configuration"
                 )
-        if self.on_assigned is not None:
-            self.on_assigned(values)
+        for index, given in values.items():
+            self.check_assigned(self.params[index], given)
         own = flat.untyped_storage()._cdata
         for index, given in values.items():
             if given.untyped_storage()._cdata == own:  # its place, or what is there, is written to

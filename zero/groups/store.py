@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from offload.zero.groups.fetching import Fetchable, Fetcher
 from offload.zero.groups.group import GroupState, ParamGroup, RankCopies
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
-from offload.zero.groups.shared_views import AssignedMemory, Memory
+from offload.zero.groups.shared_views import AssignedMemory, refuse_shared_data
 from offload.zero.hooks.closed_engine import ENGINE, Refusal
 from offload.zero.hooks.handles import HandleTable, Keeper
 from offload.zero.hooks.one_thread import OneThread
@@ -88,8 +88,10 @@ class WeightStore:
         self._packed = {id(packed.param): packed for packed in self.packed}
         # by the id of a row, the id of its packed parameter
         self.whole = {id(row): id(each.param) for each in self.packed for row in each.rows}
-        self.assigned = AssignedMemory()
-        self._released = ReleasedParameters(self.group_of, self.packed_of, self.assigned)
+        self._assigned = AssignedMemory()
+        self._released = ReleasedParameters(
+            self.group_of, self.packed_of, weakref.proxy(self)._check_assigned
+        )
         self._where: dict[int, tuple[ParamGroup, int]] = {}
         for plan in discovery.groups:
             self._add_group(plan)
@@ -116,7 +118,7 @@ class WeightStore:
         on_cpu = self.device.type == "cpu"
         group.is_lazy = self._straight_from_codes and layout.is_stored and on_cpu
         this = weakref.proxy(self)
-        group.on_assigned = lambda values: this._note_assigned(group, values)
+        group.check_assigned = lambda param, value: this._check_assigned(param, value)
         self.groups.append(group)
         self.fetcher.add(group, plan.shape.table)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
@@ -229,18 +231,17 @@ class WeightStore:
         """Note that `group` was gathered for code outside of the model's modules."""
         self._handles.note(group)
 
-    def _note_assigned(self, group: ParamGroup, values: Mapping[int, torch.Tensor]) -> None:
-        """Note that `.data` of parameters of a gathered group, by index, was set to `values`."""
-        memories = {index: self._memory_of(value) for index, value in values.items()}
-        for index, memory in memories.items():
-            self.assigned.assign(group.params[index], group.layout.params[index].name, memory)
-
-    def _memory_of(self, value: torch.Tensor) -> torch.Tensor | Memory:
+    def _check_assigned(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Raise UnsupportedError if `param.data` cannot be set to a plain tensor, as another
+        parameter has its memory."""
+        spec = self.spec_of(param)
+        assert spec is not None, "it is managed"
         group = self._handles.group_of(value)
         index = None if group is None else group.index_at(value)
         if group is None or index is None:
-            return value
-        return self.assigned.of(group.params[index], group.layout.params[index].name)
+            self._assigned.note(spec.name, value)
+        elif group.params[index] is not param:
+            refuse_shared_data(spec.name, group.layout.params[index].name)
 
     def adopt_changes(self) -> None:
         """Keep what was written to parameters since the last call."""

@@ -177,7 +177,6 @@ class WeightValues:
             self._adopt(group)
         self._packed.adopt()
         self._given.forget(loading)
-        self._store.assigned.check()
         self._given.check()
 
     def _adopt(self, group: ParamGroup) -> None:

@@ -36,7 +36,7 @@ from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import Classes, ParamGroup
-from offload.zero.groups.shared_views import AssignedMemory, Memory
+from offload.zero.groups.shared_views import refuse_shared_data
 from offload.zero.groups.weight_codes import WeightCodes
 from offload.zero.hooks.coded_uses import StoredParam, compute
 from offload.zero.hooks.compilers import uncompiled
@@ -102,10 +102,12 @@ class ReleasedParameters:
 
     def __init__(
         self, find: Callable[[nn.Parameter], tuple[ParamGroup, int] | None],
-        packed_of: Callable[[nn.Parameter], PackedParam | None], assigned: AssignedMemory,
+        packed_of: Callable[[nn.Parameter], PackedParam | None],
+        check_assigned: Callable[[nn.Parameter, torch.Tensor], None],
     ) -> None:  # fmt: skip
+        """`check_assigned` refuses a plain tensor that `.data` of a parameter is set to."""
         self._find = find
-        self._assigned = assigned
+        self._check_assigned = check_assigned
         self._packed_of = packed_of
         self._classes: dict[type, Classes] = {}
         self._released: dict[type, type] = {}  # class of released ones -> their own
@@ -406,7 +408,7 @@ class ReleasedParameters:
 
     def _as_paged(self, param: nn.Parameter, *, detached: bool = True) -> PagedTensor:
         name = self._name_of(param)
-        source = ParameterSource(self._values, param, name, self._assigned.of(param, name))
+        source = ParameterSource(self._values, param, name)
         self._sources.add(source)
         shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
         requires_grad = not detached and param.requires_grad
@@ -464,36 +466,33 @@ class ReleasedParameters:
                 "change the model before offload.initialize or offload.dispatch, or precision: and "
                 "device: in the configuration"
             )
-        memory = self._memory_of(value)
-        with torch.no_grad():
-            for source in list(self._sources):
-                source.part_from(param)
-            self._as_paged(param).copy_(value)
-        self._assigned.assign(param, name, memory)
-
-    def _memory_of(self, value: torch.Tensor) -> torch.Tensor | Memory | None:
-        """Return what plain PyTorch would let a parameter share whose `.data` is set to `value`."""
+        source = value.source if isinstance(value, PagedTensor) else None
         if type(value) in self._released:
-            return self._assigned.of(value, self._name_of(value))  # type: ignore[arg-type]
-        if isinstance(value, PagedTensor):
-            return value.source.memory if isinstance(value.source, ParameterSource) else None
-        return None if is_dtensor(value) else value
+            refuse_shared_data(name, self._name_of(value))
+        elif isinstance(source, ParameterSource):
+            if source.param is not param:
+                refuse_shared_data(name, source.name)
+        elif source is None and not is_dtensor(value):
+            self._check_assigned(param, value)
+        with torch.no_grad():
+            for each in list(self._sources):
+                each.part_from(param)
+            self._as_paged(param).copy_(value)
 
 
 class ParameterSource:
     """The values of one released parameter, for a PagedTensor: until `param.data` is set, after
     which it goes on with those from before, as what refers to the memory from before does."""
 
-    def __init__(self, values: Values, param: nn.Parameter, name: str, memory: Memory) -> None:
+    def __init__(self, values: Values, param: nn.Parameter, name: str) -> None:
         self._values = values
-        self.memory = memory
-        self._param = param
+        self.param = param
         self._parted: torch.Tensor | None = None
         self.name = name
 
     def part_from(self, param: nn.Parameter) -> None:
         """Keep the present values: `param.data` is about to become another tensor."""
-        if param is self._param and self._parted is None:
+        if param is self.param and self._parted is None:
             with self.reading() as values:
                 self._parted = values.clone()
 
@@ -502,16 +501,16 @@ class ParameterSource:
         if self._parted is not None:
             yield self._parted
             return
-        with self._values.reading([self._param]):
-            yield self._param.detach()
+        with self._values.reading([self.param]):
+            yield self.param.detach()
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
         if self._parted is not None:
             yield self._parted
             return
-        with self._values.gathered([self._param]):
-            yield self._param.detach()
+        with self._values.gathered([self.param]):
+            yield self.param.detach()
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
