@@ -1,12 +1,12 @@
 """The format of a page of keys and values in memory and in files.
 
 A page is a fixed number of tokens of one layer: of every row of the batch and every head. As it is
-computed (`PlainFormat`):
+computed:
 
     keys    [batch, heads, tokens, dim]
     values  [batch, heads, tokens, dim]     from the next multiple of 64 bytes on
 
-In 8 bits (`Int8Format`) each head's vector of a token is cut into groups of 128, 64 or 32 elements,
+In 8 bits each head's vector of a token is cut into groups of 128, 64 or 32 elements,
 the largest size that divides it; where none does, zeros follow up to a multiple of 32. A group has
 a 32-bit word and a code per element, those of INT8 in `kernels.weight_codes`: x' = q * s, with
 s = max(|x|) / 127 and q = round(x / s).
@@ -21,8 +21,8 @@ neither page size nor batch, neither tier nor device changes a bit.
 
 from __future__ import annotations
 
-import abc
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,42 +58,32 @@ class KVShape:
 
 
 @dataclass(frozen=True)
-class PageFormat(abc.ABC):
+class PageFormat:
     """A page of `tokens` tokens of `batch` rows, in `nbytes` bytes."""
 
     keys: KVShape
     values: KVShape
     batch: int
     tokens: int
-
-    exact = True  # what is read is what was written
+    int8: bool = False  # else what is read is what was written
 
     @property
     def nbytes(self) -> int:
-        return self._end(self.batch * self.tokens)
-
-    def _end(self, vectors: int) -> int:
-        """Return the bytes of so many vectors per head."""
+        vectors = self.batch * self.tokens
         return sum(self._part_nbytes(shape, vectors) for shape in (self.keys, self.values))
 
-    @classmethod
-    def token_nbytes(cls, keys: KVShape, values: KVShape, batch: int) -> int:
-        """Return the bytes that one token of all rows takes; in a page, alignment comes on top."""
-        return sum(cls._vector_nbytes(shape) * shape.heads for shape in (keys, values)) * batch
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes that one token of all rows takes; in a page, alignment comes on top."""
+        vectors = (self._vector_nbytes(each) * each.heads for each in (self.keys, self.values))
+        return sum(vectors) * self.batch
 
     def _part_nbytes(self, shape: KVShape, vectors: int) -> int:
         return round_up(vectors * shape.heads * self._vector_nbytes(shape), _ALIGNMENT)
 
-    @classmethod
-    def _vector_nbytes(cls, shape: KVShape) -> int:
+    def _vector_nbytes(self, shape: KVShape) -> int:
         """Return the bytes of one token and head."""
-        return vector_nbytes(shape.dim, shape.dtype.itemsize, int8=not cls.exact)
-
-    def _parts(self, page: torch.Tensor) -> list[tuple[KVShape, torch.Tensor]]:
-        """Return the bytes of keys and of values in `page` (1D uint8)."""
-        vectors = self.batch * self.tokens
-        middle = self._part_nbytes(self.keys, vectors)
-        return [(self.keys, page[:middle]), (self.values, page[middle : self.nbytes])]
+        return vector_nbytes(shape.dim, shape.dtype.itemsize, int8=self.int8)
 
     def write(
         self, page: torch.Tensor, at: int, keys: torch.Tensor, values: torch.Tensor
@@ -101,7 +91,13 @@ class PageFormat(abc.ABC):
         """Put tokens, [batch, heads, count, dim] of each, into `page` (1D uint8) from token `at`
         on."""
         for (shape, part), states in zip(self._parts(page), (keys, values), strict=True):
-            self._write(shape, part, at, states)
+            stored = self._stored(shape, part)
+            for span in self._spans(states.shape[2]):
+                into = slice(at + span.start, at + span.stop)
+                for whole, some in zip(
+                    stored, self._encode(shape, states[:, :, span]), strict=True
+                ):
+                    whole[:, :, into] = some
 
     def read(
         self, page: torch.Tensor, span: slice, rows: torch.Tensor | None,
@@ -111,7 +107,8 @@ class PageFormat(abc.ABC):
         of it; None: all of them in order. Keys or values that are None are not read."""
         for (shape, part), states in zip(self._parts(page), (keys, values), strict=True):
             if states is not None:
-                self._read(shape, part, span, rows, states)
+                stored = self._stored(shape, part)
+                states.copy_(self._decode(shape, *(_chosen(each, span, rows) for each in stored)))
 
     def copy(
         self, page: torch.Tensor, span: slice, rows: torch.Tensor | None, other: PageFormat,
@@ -122,90 +119,54 @@ class PageFormat(abc.ABC):
         for (shape, part), (_, to) in zip(self._parts(page), other._parts(into), strict=True):
             pairs = zip(self._stored(shape, part), other._stored(shape, to), strict=True)
             for source, target in pairs:
-                some = source[:, :, span]
-                some = some if rows is None else some.index_select(0, rows)
+                some = _chosen(source, span, rows)
                 target[: len(some), :, span] = some
 
-    @abc.abstractmethod
-    def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views [batch, heads, tokens, ...] that `part` consists of."""
-
-    @abc.abstractmethod
-    def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None: ...
-
-    @abc.abstractmethod
-    def _read(
-        self, shape: KVShape, part: torch.Tensor, span: slice, rows: torch.Tensor | None,
-        states: torch.Tensor,
-    ) -> None: ...  # fmt: skip
-
-    @abc.abstractmethod
     def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
         """Fill `into` with the values that reading `states` would give, once written."""
+        shape = KVShape.of(states, into.dtype)
+        for span in self._spans(states.shape[2]):
+            into[:, :, span] = self._decode(shape, *self._encode(shape, states[:, :, span]))
 
-    def _view(
-        self, part: torch.Tensor, shape: KVShape, *last: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return [batch, heads, tokens, *last] of `dtype`, at the beginning of `part`."""
-        sizes = (self.batch, shape.heads, self.tokens, *last)
-        return part[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
-
-
-class PlainFormat(PageFormat):
-    """Keys and values as they are computed."""
+    # ---------------------------------------------------------------- how it is stored
+    def _parts(self, page: torch.Tensor) -> list[tuple[KVShape, torch.Tensor]]:
+        """Return the bytes of keys and of values in `page` (1D uint8)."""
+        middle = self._part_nbytes(self.keys, self.batch * self.tokens)
+        return [(self.keys, page[:middle]), (self.values, page[middle : self.nbytes])]
 
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
-        return [self._view(part, shape, shape.dim, dtype=shape.dtype)]
-
-    def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None:
-        (whole,) = self._stored(shape, part)
-        whole[:, :, at : at + states.shape[2]] = states
-
-    def _read(
-        self, shape: KVShape, part: torch.Tensor, span: slice, rows: torch.Tensor | None,
-        states: torch.Tensor,
-    ) -> None:  # fmt: skip
-        (whole,) = self._stored(shape, part)
-        some = whole[:, :, span]
-        states.copy_(some if rows is None else some.index_select(0, rows))
-
-    def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
-        into.copy_(states)
-
-
-class Int8Format(PageFormat):
-    """A byte per element, with a scale per group of a head's vector."""
-
-    exact = False
-
-    def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return words [batch, heads, tokens, groups], codes [batch, heads, tokens, coded dim]."""
+        """Return the views [batch, heads, tokens, ...] that `part` consists of: the states, or
+        words [..., groups] and codes [..., coded dim]."""
+        if not self.int8:
+            return [self._view(part, shape, shape.dim, dtype=shape.dtype)]
         coded = coded_dim(shape.dim)
         words = self._view(part, shape, coded // group_of(shape.dim), dtype=torch.int32)
         behind = part[words.numel() * words.itemsize :]
         return [words, self._view(behind, shape, coded, dtype=torch.uint8)]
 
-    def _write(self, shape: KVShape, part: torch.Tensor, at: int, states: torch.Tensor) -> None:
-        words, codes = self._stored(shape, part)
-        for start in range(0, states.shape[2], _TOKENS_AT_ONCE):
-            some = states[:, :, start : start + _TOKENS_AT_ONCE]
-            span = slice(at + start, at + start + some.shape[2])
-            words[:, :, span], codes[:, :, span] = _encode(shape, some)
+    def _view(
+        self, part: torch.Tensor, shape: KVShape, last: int, *, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return [batch, heads, tokens, last] of `dtype`, at the beginning of `part`."""
+        sizes = (self.batch, shape.heads, self.tokens, last)
+        return part[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
 
-    def _read(
-        self, shape: KVShape, part: torch.Tensor, span: slice, rows: torch.Tensor | None,
-        states: torch.Tensor,
-    ) -> None:  # fmt: skip
-        words, codes = (whole[:, :, span] for whole in self._stored(shape, part))
-        if rows is not None:
-            words, codes = words.index_select(0, rows), codes.index_select(0, rows)
-        states.copy_(_decode(shape, words, codes))
+    def _spans(self, tokens: int) -> Iterator[slice]:
+        """Yield the spans of tokens that are encoded in one go."""
+        step = _TOKENS_AT_ONCE if self.int8 else max(tokens, 1)
+        for start in range(0, tokens, step):
+            yield slice(start, min(start + step, tokens))
 
-    def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
-        shape = KVShape.of(states, into.dtype)
-        for start in range(0, states.shape[2], _TOKENS_AT_ONCE):
-            some = slice(start, start + _TOKENS_AT_ONCE)
-            into[:, :, some] = _decode(shape, *_encode(shape, states[:, :, some]))
+    def _encode(self, shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _encode(shape, states) if self.int8 else (states,)
+
+    def _decode(self, shape: KVShape, *stored: torch.Tensor) -> torch.Tensor:
+        return _decode(shape, *stored) if self.int8 else stored[0]
+
+
+def _chosen(stored: torch.Tensor, span: slice, rows: torch.Tensor | None) -> torch.Tensor:
+    some = stored[:, :, span]
+    return some if rows is None else some.index_select(0, rows)
 
 
 def _encode(shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

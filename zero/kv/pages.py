@@ -113,7 +113,7 @@ class KVPages:
         past, count = self.length, keys.shape[2]
         with self._in_use():
             whole: Sequence[torch.Tensor]
-            if not past and self._format.exact:
+            if not past and not self._format.int8:
                 whole = self._contiguous(keys, values)
             else:
                 whole = self._room_for(past + count)

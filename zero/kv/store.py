@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -30,7 +30,7 @@ from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 from offload.zero.groups.fetching import Fetcher
-from offload.zero.kv.page_format import Int8Format, KVShape, PageFormat, PlainFormat
+from offload.zero.kv.page_format import KVShape, PageFormat
 
 _log = logging.getLogger("offload")
 KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
@@ -144,7 +144,7 @@ class KVStore:
         self.device = device
         self.check_usable = check_usable
         self._homes = homes
-        self._kind: type[PageFormat] = Int8Format if int8 else PlainFormat
+        self._int8 = int8
         self._layers = layers
         self._page_tokens = page_tokens
         self._trim = trim
@@ -219,15 +219,16 @@ class KVStore:
 
     def format(self, keys: KVShape, values: KVShape, batch: int, window: int | None) -> PageFormat:
         """Return the format of the pages of one layer."""
+        of_one = PageFormat(keys, values, batch, 1, self._int8)
         tokens = self._page_tokens
         if tokens is None:
             most = self._homes.page_nbytes or min(
                 KV_PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers)
             )
-            tokens = max(1, most // self._kind.token_nbytes(keys, values, batch))
+            tokens = max(1, most // of_one.token_nbytes)
             if window is not None:
                 tokens = min(tokens, max(1, window // _MIN_WINDOW_PAGES))
-        return self._kind(keys, values, batch, tokens)
+        return replace(of_one, tokens=tokens)
 
     def new_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
         # What describes a page stays, amid temporaries of a prompt, which leave holes that the
