@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from offload.bench.io import best, fill, noise
-from offload.bench.io_raw import GRID, Shape, open_loop, try_grid
+from offload.bench.io_raw import GRID, Shape, ThreadsLoop, try_grid
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import in_turn, seconds_of
 from offload.bench.table import Column, number, print_record
@@ -38,7 +38,7 @@ from offload.swap.io.swap_file import SwapFile
 OURS, IN_RAM = "ours, all on nvme", "all weights in memory"
 DISK, LONGEST = "bound by disk", "the larger bound"
 DISK_NBYTES = 2 << 30
-_OF_EXPERTS = tuple(Shape("threads", depth, 3 << 20) for depth in (4, 6, 8, 12))  # of `mixture`
+_OF_EXPERTS = tuple(Shape(depth, 3 << 20) for depth in (4, 6, 8, 12))  # of `mixture`
 _LLAMA = {"model_type": "llama", "vocab_size": 32768, "max_position_embeddings": 4096}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "dense": _LLAMA | {
@@ -200,12 +200,11 @@ class Reads:
         fill(file, buffer, DISK_NBYTES, lambda text: None)
         tried = try_grid(file, buffer, DISK_NBYTES, lambda text: None, grid)
         shape = best(tried, write=False)
-        self._nbytes = DISK_NBYTES // shape.block_nbytes * shape.block_nbytes
-        self._loop = open_loop(shape, file, buffer, DISK_NBYTES)
+        self._loop = ThreadsLoop(shape, file, buffer, DISK_NBYTES)
         opened.callback(self._loop.close)
 
     def bytes_per_s(self) -> float:
-        return self._nbytes / seconds_of(lambda: self._loop.run(write=False))
+        return self._loop.nbytes / seconds_of(lambda: self._loop.run(write=False))
 
 
 def compare(options: argparse.Namespace, batch: int) -> Record:

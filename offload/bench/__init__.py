@@ -5,12 +5,10 @@
     table       a record on a terminal, or as Markdown
     stream      the memory bus: a loop with given traffic and no arithmetic
     adam        optimizer steps on flat arrays
-    io          files                                    io_raw, io_store
+    io          files                                    io_raw
     copy        host and device memory
-    codec       weights in 8 and 4 bits
     step        whole training steps, of one rank        contenders, systems, limits
     ranks       ... and of several
-    save        checkpoints
 
 Others are measured in the same run by `benchmarks/` of a checkout, over the same harness.
 """

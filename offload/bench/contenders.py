@@ -210,15 +210,13 @@ def count_parameters(config: OffloadConfig) -> int:
     return sum(param.numel() for param in build_meta_model(config).parameters())
 
 
-def wanted(
-    names: Sequence[str], usual: Sequence[SystemSpec], extra: Sequence[SystemSpec] = ()
-) -> list[SystemSpec]:
-    """The systems of these names, each once; without names the usual ones."""
-    known = {spec.name: spec for spec in (*usual, *extra)}
+def wanted(names: Sequence[str], specs: Sequence[SystemSpec]) -> list[SystemSpec]:
+    """The systems of these names, each once; without names all of them."""
+    known = {spec.name: spec for spec in specs}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"--systems: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(names or [spec.name for spec in usual])]
+    return [known[name] for name in dict.fromkeys(names or known)]
 
 
 def start(
@@ -235,8 +233,10 @@ def start(
         needed = spec.memory_per_parameter * numel + each
         reason = ""
         if needed > room:
-            left = _left(spec, specs[0], [system.spec for system in systems], room)
-            reason = f"left out: needs about {format_bytes(needed)}, and {left}"
+            reason = (
+                f"left out: needs about {format_bytes(needed)}, and {format_bytes(max(0, room))} "
+                "are free; take fewer --systems or --ranks, or a smaller model"
+            )
         elif spec.requires and importlib.util.find_spec(spec.requires) is None:
             reason = INSTALL_BENCH
         else:
@@ -256,16 +256,3 @@ def start(
         reasons = "".join(f"\n  {row.name}: {row.note}" for row in missing)
         raise ConfigError(f"--systems: none of them can be measured:{reasons}")
     return systems, missing
-
-
-def _left(
-    spec: SystemSpec, first: SystemSpec, started: Sequence[SystemSpec], room_nbytes: int
-) -> str:
-    """The free memory or disk for a system that does not fit, and how to get more."""
-    room = format_bytes(max(0, room_nbytes))
-    if not started:
-        return f"{room} of RAM are free; take fewer --ranks, or a smaller model"
-    # ours beside it, to compare with, unless that alone has taken the room
-    beside = next((s for s in started if s.kind is Kind.OURS), first)
-    names = f"{beside.name},{spec.name}" if len(started) > 1 and spec is not beside else spec.name
-    return f"the others leave {room}; run it with fewer: --systems {names}"

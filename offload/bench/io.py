@@ -7,26 +7,34 @@ first write to fresh blocks is slower, and no later write of a run is one.
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from offload.bench.io_raw import Loop, Shape, Tried, cut, open_loop, try_grid
-from offload.bench.io_store import StoreLoop
+from offload.bench.io_raw import Shape, ThreadsLoop, Tried, cut, try_grid
 from offload.bench.record import Kind, Record, Target
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
 from offload.process import machine
+from offload.swap.io.backends import open_backend
+from offload.swap.io.block_store import BlockStore, StoredBlock
 from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
+from offload.swap.threads.transfer import Transfer
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import BudgetError, ConfigError, PathError
+from offload.tiers.file_tier import FileTier
+from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes
 
 DEFAULT_NBYTES = 1 << 30
 _BUFFER_NBYTES = 128 << 20  # the largest shape of the grid
 _RAW = "raw"
+T = TypeVar("T")
 OURS = "ours"
 _UNCHECKED = "ours, no checksum"
 
@@ -142,15 +150,14 @@ def _raw_systems(
     file: SwapFile, buffer: memoryview, nbytes: int, tried: list[Tried], stack: ExitStack
 ) -> list[Timed]:
     if not tried:  # smaller than any shape of the grid
-        tried = [Tried(Shape("threads", 1, nbytes), 0.0, 0.0)]
+        tried = [Tried(Shape(1, nbytes), 0.0, 0.0)]
     systems = []
     for direction in ("read", "write"):
         shape = best(tried, write=direction == "write")
-        loop: Loop = open_loop(shape, file, buffer, nbytes)
+        loop = ThreadsLoop(shape, file, buffer, nbytes)
         stack.callback(loop.close)
-        moved = nbytes // shape.block_nbytes * shape.block_nbytes
         work = partial(loop.run, write=direction == "write")
-        systems.append(moving(f"{_RAW} {direction}", Kind.LIMIT, moved, work, str(shape)))
+        systems.append(moving(f"{_RAW} {direction}", Kind.LIMIT, loop.nbytes, work, str(shape)))
     return systems
 
 
@@ -187,3 +194,70 @@ def _where(folder: Path, nbytes: int, file: SwapFile) -> str:
         f"{format_bytes(nbytes)} per pass on {file_system_of(folder.resolve())}, {how}; "
         f"CPU target: at most 0.03 CPU-s/GB"
     )
+
+
+# ---------------------------------------------------------------- our way to the disk
+class StoreLoop:
+    """Writes and reads `blocks` blocks of a `BlockStore`; at most one per part of the buffer is in
+    flight.
+
+    Every pass writes all blocks anew, as a training step does, so each replaces its predecessor
+    and the extents move around in the file.
+    """
+
+    def __init__(
+        self, file: SwapFile, parts: Sequence[memoryview], blocks: int, *, backend: str,
+        checksum: bool,
+    ) -> None:  # fmt: skip
+        """`file` must hold all blocks and one more per part; parts are of one size."""
+        self.block_nbytes = parts[0].nbytes
+        assert all(part.nbytes == self.block_nbytes for part in parts), "blocks are of one size"
+        room = (blocks + len(parts)) * self.block_nbytes
+        tier = FileTier(room, [1.0], Ledger())
+        mover = open_backend(backend)
+        self.backend = mover.name
+        self._store = BlockStore([file], tier, mover, checksum=checksum)
+        self._parts = parts
+        self._stored: list[StoredBlock | None] = [None] * blocks
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._stored) * self.block_nbytes
+
+    def write(self) -> None:
+        """Write every block."""
+
+        def start(index: int, part: memoryview) -> Transfer[StoredBlock]:
+            return self._store.write(
+                part, owner=f"block {index}", state_class=StateClass.OPTIMIZER,
+                replaces=self._stored[index],
+            )  # fmt: skip
+
+        for index, block in self._flow(start):
+            self._stored[index] = block
+
+    def read(self) -> None:
+        """Read every block, after a `write`."""
+
+        def start(index: int, part: memoryview) -> Transfer[None]:
+            block = self._stored[index]
+            assert block is not None, "written first"
+            return self._store.read(block, part)
+
+        for _ in self._flow(start):
+            pass
+
+    def _flow(self, start: Callable[[int, memoryview], Transfer[T]]) -> list[tuple[int, T]]:
+        flying: deque[tuple[int, Transfer[T]]] = deque()
+        ended: list[tuple[int, T]] = []
+        for index in range(len(self._stored)):
+            if len(flying) == len(self._parts):
+                first, transfer = flying.popleft()
+                ended.append((first, transfer.wait()))
+            flying.append((index, start(index, self._parts[index % len(self._parts)])))
+        ended += [(index, transfer.wait()) for index, transfer in flying]
+        return ended
+
+    def close(self) -> None:
+        """Close store, backend and file."""
+        self._store.close()

@@ -1,74 +1,55 @@
 """The disk's limit: raw O_DIRECT loops, of which the best for each direction counts.
 
-No queue, no checksum, no books: threads in `preadv` and `pwritev`, or the kernel's asynchronous
-interface, at several depths and sizes. What is best differs from device to device, so a small grid
-is tried first.
+No queue, no checksum, no books: threads in `preadv` and `pwritev`, at several depths and sizes.
+What is best differs from device to device, so a small grid is tried first.
 """
 
 from __future__ import annotations
 
-import errno
-import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 from offload.bench.rounds import Say, seconds_of
-from offload.swap.io.libaio_backend import import_libaio
 from offload.swap.io.swap_file import SwapFile
-from offload.tiers.errors import StorageError, UnsupportedError
+from offload.tiers.errors import StorageError
 
 _MIB = 1 << 20
 _TRIES = 2  # of each configuration; the better one counts
-
-
-class Loop(Protocol):
-    """Moves the first `nbytes` of a file, once, in either direction."""
-
-    name: str
-
-    def run(self, *, write: bool) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Shape:
     """The number of calls in flight, and the bytes of each."""
 
-    kind: str  # threads or libaio
     depth: int
     block_nbytes: int
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.depth} x {self.block_nbytes / _MIB:g} MiB"
+        return f"threads, {self.depth} x {self.block_nbytes / _MIB:g} MiB"
 
 
 GRID = tuple(
-    Shape(kind, depth, mib * _MIB)
-    for kind, depth, mib in (
-        ("threads", 2, 16), ("threads", 4, 8), ("threads", 4, 16), ("threads", 6, 8),
-        ("threads", 8, 4), ("threads", 8, 16), ("libaio", 4, 8), ("libaio", 8, 8),
-        ("libaio", 8, 16),
-    )
-)  # fmt: skip
+    Shape(depth, mib * _MIB) for depth, mib in ((2, 16), (4, 8), (4, 16), (6, 8), (8, 4), (8, 16))
+)
 
 
 class ThreadsLoop:
-    """`depth` threads, each with one buffer; they take the next block when they are done."""
+    """Moves the whole blocks of the first `nbytes` of a file, once, in either direction: `depth`
+    threads, each with one buffer, take the next block when they are done."""
 
     def __init__(self, shape: Shape, file: SwapFile, buffer: memoryview, nbytes: int) -> None:
         self.name = str(shape)
-        self._file, self._nbytes, self._block = file, nbytes, shape.block_nbytes
+        self._file, self._block = file, shape.block_nbytes
+        self.nbytes = nbytes // self._block * self._block
         self._buffers = cut(buffer, shape.depth, shape.block_nbytes)
         self._pool = ThreadPoolExecutor(shape.depth, thread_name_prefix="offload-bench-io")
 
     def run(self, *, write: bool) -> None:
-        self.mixed(*((0, self._nbytes) if write else (self._nbytes, 0)))
+        self.mixed(*((0, self.nbytes) if write else (self.nbytes, 0)))
 
     def mixed(self, read_nbytes: int, write_nbytes: int) -> None:
         """Read the first `read_nbytes` while writing the first `write_nbytes`, evenly mixed.
@@ -118,63 +99,6 @@ def move_all(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> No
         done += count
 
 
-class LibaioLoop:
-    """`depth` requests in the kernel; each that comes back is sent out for the next block."""
-
-    def __init__(self, shape: Shape, file: SwapFile, buffer: memoryview, nbytes: int) -> None:
-        """Raises UnsupportedError if libaio cannot be used."""
-        self.name = str(shape)
-        self._file, self._nbytes = file, nbytes
-        self._block, self._depth = shape.block_nbytes, shape.depth
-        self._buffers = cut(buffer, shape.depth, shape.block_nbytes)
-        self._libaio: Any = import_libaio()
-        try:
-            self._context: Any = self._libaio.AIOContext(shape.depth)
-        except OSError as error:
-            raise UnsupportedError(
-                f"libaio cannot have {shape.depth} kernel requests; raise /proc/sys/fs/aio-max-nr"
-            ) from error
-
-    def run(self, *, write: bool) -> None:
-        lib = self._libaio
-        mode = lib.AIOBLOCK_MODE_WRITE if write else lib.AIOBLOCK_MODE_READ
-        offsets = iter(range(0, self._nbytes, self._block))
-        flying: dict[Any, memoryview] = {}
-        for part, offset in zip(
-            self._buffers, itertools.islice(offsets, self._depth), strict=False
-        ):
-            self._send(mode, part, offset, flying)
-        while flying:
-            for block, result, _ in self._landed():
-                part = flying.pop(block)
-                if result != part.nbytes:
-                    raise StorageError(
-                        f"{self.name}: the kernel moved {result} of {part.nbytes} bytes",
-                        nbytes=part.nbytes,
-                    )
-                following = next(offsets, None)
-                if following is not None:
-                    self._send(mode, part, following, flying)
-
-    def _send(
-        self, mode: Any, part: memoryview, offset: int, flying: dict[Any, memoryview]
-    ) -> None:
-        block = self._libaio.AIOBlock(mode, self._file.fd, [part], offset)
-        flying[block] = part
-        self._context.submit([block])
-
-    def _landed(self) -> Any:
-        while True:
-            try:
-                return self._context.getEvents(1, self._depth)
-            except OSError as error:
-                if abs(error.errno or 0) != errno.EINTR:
-                    raise
-
-    def close(self) -> None:
-        self._context.close()
-
-
 def cut(buffer: memoryview, count: int, nbytes: int) -> list[memoryview]:
     """The first `count` parts of `nbytes` each. ValueError if the buffer is shorter: a slice past
     its end would be, too, and a loop would move less than its row says."""
@@ -183,14 +107,6 @@ def cut(buffer: memoryview, count: int, nbytes: int) -> list[memoryview]:
             f"{count} blocks of {nbytes} bytes do not fit in the buffer's {buffer.nbytes}"
         )
     return [buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
-
-
-def open_loop(shape: Shape, file: SwapFile, buffer: memoryview, nbytes: int) -> Loop:
-    """The loop of `shape` over whole blocks of the first `nbytes` of `file`."""
-    whole = nbytes // shape.block_nbytes * shape.block_nbytes
-    if shape.kind == "libaio":
-        return LibaioLoop(shape, file, buffer, whole)
-    return ThreadsLoop(shape, file, buffer, whole)
 
 
 @dataclass(frozen=True)
@@ -205,21 +121,17 @@ class Tried:
 def try_grid(
     file: SwapFile, buffer: memoryview, nbytes: int, say: Say, grid: Sequence[Shape] = GRID
 ) -> list[Tried]:
-    """Each shape that works here and fits, the better of two passes per direction."""
+    """Each shape that fits, the better of two passes per direction."""
     tried = []
     for shape in grid:
         if shape.block_nbytes * shape.depth > min(buffer.nbytes, nbytes):
             continue
         say(f"trying the disk with {shape}")
-        try:
-            loop = open_loop(shape, file, buffer, nbytes)
-        except UnsupportedError:
-            continue
-        whole = nbytes // shape.block_nbytes * shape.block_nbytes
+        loop = ThreadsLoop(shape, file, buffer, nbytes)
         try:
             write_s = min(seconds_of(partial(loop.run, write=True)) for _ in range(_TRIES))
             read_s = min(seconds_of(partial(loop.run, write=False)) for _ in range(_TRIES))
         finally:
             loop.close()
-        tried.append(Tried(shape, whole / read_s, whole / write_s))
+        tried.append(Tried(shape, loop.nbytes / read_s, loop.nbytes / write_s))
     return tried

@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.bench.io import best, fill, noise
-from offload.bench.io_raw import GRID, Loop, ThreadsLoop, open_loop, try_grid
+from offload.bench.io_raw import GRID, ThreadsLoop, try_grid
 from offload.bench.rounds import Say, seconds_of
 from offload.bench.stream import BusLoop
 from offload.planning.machine.optimizer_variants import PLAIN, SPLIT, filled
 from offload.planning.machine.speed_arrays import Arrays
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.worker import ParallelRunner
-
-_THREADS_GRID = tuple(shape for shape in GRID if shape.kind == "threads")
 
 
 @dataclass(frozen=True)
@@ -54,17 +52,13 @@ class DiskLimit:
         """Blocks for seconds."""
         self._file = opened.enter_context(SwapFile(folder))
         self._file.reserve(nbytes)
-        buffer = noise(max(shape.depth * shape.block_nbytes for shape in _THREADS_GRID))
+        buffer = noise(max(shape.depth * shape.block_nbytes for shape in GRID))
         fill(self._file, buffer, nbytes, say)
-        tried = try_grid(self._file, buffer, nbytes, say, _THREADS_GRID)
+        tried = try_grid(self._file, buffer, nbytes, say, GRID)
         shapes = [best(tried, write=write) for write in (False, True)]
-        self._read: Loop = open_loop(shapes[0], self._file, buffer, nbytes)
+        self._read, self._write = (ThreadsLoop(s, self._file, buffer, nbytes) for s in shapes)
         opened.callback(self._read.close)
-        self._write: Loop = open_loop(shapes[1], self._file, buffer, nbytes)
         opened.callback(self._write.close)
-        self._mixed = ThreadsLoop(shapes[0], self._file, buffer, nbytes)
-        opened.callback(self._mixed.close)
-        self._sizes = tuple(nbytes // s.block_nbytes * s.block_nbytes for s in shapes)
         self.note = f"read {shapes[0]}, write {shapes[1]}"
         self._block = shapes[0].block_nbytes
         self._file_nbytes = nbytes
@@ -76,8 +70,10 @@ class DiskLimit:
         blocks = self._file_nbytes // self._block
         reads = round(blocks * read_share)
         mix = (reads * self._block, (blocks - reads) * self._block)
-        mixed_s = seconds_of(lambda: self._mixed.mixed(*mix))
-        return DiskSpeed(self._sizes[0] / read_s, self._sizes[1] / write_s, sum(mix) / mixed_s)
+        mixed_s = seconds_of(lambda: self._read.mixed(*mix))
+        return DiskSpeed(
+            self._read.nbytes / read_s, self._write.nbytes / write_s, sum(mix) / mixed_s
+        )
 
 
 class BusLimit:

@@ -156,7 +156,9 @@ class Record:
         try:
             path.write_text(text)
         except OSError as error:
-            raise _cannot_be_written(path, error, option) from error
+            raise PathError(
+                f"{option}: {path} cannot be written: {error.strerror}; name another file"
+            ) from error
 
 
 def _finite(value: Any) -> Any:
@@ -168,31 +170,9 @@ def _finite(value: Any) -> Any:
 
 
 def check_json(path: Path | None) -> None:
-    """Raise PathError now, not after minutes of measuring, if a record cannot be written to `path`.
-
-    Leaves an existing file as it is, and no file where there was none.
-    """
-    if path is None:
-        return
-    try:
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise PathError(f"--json: {path} is no file in an existing folder; name one")
-        _try_to_open(path)
-    except OSError as error:
-        raise _cannot_be_written(path, error) from error
-
-
-def _try_to_open(path: Path) -> None:
-    existed = path.exists()
-    if existed and not path.is_file():
-        return  # a pipe, whose reader would take the closing for the end, or a device
-    path.open("ab").close()
-    if not existed:
-        path.resolve().unlink()  # the file, if `path` is a link to where none was
-
-
-def _cannot_be_written(path: Path, error: OSError, option: str = "--json") -> PathError:
-    return PathError(f"{option}: {path} cannot be written: {error.strerror}; name another file")
+    """Raise PathError now, not after minutes of measuring, if `path` cannot be a new file."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise PathError(f"--json: {path} is no file in an existing folder; name one")
 
 
 def this_machine() -> dict[str, Any]:

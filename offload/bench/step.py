@@ -39,16 +39,6 @@ _ON_HOST = (*all_on("host"), "budget.host=auto")
 HOST = SystemSpec("host", "ours, all on host", Kind.OURS, OURS, _ON_HOST, 22)
 NVME = SystemSpec("nvme", "ours, all on nvme", Kind.OURS, OURS, all_on("nvme"), 4)
 SYSTEMS = (PLAIN, HOST, NVME)
-# Four times the tokens per step: as gradient accumulation, and block by block.
-ACCUMULATED = SystemSpec(
-    "accumulated", "ours on nvme, 4 passes", Kind.OURS, OURS,
-    (*NVME.overrides, "gradient_accumulation_steps=4"), 4, batches=4,
-)  # fmt: skip
-PIECES = SystemSpec(
-    "micro-batches", "ours on nvme, 4 micro-batches", Kind.OURS, OURS,
-    (*NVME.overrides, "micro_batches=4"), 4, batches=4, in_one_piece=True,
-)  # fmt: skip
-EXTRA_SYSTEMS = (ACCUMULATED, PIECES)
 
 COLUMNS = (
     Column("s/step", number("seconds")),
@@ -76,16 +66,12 @@ class StepOptions:
     rounds: int = 7
 
 
-def run_step(
-    options: StepOptions, say: Say, peers: Sequence[SystemSpec] = (),
-    extra_peers: Sequence[SystemSpec] = (),
-) -> Record:  # fmt: skip
+def run_step(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -> Record:
     """Run the bench. IntegrityError if our losses are not the same everywhere; ChildFailed if one
     of our own systems ends early; ConfigError and PathError before anything is started."""
     base = base_config(options.config, options.overrides)
     folder = folder_of(options.folder)
-    usual, extra = (*SYSTEMS, *peers), (*EXTRA_SYSTEMS, *extra_peers)
-    specs = wanted(options.systems, usual, extra)
+    specs = wanted(options.systems, (*SYSTEMS, *peers))
     texts = {"config": str(options.config or "151 M Llama shape"), "folder": str(folder)}
     record = Record("step", {**asdict(options), **texts})
     record.note_rounds(options.rounds)
@@ -174,12 +160,7 @@ def _add_rows(record: Record, systems: Sequence[Contender], results: _Results) -
     for system in systems:
         row = system.row(results.turns[system.spec.label], _MEASURES)
         record.rows.append(row)
-        if not row.measured:
-            continue
-        moved = zip(row.measures["read_nbytes"], row.measures["written_nbytes"], strict=True)
-        row.measures["moved_nbytes"] = [read + written for read, written in moved]
-        # others have other batches
-        if plain and system.spec.name != PLAIN.name and system.spec.batches == 1:
+        if row.measured and plain and system.spec.name != PLAIN.name:
             row.facts["loss_difference"] = _difference(plain, losses_of(system))
 
 
@@ -207,8 +188,6 @@ def _compare(record: Record) -> None:
     record.compare(HOST.label, PLAIN.label, "seconds", Target(1.08, at_most=True))
     record.compare(NVME.label, PLAIN.label, "seconds")
     record.compare(NVME.label, PLAIN.label, "peak_rss_nbytes")
-    record.compare(PIECES.label, ACCUMULATED.label, "moved_nbytes", Target(0.35, at_most=True))
-    record.compare(PIECES.label, ACCUMULATED.label, "seconds")
 
 
 def _notes(base: OffloadConfig, numel: int, disk: DiskLimit, bus: BusLimit) -> list[str]:

@@ -152,8 +152,7 @@ def step(
         typer.Option(
             "--systems",
             metavar="NAMES",
-            help="Of plain, host, nvme; or accumulated, micro-batches. Default: those of the "
-            "first three that fit.",
+            help="Of plain, host, nvme. Default: those that fit.",
         ),
     ] = "",
     precision: Annotated[

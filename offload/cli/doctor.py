@@ -1,70 +1,255 @@
-"""`offload doctor`: the checks and the verdict, as a table or as JSON."""
+"""Checks of the machine for a run, one `Check` per line of the table, and a verdict on them.
+
+No check raises: a property that cannot be determined is reported as `off` with the reason.
+"""
 
 from __future__ import annotations
 
-import json
+import os
+import platform
+import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import typer
-from rich.table import Table
-from rich.text import Text
-
-from offload.cli.diagnosis import Check, run_checks, verdict
-from offload.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED
-from offload.display.console import PlainConsole
-from offload.display.plain_text import echo
-from offload.memory.leftovers import clean
-from offload.tiers.errors import OffloadError, PathError
+from offload.memory.leftovers import Leftover, leftovers
+from offload.process import machine
+from offload.tiers import accelerator
+from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
-_STYLES = {"ok": "green", "warn": "yellow", "off": "dim", "fail": "red"}
+Status = Literal["ok", "warn", "off", "fail"]  # fail: nothing can be trained before it is mended
+
+_LOW_MEMORY_NBYTES = 2 << 30
+_LOW_DISK_NBYTES = 10 << 30
+_SHOWN = 4
+_WANTED_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16")
 
 
-def clean_up(paths: Sequence[Path]) -> None:
-    """Remove what dead runs left in `paths`, and print a line for each removal."""
-    for path in paths:
-        try:
-            removed = clean(path)
-        except (OSError, OffloadError) as error:
-            raise PathError(f"cannot clean {path}: {error}") from None
-        for each in removed:
-            kept = " or made the checkpoint that it was to be" if each.pid is None else ""
-            echo(f"removed{kept}: {each.path} ({format_bytes(each.nbytes)})", err=True)
-        if not removed:
-            echo(f"nothing of dead runs in {path}", err=True)
+@dataclass(frozen=True)
+class Check:
+    """One checked item: the finding, and advice if it is not as it should be."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
 
 
-def print_checks(paths: Sequence[Path], as_json: bool) -> None:
-    """Check the machine (and `paths`), and print the findings and the verdict. The exit code is 1
-    if nothing can be trained, 2 if a path is no folder."""
-    checks = run_checks(paths)
-    found = verdict(checks)
-    if as_json:
-        listed = [asdict(check) for check in checks]
-        typer.echo(json.dumps({**asdict(found), "checks": listed}, indent=2))
-    else:
-        console = PlainConsole()
-        console.print(_table(checks))
-        console.print()
-        for check in checks:
-            if check.advice:  # with commands to be copied: no table breaks them
-                console.print(f"{check.name}: {check.advice}", style="italic", soft_wrap=True)
-        console.print()
-        for line in found.lines:
-            console.print(line, style="green" if found.ready else "red", soft_wrap=True)
-    if any(not path.is_dir() for path in paths):
-        raise typer.Exit(EXIT_BAD_INPUT)
-    if not found.ready:
-        raise typer.Exit(EXIT_FAILED)
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the machine is ready, with lines that say what it can do or what prevents a run."""
+
+    ready: bool
+    lines: tuple[str, ...]
 
 
-def _table(checks: Sequence[Check]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("what", overflow="fold", max_width=32)
-    table.add_column("", no_wrap=True, width=4)
-    table.add_column("found", overflow="fold")
-    for check in checks:
-        table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.found)
-    return table
+def verdict(checks: Sequence[Check]) -> Verdict:
+    """Return the verdict on the checks of `run_checks`: ready if none of them failed."""
+    failed = [check for check in checks if check.status == "fail"]
+    if failed:
+        return Verdict(False, tuple(f"not ready: {c.name}: {c.found}; {c.advice}" for c in failed))
+    gpus = [check for check in checks if check.name.startswith("gpu ")]
+    tiers = "device, host and nvme" if gpus else "host and nvme"
+    lines = [f"ready: trains on {_computing(gpus)} with {tiers}"]
+    lines += [f"no GPU: {c.found.partition(';')[0]}" for c in checks if c.name == "gpu"]
+    warned = [check.name for check in checks if check.status == "warn"]
+    if warned:
+        lines.append(f"to look at, with the advice above: {', '.join(warned)}")
+    return Verdict(True, tuple(lines))
+
+
+def _computing(gpus: Sequence[Check]) -> str:
+    if not gpus:
+        return "the CPU"
+    name = gpus[0].found.partition(",")[0]
+    many = f"{len(gpus)} GPUs ({name}; torchrun --nproc-per-node {len(gpus)})"
+    return many if len(gpus) > 1 else name
+
+
+def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
+    """Check the machine and each of `paths` (the default folder if there is none)."""
+    checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), _aio_limit()]
+    for path in paths or [machine.swap_folder()]:
+        checks.extend(check_path(path))
+    return checks
+
+
+def check_path(path: Path) -> list[Check]:
+    """Check the file system, room, permissions and I/O backends of one folder for swap files."""
+    shown = str(path)
+    if not path.is_dir():
+        if path.exists():
+            return [Check(shown, "fail", "is not a folder", "name a folder in nvme.paths")]
+        return [Check(shown, "fail", "does not exist", f"mkdir -p {path}, or correct nvme.paths")]
+    if not os.access(path, os.W_OK | os.X_OK):
+        return [Check(shown, "fail", "not writable by this user", f"chown or chmod {path}")]
+    checks = [_file_system(path), _free_space(path), *_leftovers(path)]
+    if _is_open_to_all(path):
+        advice = f"chmod o-w {path}: others could replace its files"
+        checks.append(Check(f"{shown} access", "warn", "world-writable, no sticky bit", advice))
+    return [*checks, *_backends(path)]
+
+
+def _software() -> list[Check]:
+    checks = [Check("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
+    for name in ("torch", "numba", "numpy"):
+        version = machine.version_of(name)
+        if version is None:
+            checks.append(Check(name, "fail", "not installed", f"pip install {name}"))
+        else:
+            checks.append(Check(name, "ok", version))
+    return checks
+
+
+def _memory() -> list[Check]:
+    total, nbytes = machine.total_memory_nbytes(), machine.available_memory_nbytes()
+    checks = [Check("memory", "ok", f"{format_bytes(total)} in the machine")]
+    for limit in machine.memory_limits():
+        found = f"{format_bytes(limit.limit_nbytes)}, {format_bytes(limit.used_nbytes)} used"
+        name = "cgroup memory limit" if limit.kills else "cgroup memory.high"
+        checks.append(Check(name, "ok", f"{found}, in {limit.folder}"))
+    advice = "close other programs, or keep budget.host well below this"
+    low = nbytes < _LOW_MEMORY_NBYTES
+    checks.append(_warned_if(low, "memory available", format_bytes(nbytes), advice))
+    return checks
+
+
+def _warned_if(bad: bool, name: str, found: str, advice: str) -> Check:
+    return Check(name, "warn", found, advice) if bad else Check(name, "ok", found)
+
+
+def _processor() -> list[Check]:
+    cores, quota = machine.cpu_count(), machine.cpu_quota()
+    note = f", cgroup quota {quota:.1f}" if quota is not None else ""
+    found = f"{cores} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
+    return [Check("cores", "ok", found), _features()]
+
+
+def _features() -> Check:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return Check("cpu features", "ok", platform.machine())
+    flags = machine.cpu_features()
+    found = " ".join(name for name in _WANTED_FEATURES if name in flags) or "none of the wanted"
+    slow = not {"avx2", "fma", "f16c"} <= flags
+    advice = "without avx2, fma and f16c the update is slow"
+    return _warned_if(slow, "cpu features", found, advice)
+
+
+def _precision() -> list[Check]:
+    """Check whether matrix products in 16 bits are fast enough where there is no GPU."""
+    if machine.version_of("torch") is None:
+        return []
+    slow = machine.slow_matmul_precisions()
+    if not slow:
+        return [Check("16-bit products", "ok", "fast for bf16 and fp16 on this CPU")]
+    advice = f"on the CPU use precision: fp32; {' and '.join(slow)} can take 100 times as long"
+    return [Check("16-bit products", "warn", f"slow for {' and '.join(slow)} on this CPU", advice)]
+
+
+def _gpu() -> list[Check]:
+    if machine.version_of("torch") is None:
+        return [Check("gpu", "off", "needs torch")]
+    found = accelerator.default()
+    if found is None:
+        return [_no_gpu()]
+    return [_device(found, index) for index in range(found.device_count())]
+
+
+def _no_gpu() -> Check:
+    kinds = accelerator.KINDS.values()
+    built_for = [version for version in (kind.built_for() for kind in kinds) if version]
+    if not built_for:
+        return Check("gpu", "off", "this torch is built for the CPU only; device: cpu is used")
+    advice = "check the driver (nvidia-smi, rocm-smi) and CUDA_VISIBLE_DEVICES"
+    return Check("gpu", "off", f"torch for {', '.join(built_for)} sees no device", advice)
+
+
+def _device(kind: accelerator.Accelerator, index: int) -> Check:
+    import torch
+
+    try:
+        facts = kind.facts(torch.device(kind.kind, index))
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        advice = "check the driver (nvidia-smi, rocm-smi), or train with device: cpu"
+        return Check(f"gpu {index}", "fail", f"cannot be used: {said}", advice)
+    capability = facts.compute_capability and f"compute capability {facts.compute_capability}"
+    found = (facts.name, format_bytes(facts.memory_nbytes), capability, kind.built_for())
+    return Check(f"gpu {index}", "ok", ", ".join(filter(None, found)), kind.lacks_triton or "")
+
+
+def _aio_limit() -> Check:
+    most = machine.read_setting("/proc/sys/fs/aio-max-nr")
+    used = machine.read_setting("/proc/sys/fs/aio-nr") or "?"
+    if most is None:
+        return Check("fs.aio-max-nr", "off", "unknown")
+    room = machine.aio_room()
+    advice = "sysctl fs.aio-max-nr=1048576, or nvme.backend: threads"
+    low = room is not None and room < 1024
+    return _warned_if(low, "fs.aio-max-nr", f"{most}, {used} used", advice)
+
+
+def _file_system(path: Path) -> Check:
+    mount, name = machine.mount_of(path), f"{path} file system"
+    if mount is None:
+        return Check(name, "off", "unknown")
+    found = f"{mount.kind} on {mount.point}"
+    return _warned_if(bool(mount.remark), name, found, mount.remark)
+
+
+def _free_space(path: Path) -> Check:
+    usage = shutil.disk_usage(path)
+    found = f"{format_bytes(usage.free)} of {format_bytes(usage.total)}"
+    low, advice = usage.free < _LOW_DISK_NBYTES, "free some, or name another folder in nvme.paths"
+    return _warned_if(low, f"{path} free", found, advice)
+
+
+def _leftovers(path: Path) -> list[Check]:
+    """Check for files that dead runs left in `path`; empty if there are none."""
+    try:
+        found = leftovers(path)
+    except OSError as error:
+        return [Check(f"{path} leftovers", "off", f"cannot be looked for: {error.strerror}")]
+    dead = [each for each in found if each.is_dead]
+    others = [each for each in found if not each.is_dead]
+    name, checks = f"{path} leftovers", []
+    if dead:
+        advice = f"offload doctor --clean {path} removes {'it' if len(dead) == 1 else 'them'}"
+        checks.append(Check(name, "warn", f"of dead runs: {_listed(dead, path)}", advice))
+    if others:
+        said = "of runs on other machines, in other containers, or before a restart"
+        advice = "look there whether they live; else remove what is named"
+        checks.append(Check(name, "warn", f"{said}: {_listed(others, path)}", advice))
+    return checks
+
+
+def _listed(found: Sequence[Leftover], folder: Path) -> str:
+    names = ", ".join(str(each.path.relative_to(folder)) for each in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"{names}{more} ({format_bytes(sum(each.nbytes for each in found))})"
+
+
+def _is_open_to_all(path: Path) -> bool:
+    mode = path.stat().st_mode
+    return bool(mode & 0o002) and not mode & 0o1000
+
+
+def _backends(path: Path) -> list[Check]:
+    from offload.swap.io.backends import probe_backends
+
+    try:
+        reports = probe_backends(path)
+    except (OSError, OffloadError) as error:
+        found, _, remedy = str(error).partition("; ")
+        advice = remedy or "name another folder in nvme.paths"
+        return [Check(f"{path} backends", "fail", f"cannot be tried: {found}", advice)]
+    checks = []
+    for report in reports:
+        status: Status = "ok" if report.available else "off"
+        checks.append(Check(f"{path} {report.name}", status, report.reason))
+    if not any(report.o_direct for report in reports if report.available):
+        advice = "slower and takes RAM: name a folder on ext4 or xfs in nvme.paths"
+        checks.append(Check(f"{path} O_DIRECT", "warn", "refused here", advice))
+    return checks

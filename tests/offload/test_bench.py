@@ -8,7 +8,6 @@ import math
 import os
 import re
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,15 +18,15 @@ import pytest
 
 from offload.bench import contenders, io, io_raw, limits, stream
 from offload.bench.contenders import LLAMA_151M, Contender, SystemSpec, start, wanted
-from offload.bench.io_raw import GRID, LibaioLoop, ThreadsLoop, open_loop
+from offload.bench.io_raw import GRID, ThreadsLoop
 from offload.bench.ranks import SYSTEMS as RANKS
-from offload.bench.record import Kind, Record, Row, Target, check_json
+from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import interleaved
-from offload.bench.step import EXTRA_SYSTEMS, SYSTEMS, _check_losses
+from offload.bench.step import SYSTEMS, _check_losses
 from offload.bench.stream import GROUP, BusLoop
 from offload.cli.app import main
 from offload.config import OffloadConfig
-from offload.errors import IntegrityError, PathError, UnsupportedError
+from offload.errors import IntegrityError, UnsupportedError
 from offload.planning.machine.optimizer_variants import VARIANTS, Variant, filled, stepper
 from offload.planning.machine.speed_arrays import STAGGER_NBYTES, Arrays, Stream
 from offload.process import child
@@ -187,7 +186,6 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["adam", "--numel", "10"], "--numel: 10 is too few"),
         (["adam", "--numel", str(10**13)], "are free; at most"),
         (["adam", "--json", "missing/file.json"], "--json: missing/file.json is no file"),
-        (["adam", "--json", "x" * 300], "cannot be written: File name too long"),
         (["io", "--size", "3 parsecs"], "--size: 'parsecs' is not a unit of bytes"),
         (["io", "--backend", "thread"], "did you mean threads?"),
         (["io", "--path", "nowhere"], "--path: nowhere is not a folder"),
@@ -226,12 +224,11 @@ def test_ranks_without_a_system_that_can_run_say_why(
     said = capsys.readouterr().err
     assert said.count("ours, stage 3, host: left out: needs about 1.4 GiB, and 1.0 MiB") == 1
     assert "ours, stage 2, host: left out" in said
-    assert "fewer --ranks" in said
-    assert "--systems stage3" not in said
+    assert "fewer --systems or --ranks" in said
     assert "Traceback" not in said
 
 
-def test_a_system_named_twice_starts_once_and_advice_names_two_at_most(
+def test_a_system_named_twice_starts_once_and_one_too_many_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
@@ -253,7 +250,6 @@ def test_a_system_named_twice_starts_once_and_advice_names_two_at_most(
         _, missing = start(specs, base, tmp_path, stack, silent, ranks=2)
     assert started == ["stage2", "ddp", "stage3"]
     assert [row.name for row in missing] == ["FSDP2"]
-    assert missing[0].note.endswith("run it with fewer: --systems stage2,fsdp2")
 
 
 def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
@@ -261,21 +257,6 @@ def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
     printed = capsys.readouterr()
     assert "offload bench copy" in printed.out
     assert "--json: /dev/full cannot be written: No space left on device" in printed.err
-
-
-def test_looking_whether_a_record_can_be_written_changes_nothing(tmp_path: Path) -> None:
-    old, link = tmp_path / "old.json", tmp_path / "link.json"
-    old.write_text("old")
-    link.symlink_to(tmp_path / "new.json")
-    for path in (old, link, tmp_path / "other.json", None):
-        check_json(path)
-    assert old.read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
-    assert link.is_symlink()
-    os.mkfifo(tmp_path / "pipe")
-    check_json(tmp_path / "pipe")  # whose opening would wait for a reader
-    with pytest.raises(PathError, match="name one"):
-        check_json(tmp_path)
 
 
 @pytest.mark.slow
@@ -325,31 +306,6 @@ def test_half_an_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
     process.kill()
 
 
-def test_a_system_that_hangs_at_its_end_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child, "_CLOSE_TIMEOUT_S", 0.05)
-    process = started("exec 1>&-; exec sleep 60", tmp_path, monkeypatch)
-    with pytest.raises(ChildFailed, match="closed its output and did not end"):
-        process.answer()
-    process.kill()
-
-
-def test_killing_a_system_ends_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = started(f"sleep 60 & echo $! > {tmp_path}/pid; {_READY}; wait", tmp_path, monkeypatch)
-    process.answer()
-    # Ctrl-C goes to the terminal's foreground group: the bench, not its children
-    assert os.getpgid(process._process.pid) != os.getpgrp()
-    process.kill()
-    state = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
-    deadline = time.monotonic() + 10
-    while state.exists() and ") Z " not in state.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def open_files(folder: Path) -> list[str]:
     """Files of `folder` that this process holds open, unlinked ones too."""
     links = []
@@ -361,30 +317,20 @@ def open_files(folder: Path) -> list[str]:
     return [link for link in links if link.startswith(str(folder))]
 
 
-@pytest.mark.parametrize("where", ["try_grid", "open_loop", "ThreadsLoop"])
+@pytest.mark.parametrize("where", ["try_grid", "best"])
 def test_an_interrupted_disk_limit_leaves_nothing_open(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grid = (dataclasses.replace(GRID[0], block_nbytes=8192),)
-    monkeypatch.setattr(limits, "_THREADS_GRID", grid)
-    opened: list[ThreadsLoop] = []
+    small = (dataclasses.replace(GRID[0], block_nbytes=8192),)
+    monkeypatch.setattr(limits, "GRID", small)
 
-    def open_and_keep(*arguments: Any) -> Any:
-        opened.append(ThreadsLoop(*arguments))
-        return opened[-1]
-
-    def interrupted(*_: Any) -> Any:
+    def interrupted(*_: Any, **keys: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(limits, "open_loop", open_and_keep)
     monkeypatch.setattr(limits, where, interrupted)
     with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
         limits.DiskLimit(tmp_path, 1 << 20, silent, stack)
     assert open_files(tmp_path) == []
-    assert len(opened) == (2 if where == "ThreadsLoop" else 0)
-    for loop in opened:
-        with pytest.raises(RuntimeError, match="after shutdown"):
-            loop.run(write=False)
 
 
 def contender(name: str, losses: tuple[float, ...]) -> Contender:
@@ -416,7 +362,7 @@ def test_losses_are_equal_if_their_bits_are(
 
 def test_the_help_of_step_names_every_system(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    for bench, specs in (("step", (*SYSTEMS, *EXTRA_SYSTEMS)), ("ranks", RANKS)):
+    for bench, specs in (("step", SYSTEMS), ("ranks", RANKS)):
         assert run(bench, "--help") == 0
         shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
         assert {spec.name for spec in specs} <= set(re.findall(r"[a-z0-9-]+", shown))
@@ -525,18 +471,13 @@ def test_every_variant_updates_its_weights_and_moments(variant: Variant) -> None
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The offset of every block that a raw loop moves from now on."""
     offsets: list[int] = []
-    move_all, send = io_raw.move_all, LibaioLoop._send
+    move_all = io_raw.move_all
 
     def counted(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
         offsets.append(offset_bytes)
         move_all(fd, part, offset_bytes, write=write)
 
-    def sent(loop: LibaioLoop, mode: Any, part: memoryview, offset: int, flying: Any) -> None:
-        offsets.append(offset)
-        send(loop, mode, part, offset, flying)
-
     monkeypatch.setattr(io_raw, "move_all", counted)
-    monkeypatch.setattr(LibaioLoop, "_send", sent)
     return offsets
 
 
@@ -551,10 +492,7 @@ def test_raw_loops_move_what_they_say(small: Any, tmp_path: Path, moved: list[in
     nbytes = 8192 * 21
     with SwapFile(tmp_path, direct=False) as file:
         file.reserve(nbytes)
-        try:
-            loop = open_loop(small, file, buffer, nbytes)
-        except UnsupportedError as error:
-            pytest.skip(str(error))
+        loop = ThreadsLoop(small, file, buffer, nbytes)
         buffer[:] = b"\x42" * buffer.nbytes
         loop.run(write=True)
         assert os.pread(file.fd, nbytes, 0) == b"\x42" * nbytes
