@@ -40,10 +40,11 @@ class Watch:
     def __init__(
         self, engine: Trained, *, steps: int | None = None, tokens: int | None = None,
         loggers: Iterable[AnyLogger] = (), show: bool = True, every: int | None = None,
-        of_folder: Sequence[Logger] = (), waits_for_log: bool = True,
+        display: Display | None = None, of_folder: Sequence[Logger] = (),
+        waits_for_log: bool = True,
     ) -> None:  # fmt: skip
-        """See `Engine.watch`. `of_folder` is loggers that stay open afterwards. If `waits_for_log`
-        is false, `log` will not be called."""
+        """See `Engine.watch`; `display` is shown in place of the usual one. `of_folder` is loggers
+        that stay open afterwards. If `waits_for_log` is false, `log` will not be called."""
         own = loggers_of(loggers)
         for name, value in (("steps", steps), ("tokens", tokens), ("every", every)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -63,8 +64,7 @@ class Watch:
         if not self._is_first:
             self._outlet = _Outlet([], [], None)
             return
-        display = None
-        if show:
+        if show and display is None:
             budgets = {name: t.budget_nbytes for name, t in engine.report().tiers.items()}
             run = Run(engine.steps_done, steps, budgets)
             display = make_display(run, _say, every)
@@ -101,6 +101,10 @@ class Watch:
         for name, value in known.items():
             if value is not None:
                 given[name] = _number(name, value)
+
+    def flush(self) -> None:
+        """Show and log the step that has ended now, and not when the next one begins."""
+        self._outlet.flush()
 
     def passed(self, loss: torch.Tensor) -> None:
         """Add the loss of a backward pass."""

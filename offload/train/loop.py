@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,7 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
-from offload.display.panel import LossWarning, Run
+from offload.display.panel import Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate
 from offload.loggers import Logger, check_names, closing_all
 from offload.memory.tier_manager import compute_device
@@ -26,8 +24,8 @@ from offload.process.interrupts import Interrupts, noted_interrupts
 from offload.process.machine import OtherPrograms, peak_rss_nbytes, rss_nbytes
 from offload.runs.folder import RunFolder, SavedRun
 from offload.runs.forecast import Forecast
-from offload.runs.metrics import StepMetrics, grown
 from offload.runs.own_run import RunRecord
+from offload.runs.watch import Watch
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, LowMemoryError, OffloadError
 from offload.train.comparison import Process, plain_run, print_comparison, process_of
@@ -51,22 +49,10 @@ _COMPARED = SETTLING_STEPS + 3  # after so many steps the prediction is compared
 Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """The result of a run."""
-
-    folder: Path
-    first_loss: float
-    last_loss: float
-    validation_loss: float | None
-    steps: int
-    memory: MemoryUse
-
-
 def run(
     config: OffloadConfig, folder: RunFolder, *, resume: bool = False,
     console: Console | None = None, initialize: Initialize | None = None, resume_with: str = "",
-) -> RunResult:  # fmt: skip
+) -> None:  # fmt: skip
     """Train as `config.train` says and leave everything in `folder`.
 
     Blocks until done. A Ctrl-C or SIGTERM during the steps ends the current one, saves, names
@@ -86,7 +72,7 @@ def run(
             folder = RunFolder(Path(told), writes=False)
         console = console or PlainConsole()
         with closing(folder):
-            return _run(
+            _run(
                 config, folder, world, console, initialize or offload.initialize, resume=resume,
                 resume_with=resume_with,
             )  # fmt: skip
@@ -95,7 +81,7 @@ def run(
 def _run(
     config: OffloadConfig, folder: RunFolder, world: World, console: Console,
     initialize: Initialize, *, resume: bool, resume_with: str,
-) -> RunResult:  # fmt: skip
+) -> None:  # fmt: skip
     batches = Batches.of(config, world.rank, world.size)
     saved = last_checkpoint(folder, config, console) if resume else None
     baseline_nbytes = rss_nbytes()
@@ -113,7 +99,7 @@ def _run(
         )  # fmt: skip
         if saved is not None:
             trainer.restore(saved)
-        return trainer.train()
+        trainer.train()
 
 
 @dataclass
@@ -133,13 +119,11 @@ class Trainer:
     resume_with: str
     steps_done: int = 0
     resumed_step: int = 0  # 0: this run has begun anew
-    rows: list[StepMetrics] = field(default_factory=list)  # of this run, without what was resumed
     pruned_step: int = 0  # of the last checkpoint when the others were pruned
 
     def __post_init__(self) -> None:
         self.settings = self.config.train
         self.record = RunRecord(self.engine, self.folder)
-        self.began = time.perf_counter()
         self.others = OtherPrograms()
 
     def restore(self, saved: SavedRun) -> None:
@@ -163,7 +147,7 @@ class Trainer:
             return found
         return saved
 
-    def train(self) -> RunResult:
+    def train(self) -> None:
         """Train all remaining steps, with the samples, files and tables around them."""
         start, steps = self.steps_done, self.settings.steps
         loggers = self.folder.loggers(start, self.settings.loggers)
@@ -191,23 +175,17 @@ class Trainer:
                 self._say_interrupted()
                 raise
         self._sample("after")
-        return self._finish()
+        if self.world.is_first:
+            self._finish()
 
     def _train_steps(self, loggers: list[Logger], start: int) -> None:
         """Train the steps. Raise KeyboardInterrupt after a Ctrl-C or SIGTERM, once the last step is
         saved; after a second one, raise it at once."""
-        tiers = self.engine.report().tiers
-        budgets = {name: tier.budget_nbytes for name, tier in tiers.items()}
-        display = display_on(self.console, Run(start, self.settings.steps, budgets))
-        warning = LossWarning(self._warn)
-        self.began = time.perf_counter()
         put_off = self.interrupts.put_off(_PUT_OFF if self.world.is_first else "")
-        with closing(display), put_off:
+        with closing(self._watch([*loggers, self.record], start)) as watch, put_off:
             for step in range(start, self.settings.steps):
-                metrics = self._step_or_save(step)
-                self.rows.append(metrics)
-                for logger in (*loggers, display, warning, self.record):
-                    logger.log(metrics.values(), metrics.step)
+                self._step_or_save(step)
+                watch.flush()
                 last = step + 1 == self.settings.steps and self.record.times.count < _COMPARED
                 if self.record.times.count == _COMPARED or last:
                     self._compare()
@@ -216,6 +194,16 @@ class Trainer:
                 if stops:
                     raise self.interrupts.error()
         self.interrupts.check()  # one that came behind the last look
+
+    def _watch(self, loggers: list[Logger], start: int) -> Watch:
+        tiers, train = self.engine.report().tiers, self.settings
+        budgets = {name: tier.budget_nbytes for name, tier in tiers.items()}
+        tokens = train.batch * train.sequence * self.world.size
+        self.engine.watching = self.watch = Watch(
+            self.engine, tokens=tokens * self.config.gradient_accumulation_steps,
+            display=display_on(self.console, Run(start, train.steps, budgets)), of_folder=loggers,
+        )  # fmt: skip
+        return self.watch
 
     def _compare(self) -> None:
         """Say how the prediction compares with what is measured, and what would help."""
@@ -255,10 +243,10 @@ class Trainer:
     def _warn(self, text: str) -> None:
         self.console.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
-    def _step_or_save(self, step: int) -> StepMetrics:
+    def _step_or_save(self, step: int) -> None:
         """Take a step. If memory is too low, save the steps before it and raise LowMemoryError."""
         try:
-            return self._step(step)  # which draws no random numbers
+            self._step(step)  # which draws no random numbers
         except LowMemoryError:
             if self.steps_done == step:  # else it was refused in the validation after it
                 self.engine.optimizer.zero_grad()  # of passes before the one that was refused
@@ -266,8 +254,7 @@ class Trainer:
             self._say_interrupted()
             raise
 
-    def _step(self, step: int) -> StepMetrics:
-        began, before = time.perf_counter(), self.engine.waits()
+    def _step(self, step: int) -> None:
         lr = self.config.optimizer.lr * self.settings.schedule.factor(step, self.settings.steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -275,8 +262,8 @@ class Trainer:
         self.engine.optimizer.step()
         self.engine.optimizer.zero_grad()
         self.steps_done = step + 1
-        seconds, now = time.perf_counter() - began, self.engine.waits()
-        return self._measure(loss, lr, seconds, grown(now, before))
+        self.watch.log(self.world.mean(loss))
+        self.watch.log(validation_loss=self._validation_loss_if_due())
 
     def _accumulate(self, step: int) -> float:
         micro_steps = self.config.gradient_accumulation_steps
@@ -288,30 +275,6 @@ class Trainer:
             self.engine.backward(loss)
             total += float(loss.detach())
         return total
-
-    def _measure(
-        self, loss: float, lr: float, seconds: float, waited: dict[str, float]
-    ) -> StepMetrics:
-        report, world = self.engine.report(), self.world
-        elapsed = time.perf_counter() - self.began
-        tokens = self.settings.batch * self.settings.sequence * world.size
-        tokens *= self.config.gradient_accumulation_steps
-        loss, seconds = world.mean(loss), world.greatest(seconds)
-        return StepMetrics(
-            step=self.steps_done,
-            loss=loss,
-            lr=lr,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            gradient_norm=report.gradient_norm,
-            skipped_steps=report.skipped_steps,
-            rss_nbytes=int(world.greatest(rss_nbytes())),
-            tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
-            moved=dict(report.bytes_moved),
-            waited=waited,
-            elapsed_seconds=elapsed,
-            validation_loss=self._validation_loss_if_due(),
-        )
 
     def _validation_loss_if_due(self) -> float | None:
         every, last = self.settings.evaluate_every, self.steps_done == self.settings.steps
@@ -338,6 +301,7 @@ class Trainer:
         self._prune()
         if not due or done == self._saved_step:
             return
+        self.watch.flush()
         self.folder.metrics.flush()  # a run that goes on from there finds all steps before it
         self.engine.save_checkpoint(
             self.folder.checkpoint_path(done), state={"step": done},
@@ -372,12 +336,10 @@ class Trainer:
         self.console.print(f"\ntext {when} training:", style="bold")
         self.console.print(readable(text).rstrip("\n") + "\n", soft_wrap=True)
 
-    def _finish(self) -> RunResult:
+    def _finish(self) -> None:
         report, console = self.engine.report(), self.console
         memory = MemoryUse(self.baseline_nbytes, peak_rss_nbytes())
-        rows = self.folder.metrics.read() if self.world.is_first else self.rows
-        if not rows:  # a rank that is not the first, with nothing left to do
-            return RunResult(self.folder.path, math.nan, math.nan, None, self.steps_done, memory)
+        rows = self.folder.metrics.read()
         self.record.write(self.record.measured())
         plain = self._plain()
         config = self.engine.config
@@ -390,14 +352,10 @@ class Trainer:
             print_comparison(console, process_of(rows, memory, config, report), plain)
         console.print(f"run folder: {self.folder.path}", soft_wrap=True)
         console.print(f"page: {self.folder.page}", soft_wrap=True)
-        return RunResult(
-            self.folder.path, rows[0].loss, rows[-1].loss, rows[-1].validation_loss,
-            self.steps_done, memory,
-        )  # fmt: skip
 
     def _plain(self) -> Process | None:
         """Train the same in plain PyTorch, if that is requested and possible."""
-        if not self.settings.compare_plain or not self.world.is_first:
+        if not self.settings.compare_plain:
             return None
         resumed = self.resumed_step > 0
         return plain_run(self.config, self.world.size, self.folder, self.console, resumed=resumed)

@@ -22,7 +22,7 @@ from tests.faults.train_victim import Request, write_inputs
 from tests.offload.checkpoint_crash import bits_of
 
 REPOSITORY = Path(__file__).parents[2]
-STEPS, LONG_STEPS = 6, 40
+STEPS, LONG_STEPS = 4, 40
 KILLS, LONG_KILLS = 2, 1000
 MOST_LIVES = 2000
 

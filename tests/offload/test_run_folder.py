@@ -17,6 +17,8 @@ from offload.gpt import LanguageModel, build_meta_model
 from offload.planning.choice.run_check import check_run
 from offload.tools.memest.cli import main as memest
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 TRAIN = {"model": {"layers": 2, "hidden": 64, "heads": 2, "max_sequence": 32}, "sequence": 32}
 NVME = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
 

@@ -18,6 +18,8 @@ from offload.train.comparison import Process, agreement, cannot_compare, compari
 from offload.train.loop import run
 from offload.train.summary import MemoryUse
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ROW = StepMetrics(1, 2.0, 1e-3, 0.5, 100.0, None, 0, 1 << 20, {}, {})
 
 

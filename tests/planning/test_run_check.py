@@ -30,7 +30,6 @@ from offload.planning.choice.solver import solve
 from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder, other_numbers, with_choices_of
 from offload.runs.forecast import forecast, workload_of
-from offload.runs.metrics import StepMetrics
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.tier import Tier
 from offload.train.loop import Trainer, run
@@ -254,12 +253,11 @@ def test_nor_while_saves_beside_its_steps_keep_old_versions(
 ):
     held, step = Held(monkeypatch), Trainer._step
 
-    def stepped(trainer: Trainer, number: int) -> StepMetrics:
-        made = step(trainer, number)
+    def stepped(trainer: Trainer, number: int) -> None:
+        step(trainer, number)
         if number == 3:  # two steps beside the save, which has read nothing yet
             trainer.engine.settle()
             held.go.set()
-        return made
 
     monkeypatch.setattr(Trainer, "_step", stepped)
     work = {"model": {"layers": 6, "hidden": 128, "heads": 2, "max_sequence": 32},
