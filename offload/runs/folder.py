@@ -35,10 +35,10 @@ from offload.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.runs.page import PAGE, write_page
-from offload.runs.page_files import TRACE
 from offload.runs.recording import Recorded, trace_json
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 
+TRACE = "trace.json"
 _log = logging.getLogger("offload")
 
 # what a resumed run may not change: its data or its arithmetic would be another's

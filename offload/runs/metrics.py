@@ -6,17 +6,18 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from offload.checkpoint.format.disk import replace_text
 from offload.loggers import JSONLinesLogger
 from offload.tiers.errors import PathError, StorageError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class StepMetrics:
     """The figures of one optimizer step. `tiers` is bytes held after it, `moved` bytes by link
     since the start, `waited` seconds of the model's thread by cause. In a row, nan is unknown."""
 
-    step: int  # 1-based: steps done
+    step: Annotated[int, Field(strict=True, ge=0)]  # 1-based: steps done
     loss: float
     lr: float
     seconds: float
@@ -45,15 +46,27 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, line: str) -> StepMetrics:
-        """Parse a line of a `MetricsFile`; unknown figures of other versions are ignored."""
-        values = {k: v for k, v in json.loads(line).items() if k == "step" or k in _NAMES}
-        for name in ("loss", "lr", "tokens_per_second"):
-            if values.get(name) is None:
-                values[name] = math.nan
-        values.setdefault("gradient_norm", None)
-        return cls(**values)
+        """Parse a line of a `MetricsFile`. Unknown figures, and those that another version did not
+        have, get their defaults. ValueError if it is no step, or has values of other types."""
+        try:
+            values = json.loads(line)
+        except RecursionError as error:
+            raise ValueError("too many brackets to be a step") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"a {type(values).__name__} is no step")
+        known = {name: value for name, value in values.items() if value is not None}
+        return _adapter().validate_python({**_UNKNOWN, **known})
 
 
+@cache
+def _adapter() -> TypeAdapter[StepMetrics]:
+    return TypeAdapter(StepMetrics)
+
+
+_UNKNOWN: Mapping[str, Any] = {
+    "loss": math.nan, "lr": math.nan, "seconds": 0.0, "tokens_per_second": math.nan,
+    "gradient_norm": None, "skipped_steps": 0, "rss_nbytes": 0, "tiers": {}, "moved": {},
+}  # fmt: skip
 _NAMES = tuple(each.name for each in fields(StepMetrics) if each.name != "step")
 
 
@@ -67,25 +80,19 @@ class MetricsFile(JSONLinesLogger):
 
     def begin(self, steps_done: int) -> None:
         """Keep only the first `steps_done` steps of an earlier run."""
-        lines = [line for line in self._whole_lines() if json.loads(line)["step"] <= steps_done]
-        write_whole(self.path, "".join(f"{line}\n" for line in lines))
+        kept = [line for line, row in self._steps() if row.step <= steps_done]
+        write_whole(self.path, "".join(f"{line}\n" for line in kept))
 
     def read(self) -> list[StepMetrics]:
         """Return every step so far; a line cut short by a crash is left out."""
-        return [StepMetrics.from_json(line) for line in self._whole_lines()]
+        return [row for _, row in self._steps()]
 
-    def _whole_lines(self) -> list[str]:
+    def _steps(self) -> Iterator[tuple[str, StepMetrics]]:
+        """Yield each whole line with the step that it is."""
         self.flush()
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return [line for line in lines if _is_whole(line)]
-
-
-def _is_whole(line: str) -> bool:
-    """Whether a line is complete; one that was cut short may still end in a brace."""
-    try:
-        return "step" in json.loads(line)
-    except (ValueError, TypeError):
-        return False
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+            with suppress(ValueError):
+                yield line, StepMetrics.from_json(line)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,14 +11,14 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 
 from offload.config.file import read_document
 from offload.pages.page import Figure, Page, Section, Table, to_html
-from offload.pages.pictures import Line, Picture, bar_picture, line_picture
+from offload.pages.pictures import Line, Picture, line_picture
 from offload.planning.choice.durations import duration, three_digits
-from offload.planning.choice.run_check import MEASURED, PREDICTION, Row, check_run, usual_step_s
-from offload.runs.metrics import write_whole
-from offload.runs.page_files import TRACE, PageRows, read_object, read_rows, read_step
+from offload.planning.choice.run_check import MEASURED, Row, check_run, usual_step_s
+from offload.runs.metrics import StepMetrics, write_whole
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -26,6 +28,9 @@ _METRICS, _PLAIN, _CONFIG = "metrics.jsonl", "plain.jsonl", "config.resolved.yam
 _LINKS = ("nvme read", "nvme write", "host to device", "device to host")
 _LOOP = "loop"  # beside the waits: what the program did between a step and the next forward
 _MAX_TEXT = 64 << 10  # of the configuration
+_MAX_VALUE = 1e300  # larger ones have no sum
+
+Numbers = npt.NDArray[np.float64]
 
 
 def write_page(folder: Path) -> Path:
@@ -46,7 +51,6 @@ def run_page(folder: Path) -> str:
         Section("", lines=tuple(_remarks(run))),
         Section("Loss and pace", list(_curves(run))),
         _memory(run),
-        _one_step(run),
         _waits(run),
         _links(run),
         _check(run),
@@ -63,11 +67,10 @@ def run_page(folder: Path) -> str:
 @dataclass(frozen=True)
 class _Run:
     folder: Path
-    rows: PageRows
-    plain: PageRows
+    rows: Rows
+    plain: Rows
     config: Mapping[str, Any]
     config_text: str
-    predicted: Mapping[str, Any]
     measured: Mapping[str, Any]
 
     @classmethod
@@ -80,13 +83,89 @@ class _Run:
             )
         config, text = _config(path)
         return cls(
-            folder, read_rows(folder / _METRICS), read_rows(folder / _PLAIN), config, text,
-            read_object(folder / PREDICTION) or {}, read_object(folder / MEASURED) or {},
+            folder, Rows(folder / _METRICS), Rows(folder / _PLAIN), config, text,
+            _object(folder / MEASURED),
         )  # fmt: skip
 
     def at(self, key: str) -> Any:
         """A value of the configuration; None if there is none."""
         return _at(self.config, *key.split("."))
+
+
+class Rows:
+    """The steps of one file in ascending order; the later one if a step was taken twice."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a file of metrics; no steps if there is no such file."""
+        lines, self.damaged = dict[int, str](), 0  # lines that are no step
+        by_step: dict[int, StepMetrics] = {}
+        try:
+            text = path.read_text(errors="replace")
+        except OSError:
+            text = ""
+        for line in text.splitlines():
+            try:
+                row = StepMetrics.from_json(line)
+            except ValueError:
+                self.damaged += bool(line.strip())
+                continue
+            by_step[row.step], lines[row.step] = row, line
+        self._rows = [by_step[step] for step in sorted(by_step)]
+        self.steps = np.array([row.step for row in self._rows], np.float64)
+        self.nonfinite = [  # steps whose loss is null, and not left out
+            row.step for row in self._rows
+            if math.isnan(row.loss) and "loss" in json.loads(lines[row.step])
+        ]  # fmt: skip
+
+    def column(self, name: str, group: str = "") -> Numbers:
+        """The value of each step, of a plain figure or of one in a group; nan if it is unknown, or
+        too large to be summed."""
+        values = [
+            getattr(row, group).get(name) if group else getattr(row, name) for row in self._rows
+        ]
+        column = np.array(values, np.float64)  # None becomes nan
+        return np.where(np.abs(column) < _MAX_VALUE, column, np.nan)
+
+    def known(self, name: str) -> list[float]:
+        """The known values of a plain figure."""
+        column = self.column(name)
+        return [float(value) for value in column[~np.isnan(column)]]
+
+    def sums(self, group: str) -> dict[str, float]:
+        """The sum over all steps of each figure in a group; those that are 0 are left out."""
+        names = dict.fromkeys(name for row in self._rows for name in getattr(row, group))
+        sums = {name: float(np.nansum(self.column(name, group))) for name in names}
+        return {name: value for name, value in sums.items() if value > 0}
+
+    def moved(self) -> dict[str, float]:
+        """The bytes moved by each link. The count of a process starts at 0, so it starts again
+        where a run was resumed."""
+        found = {}
+        for name in self.sums("moved"):
+            counts = np.nan_to_num(self.column(name, "moved"))
+            grown = np.diff(counts, prepend=0.0)
+            found[name] = float(np.where(grown >= 0, grown, counts).sum())
+        return found
+
+    def step_seconds(self) -> float:
+        """The seconds of all steps, which contain those in `waited`."""
+        return float(np.nansum(np.maximum(self.column("seconds"), 0.0)))
+
+    def elapsed_seconds(self) -> float:
+        """The same, with the time between steps if it is known. The time before a process's first
+        step belongs to no step."""
+        since = np.diff(self.column("elapsed_seconds"), prepend=np.nan)
+        since = np.where(since >= 0, since, 0.0)  # nan, too
+        return float(np.maximum(np.nan_to_num(self.column("seconds")), since).sum())
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file; empty if there is none."""
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _at(values: Any, *keys: str) -> Any:
@@ -166,7 +245,7 @@ def _remarks(run: _Run) -> Iterator[str]:
         yield "of several ranks: memory, traffic and waits are those of rank 0"
 
 
-def _has_ranks(rows: PageRows) -> bool:
+def _has_ranks(rows: Rows) -> bool:
     return any(name not in _LINKS for name in rows.sums("moved"))
 
 
@@ -213,18 +292,6 @@ def _memory(run: _Run) -> Section:
     )
 
 
-def _one_step(run: _Run) -> Section:
-    found = read_step(run.folder / TRACE)
-    if found is None:
-        return Section("One step")
-    label = f"step {found.step:,}, {duration(found.seconds)}: {', '.join(found.lanes)}"
-    note = (
-        f"step {found.step:,}, {duration(found.seconds)}, from the end of the step before to its "
-        f"own. All recorded steps: {TRACE}, for ui.perfetto.dev"
-    )
-    return Section("One step", [bar_picture(found.lanes, duration, label=label)], lines=[note])
-
-
 def _waits(run: _Run) -> Section:
     rows, whole = run.rows, run.rows.step_seconds()
     table = [
@@ -234,7 +301,7 @@ def _waits(run: _Run) -> Section:
     ]
     note = (
         "of the thread that trains: for nvme, copies over the link, updates, other ranks; and the "
-        "loop's own time between steps"
+        "loop's own time between steps. trace.json shows a few steps, in ui.perfetto.dev"
     )
     heads = ("waited for", "in all", "of the steps' time")
     return Section("Waiting", tables=[Table(heads, table)], lines=[note]) if table else Section("")

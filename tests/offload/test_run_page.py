@@ -18,8 +18,7 @@ from offload.cli import main
 from offload.errors import ConfigError
 from offload.pages.pictures import Line, line_picture, thinned
 from offload.runs.folder import RunFolder
-from offload.runs.page import run_page, write_page
-from offload.runs.page_files import read_rows, read_step
+from offload.runs.page import Rows, run_page, write_page
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
 LINKS = ("nvme read", "nvme write", "host to device", "device to host")
@@ -144,6 +143,7 @@ CASES: dict[str, tuple[Any, dict[str, str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_whatever_there_is_is_shown(case: tuple[Any, dict[str, str]], tmp_path: Path) -> None:
     lines, files = case
@@ -154,15 +154,9 @@ def test_whatever_there_is_is_shown(case: tuple[Any, dict[str, str]], tmp_path: 
 
 def test_what_files_say_is_never_html(tmp_path: Path) -> None:
     evil = "</pre></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
-    trace = {"traceEvents": [
-        {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "steps"}},
-        {"ph": "M", "pid": 0, "tid": 2, "name": "thread_name", "args": {"name": evil}},
-        {"ph": "X", "pid": 0, "tid": 1, "name": "step 3", "ts": 0, "dur": 100},
-        {"ph": "X", "pid": 0, "tid": 2, "name": evil, "ts": 5, "dur": 90},
-    ]}  # fmt: skip
     names = {"tiers": {evil: 5}, "moved": {evil: 7}, "waited": {evil: 1.0}}
     folder = write(
-        tmp_path / "a <b> & \"c\" 'd'", rows(4, **names), trace__json=json.dumps(trace),
+        tmp_path / "a <b> & \"c\" 'd'", rows(4, **names),
         config__resolved__yaml=json.dumps(
             {"train": {"model": {"shape": evil, "layers": evil}, "text": evil}, "budget": {evil: 5},
              "placement": {evil: {evil: evil}}, "device": evil}
@@ -178,10 +172,10 @@ def test_what_files_say_is_never_html(tmp_path: Path) -> None:
 def test_lines_that_are_no_steps_are_counted_and_left_out(tmp_path: Path) -> None:
     bad = [
         "garbage\n", "[1]\n", "null\n", '{"step": "x"}\n', '{"step": 1e400}\n', "[" * 5000 + "\n",
-        '{"step": -1}\n', "x" * (3 << 20) + "\n", '{"step": true}\n',
+        "x" * (3 << 20) + "\n", '{"step": true}\n',
     ]  # fmt: skip
     folder = write(tmp_path / "run", [*rows(5), *bad, "\n", '{"step": 6, "loss": 1.2, "ti'])
-    found = read_rows(folder / "metrics.jsonl")
+    found = Rows(folder / "metrics.jsonl")
     assert list(found.steps) == [1, 2, 3, 4, 5]
     assert found.damaged == len(bad) + 1
     text, _ = check(run_page(folder))
@@ -232,7 +226,7 @@ def test_a_loops_own_time_is_no_wait(tmp_path: Path) -> None:
         for each in rows(4)
     ]  # fmt: skip
     folder = write(tmp_path / "run", lines)
-    assert read_rows(folder / "metrics.jsonl").elapsed_seconds() == pytest.approx(0.5 + 3 * 0.9)
+    assert Rows(folder / "metrics.jsonl").elapsed_seconds() == pytest.approx(0.5 + 3 * 0.9)
     text, _ = check(run_page(folder))
     assert "between steps" in text
     assert "most for" not in text
@@ -240,7 +234,7 @@ def test_a_loops_own_time_is_no_wait(tmp_path: Path) -> None:
 
 def test_a_step_taken_twice_counts_once_as_it_was_taken_last(tmp_path: Path) -> None:
     lines = [*rows(5), {"step": 4, "loss": 9.0}, {"step": 2, "loss": 8.0}]
-    found = read_rows(write(tmp_path / "run", lines) / "metrics.jsonl")
+    found = Rows(write(tmp_path / "run", lines) / "metrics.jsonl")
     assert list(found.steps) == [1, 2, 3, 4, 5]
     assert list(found.column("loss")[1:4]) == [8.0, 5.0 / 3, 9.0]
 
@@ -248,7 +242,7 @@ def test_a_step_taken_twice_counts_once_as_it_was_taken_last(tmp_path: Path) -> 
 def test_counts_begin_anew_where_a_run_was_resumed(tmp_path: Path) -> None:
     first, second = list(rows(4)), list(rows(4))
     lines = [*first, *({**row, "step": row["step"] + 4} for row in second)]
-    found = read_rows(write(tmp_path / "run", lines) / "metrics.jsonl")
+    found = Rows(write(tmp_path / "run", lines) / "metrics.jsonl")
     assert found.moved()["nvme read"] == 8 * 1_000_000
 
 
@@ -286,21 +280,13 @@ def run_own(tmp_path: Path, steps: int) -> Path:
     return folder
 
 
-def test_a_loop_of_ones_own_leaves_a_page_with_one_of_its_steps(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_leaves_a_page_and_a_trace_of_a_few_steps(tmp_path: Path) -> None:
     folder = run_own(tmp_path, 8)
     trace = json.loads((folder / "trace.json").read_text())
     assert trace["otherData"]["steps"] == [4, 5, 6]
-    found = read_step(folder / "trace.json")
-    assert found is not None
-    assert found.step in (4, 5, 6)
-    assert next(iter(found.lanes)) == "model's thread"
-    for stretches in found.lanes.values():
-        assert all(0 <= each.start < each.stop <= found.seconds for each in stretches)
-    text, pictures = check((folder / "run.html").read_text())
+    text, _ = check((folder / "run.html").read_text())
     assert "ended after 8 steps" in text
     assert "shakespeare" not in text  # what `offload train` would read by default
-    assert any("model's thread" in said for said in pictures)
-    # on a busy machine a step may find all writes of the last one done: not in each step's picture
     names = {
         e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
     }
@@ -325,18 +311,12 @@ def test_a_page_that_cannot_be_written_ends_no_run(
     assert "no run.html" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"traceEvents": 3}', '{"traceEvents": [3, {}]}'])
-def test_a_file_that_is_no_trace_is_no_picture(text: str, tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text(text)
-    assert read_step(tmp_path / "trace.json") is None
-
-
 # ---------------------------------------------------------------- pictures
 numbers = st.floats(allow_infinity=False)
 
 
 @given(st.lists(numbers, min_size=1, max_size=20), st.booleans())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 def test_any_numbers_can_be_drawn(ys: list[float], from_zero: bool) -> None:
     line = Line("<$a$>", range(len(ys)), ys)
     found = line_picture("a", [line, line], "{:.4g}".format, from_zero=from_zero)
