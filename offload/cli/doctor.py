@@ -1,22 +1,30 @@
-"""Checks of the machine for a run, one `Check` per line of the table, and a verdict on them.
+"""`offload doctor`: checks of the machine, one `Check` per line of the table, and a verdict.
 
 No check raises: a property that cannot be determined is reported as `off` with the reason.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from offload.memory.leftovers import Leftover, leftovers
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from offload.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED
+from offload.display.console import PlainConsole
+from offload.display.plain_text import echo
+from offload.memory.leftovers import Leftover, clean, leftovers
 from offload.process import machine
 from offload.tiers import accelerator
-from offload.tiers.errors import OffloadError
+from offload.tiers.errors import OffloadError, PathError
 from offload.tiers.units import format_bytes
 
 Status = Literal["ok", "warn", "off", "fail"]  # fail: nothing can be trained before it is mended
@@ -24,6 +32,7 @@ Status = Literal["ok", "warn", "off", "fail"]  # fail: nothing can be trained be
 _LOW_MEMORY_NBYTES = 2 << 30
 _LOW_DISK_NBYTES = 10 << 30
 _SHOWN = 4
+_STYLES = {"ok": "green", "warn": "yellow", "off": "dim", "fail": "red"}
 _WANTED_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16")
 
 
@@ -253,3 +262,52 @@ def _backends(path: Path) -> list[Check]:
         advice = "slower and takes RAM: name a folder on ext4 or xfs in nvme.paths"
         checks.append(Check(f"{path} O_DIRECT", "warn", "refused here", advice))
     return checks
+
+
+# ---------------------------------------------------------------- the command
+def clean_up(paths: Sequence[Path]) -> None:
+    """Remove what dead runs left in `paths`, and print a line for each removal."""
+    for path in paths:
+        try:
+            removed = clean(path)
+        except (OSError, OffloadError) as error:
+            raise PathError(f"cannot clean {path}: {error}") from None
+        for each in removed:
+            kept = " or made the checkpoint that it was to be" if each.pid is None else ""
+            echo(f"removed{kept}: {each.path} ({format_bytes(each.nbytes)})", err=True)
+        if not removed:
+            echo(f"nothing of dead runs in {path}", err=True)
+
+
+def print_checks(paths: Sequence[Path], as_json: bool) -> None:
+    """Check the machine (and `paths`), and print the findings and the verdict. The exit code is 1
+    if nothing can be trained, 2 if a path is no folder."""
+    checks = run_checks(paths)
+    found = verdict(checks)
+    if as_json:
+        listed = [asdict(check) for check in checks]
+        typer.echo(json.dumps({**asdict(found), "checks": listed}, indent=2))
+    else:
+        console = PlainConsole()
+        console.print(_table(checks))
+        console.print()
+        for check in checks:
+            if check.advice:  # with commands to be copied: no table breaks them
+                console.print(f"{check.name}: {check.advice}", style="italic", soft_wrap=True)
+        console.print()
+        for line in found.lines:
+            console.print(line, style="green" if found.ready else "red", soft_wrap=True)
+    if any(not path.is_dir() for path in paths):
+        raise typer.Exit(EXIT_BAD_INPUT)
+    if not found.ready:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("what", overflow="fold", max_width=32)
+    table.add_column("", no_wrap=True, width=4)
+    table.add_column("found", overflow="fold")
+    for check in checks:
+        table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.found)
+    return table

@@ -52,21 +52,33 @@ def named(config: OffloadConfig, source: str | None) -> PlannedModel:
 
     Raise ConfigError if the configuration was written for another model, or its model is gone.
     """
+    found, size = _read(config, source), config.written_for or config.train
+    workload = Workload(size.batch, size.sequence, config.gradient_accumulation_steps)
+    device = compute_device(config).type
+
+    def facts(config: OffloadConfig) -> ActivationFacts:
+        return _activations(found, device, config, workload)
+
+    has_graph: bool = found.has_graph
+    return PlannedModel(found.name, config, found.shape, workload, facts if has_graph else None)
+
+
+def _read(config: OffloadConfig, source: str | None) -> Any:
+    """Return memest's model at `source`, or the one that the configuration was written for."""
     reader: Any = importlib.import_module(_READER)
-    written_for = config.written_for
-    if written_for is not None:
-        found = reader.read_written_for(config, written_for, source)
-        batch, sequence = written_for.batch, written_for.sequence
-    else:
-        found = reader.read_model(source, blocks=config.groups.blocks)
-        if found.config is not None:
-            raise ConfigError(f"--model {source}: is a configuration, too; name the model itself")
-        batch, sequence = config.train.batch, config.train.sequence
-    workload = Workload(batch, sequence, config.gradient_accumulation_steps)
-    facts = None
-    if found.has_graph:
-        facts = _traced(found, workload, compute_device(config).type)
-    return PlannedModel(found.name, config, found.shape, workload, facts)
+    if config.written_for is not None:
+        return reader.read_written_for(config, config.written_for, source)
+    found = reader.read_model(source, blocks=config.groups.blocks)
+    if found.config is not None:
+        raise ConfigError(f"--model {source}: is a configuration, too; name the model itself")
+    return found
+
+
+def _activations(
+    model: Any, device: str, config: OffloadConfig, workload: Workload, *, trains: bool = True
+) -> ActivationFacts:
+    found: ActivationFacts = model.activations(config, workload, device, trains=trains)
+    return found
 
 
 @dataclass(frozen=True)
@@ -77,43 +89,21 @@ class GeneratingModel:
     config: OffloadConfig
     shape: ModelShape
     facts: GenerationFactsOf | None  # of its passes; None: the model's code is not known
-    context: int | None  # longest sequence in tokens, where one is known
 
 
 def generating(config: OffloadConfig, source: str, asked: Generation) -> GeneratingModel:
     """Return the model at `source` that generates under `config`. Raise ConfigError like
     `named`."""
-    reader: Any = importlib.import_module(_READER)
-    if config.written_for is not None:
-        found = reader.read_written_for(config, config.written_for, source)
-    else:
-        found = reader.read_model(source, blocks=config.groups.blocks)
-    if found.config is not None and config.written_for is None:
-        raise ConfigError(f"--model {source}: is a configuration, too; name the model itself")
+    found = _read(config, source)
     config = config.in_precision_of(found.precision).for_inference()
     device = compute_device(config).type
     facts = None
     if found.has_graph:
-        forward = partial(_forward, found, device)
+        forward = partial(_activations, found, device, trains=False)
         facts = GenerationFactsOf(forward, found.cache, gpu=device != "cpu")
     shape = found.shape.frozen
     if not config.splits_experts(1):
         shape = shape.joined
     shape = shape.stored(config.stored)
     config, shape = kv_in_tiers(config, shape, found.cache, asked.batch, asked.context)
-    return GeneratingModel(found.name, config, shape, facts, found.context)
-
-
-def _forward(
-    model: Any, device: str, config: OffloadConfig, workload: Workload
-) -> ActivationFacts:  # fmt: skip
-    found: ActivationFacts = model.activations(config, workload, device, trains=False)
-    return found
-
-
-def _traced(model: Any, workload: Workload, device: str) -> FactsOf:
-    def facts(config: OffloadConfig) -> ActivationFacts:
-        found: ActivationFacts = model.activations(config, workload, device)
-        return found
-
-    return facts
+    return GeneratingModel(found.name, config, shape, facts)

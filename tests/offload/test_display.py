@@ -352,10 +352,10 @@ def test_a_run_of_known_length_has_twenty_lines() -> None:
     assert [int(line.split()[1].split("/")[0]) for line in said] == [41, *range(48, 241, 12)]
     assert said[0] == (
         "step 41/240 | loss 2.5000  8,192 tokens/s  500 ms/step  norm 1.25  lr 0.0003 | "
-        "nvme busy 83% | host 3.0 of 4.0 GiB  nvme 5.0 of 100.0 GiB | "
+        "host 3.0 of 4.0 GiB  nvme 5.0 of 100.0 GiB | "
         "computing 68%  nvme 20%  update 10%  loop 2%"
     )
-    assert " | nvme busy 83%  nvme read 2 GB/s  nvme write 200 MB/s | host" in said[1]
+    assert " | nvme read 2 GB/s  nvme write 200 MB/s | host" in said[1]
     assert said[2].endswith(" | about 90 s left")
 
 

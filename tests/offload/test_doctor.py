@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from offload.cli.diagnosis import Check, Status, check_path, run_checks, verdict
-from offload.cli.doctor import print_checks
+from offload.cli.doctor import Check, Status, check_path, print_checks, run_checks, verdict
 
 
 def test_every_check_says_something_and_every_warning_advises(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.ownership import marked as marked_folder
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.cli.app import app
-from offload.cli.diagnosis import check_path
+from offload.cli.doctor import check_path
 from offload.integrations import streamed_folder
 from offload.memory.leftovers import clean, leftovers
 from offload.swap.io.maker_marks import Life, Maker, marked

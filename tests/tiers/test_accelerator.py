@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from offload.cli.diagnosis import run_checks
+from offload.cli.doctor import run_checks
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.memory.tier_manager import compute_device
