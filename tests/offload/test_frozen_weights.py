@@ -76,6 +76,7 @@ def test_each_step_writes_what_belongs_to_adapters_alone(
         assert_same_bits(after, {n: t.to(after[n].dtype) for n, t in frozen.items()})
 
 
+@pytest.mark.slow
 def test_weights_of_three_times_the_budget_are_adapted_within_it(tmp_path: Path) -> None:
     """200 MiB of frozen weights on nvme, `budget: {host: 64MiB}`."""
     found = said_by(PROGRAM, str(tmp_path))

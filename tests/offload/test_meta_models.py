@@ -479,6 +479,7 @@ assert [float(longer(torch.ones(n))) for n in (5, 9)] == [5, 9]
 
 
 @on_the_cpu_alone("its process computes on the CPU")
+@pytest.mark.slow
 def test_values_from_a_constructor_take_no_import_of_the_compiler_which_works_afterwards() -> None:
     """torch imports it, 95 MiB, where it computes on the meta device, and DTensors with sympy, 41
     MiB, where an operation comes to a tensor's class. (Its `normal_` there imports sympy.)"""

@@ -157,6 +157,7 @@ def test_plain_pytorch_trains_it_in_16_bits_where_an_expert_has_no_tokens() -> N
     assert not all(still)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpoint", ["false", "true", "selective"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_trace_is_the_real_pass_where_routing_is_even(

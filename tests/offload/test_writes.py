@@ -190,6 +190,7 @@ context.__enter__()
 
 
 @on_the_cpu_alone("its process computes on the CPU")
+@pytest.mark.slow
 def test_a_gathered_block_that_is_never_left_does_not_end_the_process_badly(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", ABANDONED, str(tmp_path)], capture_output=True, timeout=120

@@ -95,6 +95,7 @@ def attribute(name: str) -> Callable[[Tensor], Any]:
     return question
 
 
+@pytest.mark.sample("grad")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_attribute_of_a_released_parameter_is_plain_pytorchs(
     pair: tuple[Any, Any], mode: str
@@ -163,6 +164,7 @@ MADE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("of", ["weight", "bias", "weight.data", "bias.data", "weight.grad"])
 def test_what_code_branches_on_and_makes_after_a_tensor_is_plain_pytorchs(
