@@ -46,7 +46,6 @@ LONG_FILES = (
     "offload/test_checkpoint_crash.py", "offload/test_checkpoint_savers.py",
     "offload/test_train_comparison.py", "planning/test_activation_trace.py",
     "planning/test_activation_trace_transformers.py", "planning/test_memory_prediction.py",
-    "planning/test_collective_sequence.py",
     "outside/test_offload_trainer.py",
     "outside/test_distributed_checkpoint.py",
     "outside/test_examples.py",

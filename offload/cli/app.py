@@ -93,9 +93,6 @@ def plan(
             "Default: what FILE was written for, or the built-in model.",
         ),
     ] = None,
-    ep_size: Annotated[
-        int, typer.Option(metavar="N", help="Ranks that share the experts of a layer.")
-    ] = 1,
     inference: Annotated[
         bool, typer.Option("--inference", help="Generating text, not training.")
     ] = False,
@@ -112,9 +109,9 @@ def plan(
 
     generation = {"--batch": batch, "--prompt": prompt, "--new-tokens": new_tokens}
     if inference:
-        print_inference_plan(file, option or [], model, generation, ranks * nodes * ep_size)
+        print_inference_plan(file, option or [], model, generation, ranks * nodes)
         return
-    print_plan(file, option or [], ranks, nodes, model, ep_size, generation)
+    print_plan(file, option or [], ranks, nodes, model, generation)
 
 
 @app.command()

@@ -29,11 +29,10 @@ _MOST = 1 << 16  # ranks on a machine, or machines
 
 def print_plan(
     file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1, model: str | None = None,
-    ep_size: int = 1, generation: Mapping[str, int | None] | None = None,
+    generation: Mapping[str, int | None] | None = None,
 ) -> None:  # fmt: skip
     """Describe the run of `file` without starting it: one rank of `ranks` on each of `nodes`, for
-    `model` (by default the one that the file was written for, or the built-in one); `ep_size` ranks
-    share the experts of a layer."""
+    `model` (by default the one that the file was written for, or the built-in one)."""
     for option, given in (generation or {}).items():
         if given is not None:
             raise ConfigError(f"{option} {given}: is of inference alone; add --inference")
@@ -48,7 +47,7 @@ def print_plan(
         _check_device(config, file, overrides, model)
         other = model is not None or config.written_for is not None
         found = named(config, model) if other else built_in(config)
-        planned = _plan(found, ranks, nodes, ep_size)
+        planned = _plan(found, ranks, nodes)
     if planned.timed and others.note:
         planned = replace(planned, assumed=(*planned.assumed, others.note))
     PlainConsole().print(describe(planned))
@@ -61,9 +60,7 @@ def print_inference_plan(
     """Describe how `offload generate` would run `model` under `file`: `generation` has the options
     --batch, --prompt and --new-tokens."""
     if ranks > 1:
-        raise ConfigError(
-            "--inference: is of one process; leave --ranks, --nodes and --ep-size out"
-        )
+        raise ConfigError("--inference: is of one process; leave --ranks and --nodes out")
     config = OffloadConfig.load(file, overrides)
     source = model or (config.written_for.source if config.written_for is not None else None)
     if source is None:
@@ -110,20 +107,15 @@ def _plan_generation(
     return replace(planned, inference=inference, assumed=notes)
 
 
-def _plan(model: PlannedModel, ranks: int, nodes: int, ep_size: int) -> Planned:
+def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     """Plan as the training loop does. Raise what it would raise before anything is allocated."""
-    from offload.planning.plan.experts import check_ranks, check_spread
     from offload.runs.forecast import forecast_of
     from offload.zero.ranks.sharding import Sharding
 
     config, shape = model.config, model.shape
     zero = config.zero
     sharding = Sharding.of(zero.stage, zero.shard_group, ranks * nodes, 0)
-    check_spread(shape, config, ep_size)
-    check_ranks(sharding.world_size, ep_size)
-    if ep_size > 1:
-        shape = shape.spread(ep_size)
-    elif not config.splits_experts(sharding.world_size):
+    if not config.splits_experts(sharding.world_size):
         shape = shape.joined
     shape = shape.stored(config.stored)
     found = None
@@ -144,7 +136,6 @@ def _planned(
     from offload.planning.choice.solver import solve
     from offload.planning.machine.preflight import preflight
     from offload.planning.plan.experts import estimate_experts
-    from offload.planning.plan.sizes import ITEMSIZE
     from offload.zero.ranks.sharding import ALONE
 
     config = model.config
@@ -158,7 +149,7 @@ def _planned(
         disk_nbytes=hardware.nvme_free_nbytes,
     )  # fmt: skip
     looked.refuse()
-    experts = estimate_experts(best.plan, shape, workload, ITEMSIZE[config.precision])
+    experts = estimate_experts(best.plan, shape, workload)
     timed = found is not None and found.timed
     return Planned(
         model.name, config, workload, solution, device.type, looked, timed, ranks, experts

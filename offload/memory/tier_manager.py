@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -26,7 +25,7 @@ from offload.swap.device.device_state import Links
 from offload.swap.device.streams import CopyStream, mark_here
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import BlockStore
-from offload.swap.io.measure import Bandwidth, measure_bandwidth
+from offload.swap.io.measure import measure_bandwidth
 from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.swap.states.coded_state import CodedState
@@ -500,7 +499,6 @@ def this_machine(
         host_nbytes=hardware.host_nbytes // here,
         host_free_nbytes=hardware.host_free_nbytes // here,
         cores=max(1, hardware.cores // here),
-        measure_nvme=lambda: _bandwidth(tuple(sorted(reports)), nvme.timeout_s),
     )  # fmt: skip
 
 
@@ -510,16 +508,6 @@ def ranks_here() -> int:
     if not (world.is_available() and world.is_initialized()):
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.get_world_size()))
-
-
-@functools.cache
-def _bandwidth(folders: tuple[Path, ...], timeout_s: float) -> Bandwidth:
-    """Measure the bandwidth of all paths together, once per process: a fifth of a second each."""
-    measured = [measure_bandwidth(folder, timeout_s=timeout_s) for folder in folders]
-    return Bandwidth(
-        sum(each.read_bytes_per_s for each in measured),
-        sum(each.write_bytes_per_s for each in measured),
-    )
 
 
 def compute_device(config: OffloadConfig) -> torch.device:

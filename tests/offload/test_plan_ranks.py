@@ -72,25 +72,3 @@ def test_bad_numbers_are_one_line_and_2(
     code, _, error = run(capsys, yaml, *arguments)
     assert code == 2
     assert said in " ".join(error.split())
-
-
-def test_experts_over_ranks_are_planned_as_those_of_one(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "device: cpu\nprecision: fp32\nbudget: {host: 64MiB, nvme: 64MiB}\nzero: {stage: 1}\n"
-        "placement: {parameters: host, gradients: host, optimizer: host}\n"
-        "train:\n  model: {layers: 2, hidden: 64, heads: 2, max_sequence: 32, experts: 8}\n"
-        "  batch: 2\n  sequence: 32\n"
-    )
-    held = []
-    for ep_size in ("1", "4"):
-        code, text, _ = run(capsys, str(path), "--ranks", "4", "--ep-size", ep_size)
-        assert code == 0
-        held.append(row(text.partition("Bytes")[2], "parameters")[1])
-    assert "a rank has 4 of the experts" in " ".join(text.split())
-    assert "on this rank" in text
-    assert held[1] < held[0] / 2
-    for ranks, ep_size in (("1", "4"), ("3", "3"), ("4", "0")):
-        code, _, said = run(capsys, str(path), "--ranks", ranks, "--ep-size", ep_size)
-        assert code != 0
-        assert f"--ep-size {ep_size}" in said

@@ -223,6 +223,7 @@ def test_grouped_heads_in_fp32_have_no_fused_kernel_on_a_gpu() -> None:
     assert trace_activations(meta, half, workload, device="cuda").saved_nbytes < scores
 
 
+@pytest.mark.slow
 def test_checkpoints_choose_alike_in_both_passes_on_a_gpu() -> None:
     for checkpoint in (True, "selective"):
         config = _config("llama", precision="bf16", checkpoint=checkpoint, micro_batches=2)

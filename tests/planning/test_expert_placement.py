@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.choice.evaluator import AS_FAST
 from offload.planning.choice.plan_text import reasons
 from offload.planning.choice.planner import chosen_config, make_plan
 from offload.planning.choice.solver import RunFacts, Solution, solve
@@ -110,6 +109,7 @@ def test_where_few_experts_are_touched_memory_is_what_every_token_uses() -> None
     assert set(reasons(auto)) == set(PLACED)
 
 
+@pytest.mark.sample("few-False")
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("work", [FEW, MANY], ids=["few", "all"])
 def test_homes_of_their_own_are_not_slower(work: Workload, gpu: bool, long: bool) -> None:
@@ -126,7 +126,7 @@ def test_homes_of_their_own_are_not_slower(work: Workload, gpu: bool, long: bool
         best = solve(config, shape, hardware, run).best
         assert best.fits
         seconds.append(best.seconds)
-    assert seconds[1] <= seconds[0] * (1 + 3 * AS_FAST)
+    assert seconds[1] <= seconds[0] * 1.03
 
 
 def test_what_is_named_stays() -> None:

@@ -155,6 +155,7 @@ def test_a_run_predicts_itself_and_says_what_came(tmp_path):
         assert row.ratio == pytest.approx(1, rel=0.1), row
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_open_is_chosen_and_written_down(tmp_path):
     left_open = {"checkpoint": "auto"}
     written, _ = train(tmp_path, micro_batches="auto", placement={"activations": left_open})
@@ -209,6 +210,7 @@ def test_going_on_with_a_run_that_has_ended_leaves_what_it_measured(tmp_path):
     assert (tmp_path / "run/measured.json").read_text() == before
 
 
+@pytest.mark.sample("nvme")
 @pytest.mark.parametrize("parameters", ["host", "nvme"])
 def test_nvme_never_holds_more_than_at_most(
     parameters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,6 +238,7 @@ def test_nvme_never_holds_more_than_at_most(
     check_bound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_nvme_never_holds_more_than_at_most_beside_activations(tmp_path: Path):
     keys: dict[str, Any] = {
         "placement": {

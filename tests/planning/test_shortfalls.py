@@ -41,19 +41,15 @@ def advised(message: str) -> dict[str, str]:
     return dict(re.findall(r"placement\.(\w+): (\w+)", message))
 
 
-@pytest.mark.parametrize("chunk", [65536, 1 << 20])
 @pytest.mark.parametrize("host", ["24MiB", "40MiB", "48MiB", "60MiB", "71MiB"])
-def test_a_budget_fits_once_what_is_named_is_done(host: str, chunk: int) -> None:
+def test_a_budget_fits_once_what_is_named_is_done(host: str) -> None:
     keys = {
         "precision": "fp32", "budget": {"host": host, "nvme": "1GiB"}, "placement": HERE,
-        "optimizer": {"chunk": chunk},
+        "optimizer": {"chunk": 65536},
     }  # fmt: skip
     (message,) = said(keys)
     assert advised(message)
-    smaller = message.endswith(", and lower optimizer.chunk")
-    moved = {**keys, "placement": {**HERE, **advised(message)}}
-    assert (said(moved) == []) == (not smaller)
-    assert said({**moved, "optimizer": {"chunk": 65536}}) == []
+    assert said({**keys, "placement": {**HERE, **advised(message)}}) == []
 
 
 def test_gpu_memory_fits_once_the_named_classes_are_moved() -> None:
@@ -83,12 +79,10 @@ def test_a_chunk_is_named_where_buffers_are_what_does_not_fit() -> None:
     assert message.endswith("; raise budget.host, or lower optimizer.chunk")
 
 
-def test_of_many_ranks_it_is_the_padding_that_does_not_fit() -> None:
+def test_fewer_ranks_are_named_where_buffers_for_exchanges_do_not_fit() -> None:
     keys = {
         "precision": "fp32", "budget": {"host": "100MiB", "nvme": "1GiB"}, "placement": HERE,
     }  # fmt: skip
     assert said(keys, Sharding.of(3, None, 8, 0)) == []
-    for group in (None, 64):  # a shard is cut evenly for its replicas, too
-        (message,) = said(keys, Sharding.of(3, group, 4096, 0))
-        assert "raise budget.host, or train on fewer than 4096 ranks" in message
-        assert advised(message) == {}
+    (message,) = said(keys, Sharding.of(3, None, 4096, 0))
+    assert message.endswith("or lower optimizer.chunk, or train on fewer ranks")

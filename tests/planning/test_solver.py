@@ -18,7 +18,6 @@ from offload.errors import BudgetError
 from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.evaluator import NO_LIBRARIES
-from offload.planning.choice.placement_search import share_of
 from offload.planning.choice.planner import chosen_config, make_plan, resolved_config, shortfalls
 from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.machine.speeds import NOMINAL, Speeds
@@ -123,6 +122,7 @@ def test_more_host_memory_never_makes_a_step_slower():
     assert seconds[-1] < seconds[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("host", [70, 120, 240])
 def test_no_placement_tried_by_hand_is_predicted_to_be_faster(host: int):
     budget = {"host": f"{host}MiB", "nvme": "2GiB"}
@@ -140,7 +140,7 @@ def test_no_placement_tried_by_hand_is_predicted_to_be_faster(host: int):
     tier=st.sampled_from(["host", "nvme"]), precision=st.sampled_from(["fp32", "bf16"]),
     passes=st.sampled_from([1, 3]),
 )  # fmt: skip
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=10)
 def test_what_is_named_stays_and_the_same_question_has_the_same_answer(
     host: int, fixed: str | None, tier: str, precision: str, passes: int
 ):
@@ -162,17 +162,6 @@ def test_sums_of_16_bit_gradients_are_never_on_nvme():
     keys = {"precision": "bf16", "gradient_accumulation_steps": 2}
     solution = solved({**keys, "budget": {"host": "150MiB", "nvme": "2GiB"}}, known())
     assert placed(solution)[1] == "host"
-
-
-def test_the_next_best_plan_fits_is_another_one_and_is_not_faster():
-    solution = solved({"budget": {"host": "200MiB", "nvme": "2GiB"}}, known())
-    other = solution.next_best
-    assert other is not None
-    assert other.fits
-    assert other.seconds >= solution.best.seconds * 0.99
-    best, there = solution.best.plan.placements, other.plan.placements
-    apart = [abs(share_of(best[c], tier) - share_of(there[c], tier)) for c in best for tier in Tier]
-    assert max(apart) >= 0.05
 
 
 def test_an_explicit_placement_is_only_checked():

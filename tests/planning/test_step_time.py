@@ -153,6 +153,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 KEPT_BY_CHANCE = ("room for some copies", "accumulation", "tied weights, gpt")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("clips", [False, True], ids=["updated in backward", "clipped"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_moves_the_predicted_bytes(
@@ -203,6 +204,7 @@ GPU_CASES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_a_step_sends_the_predicted_bytes_to_the_device(
     case: str, at_once: None, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.sizes import STAGING_BUFFERS, pages
 from offload.planning.plan.workload import Workload
-from offload.planning.step.collective_sequence import collective_sequence
+from offload.planning.step.exchanges import step_collectives
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
 from offload.tiers.units import round_up
@@ -217,9 +217,7 @@ def test_the_collectives_of_a_step_are_those_predicted(
     loaded = OffloadConfig.load({"precision": "fp32"})
     for each in held[stage, "host"]:
         sharding = Sharding.of(stage, None, WORLD, each.rank)
-        found = collective_sequence(loaded, shape, sharding, 1)
-        assert each.gathered == [
-            exchange.nbytes for step in found.gathers for exchange in step.exchanges
-        ]
-        trainable = [each.layouts[step.group].numel_trainable for step in found.reductions]
+        gathers, reductions = step_collectives(loaded, shape, sharding, 1)
+        assert each.gathered == [exchange.nbytes for step in gathers for exchange in step.exchanges]
+        trainable = [each.layouts[step.group].numel_trainable for step in reductions]
         assert each.reduced == [numel * ITEMSIZE for numel in trainable]

@@ -121,23 +121,6 @@ class ModelShape:
         )
         return replace(self, groups=tuple(groups))
 
-    def spread(self, ep_size: int) -> ModelShape:
-        """Return the first rank's part of the model when the experts of every table are spread over
-        `ep_size` ranks, which divides their number: others have as many, under other numbers."""
-        here = {index for t in self.tables.values() for index in t[: len(t) // ep_size]}
-        kept = [i for i, group in enumerate(self.groups) if not group.table or i in here]
-        numbers = {index: number for number, index in enumerate(kept)}
-        groups = (
-            replace(group, ep_size=ep_size) if group.table else group
-            for group in (self.groups[index] for index in kept)
-        )
-        units = (
-            replace(unit, groups=tuple(numbers[index] for index in unit.groups))
-            for unit in self.units
-            if not unit.table or here.issuperset(unit.groups)
-        )
-        return replace(self, groups=tuple(groups), units=tuple(units))
-
     def stored(self, storage: Storage | None) -> ModelShape:
         """Return the same model with frozen weights as `storage` has them, apart from those that
         are trained (see `zero.storage.cut`), with None as it is. It must be the last of these

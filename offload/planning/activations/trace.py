@@ -96,7 +96,7 @@ def _traced(
         passes = partial(_passes, model, units, config, workload, call, target)
         try:
             return both(partial(passes, skip=skip))
-        except CannotSkipError:
+        except (CannotSkipError, LookupError):  # or blocks are called by their numbers
             return both(partial(passes, skip=False))
     except OffloadError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be traced: {error}") from error

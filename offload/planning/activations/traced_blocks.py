@@ -1,14 +1,12 @@
-"""Chooses the repeated blocks that a trace runs, and the stand-ins for the others.
+"""Chooses the repeated blocks that a trace runs; the others are taken out of the model meanwhile.
 
 Identical blocks (same class, settings, parameter shapes) do the same to the same inputs. Of a
 stretch of them, in which they may alternate with some period, four periods are run:
 
     run      0    1    2    . . . . .    n-1        each a block, or a period of several
-             │    │    └── counts for all that are skipped as well
+             │    │    └── counts for all that are left out as well
              │    └─────── what every period keeps until backward; must be what 2 keeps
              └──────────── may differ: nothing was computed before it
-
-A skipped block gives on what it was given, so that nothing is kept or computed for it.
 """
 
 from __future__ import annotations
@@ -18,17 +16,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from offload.planning.activations.live_bytes import Alive
-from offload.planning.activations.pass_watch import PassWatch
+from offload.planning.activations.pass_watch import CountedOps, PassWatch
 from offload.zero.groups.discovery import Unit
 
 _RUN = 4  # periods of a stretch
 _LONGEST_PERIOD = 8
+Forward = Callable[..., Any]
 _SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -38,7 +35,7 @@ class CannotSkipError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Blocks `[start, stop)` that repeat every `period`. Only whole periods are skipped."""
+    """Blocks `[start, stop)` that repeat every `period`. Only whole periods are left out."""
 
     start: int
     stop: int
@@ -49,13 +46,12 @@ class Stretch:
         """The number of periods that are not run."""
         return max(0, (self.stop - self.start) // self.period - _RUN)
 
-    def role(self, index: int) -> int:
-        """The period (0 to 3) that a block is in or that counts for it; -1 if the block is skipped,
-        4 if it is left over."""
-        number = (index - self.start) // self.period
-        if number < _RUN - 1:
-            return number
-        return -1 if number < _RUN - 1 + self.skipped else number - self.skipped
+    def split(self, blocks: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+        """Those of all `blocks` in the stretch that are run, and those that are left out."""
+        first = self.start + (_RUN - 1) * self.period
+        last = first + self.skipped * self.period
+        run = [*blocks[self.start : first], *blocks[last : self.stop]]
+        return run, list(blocks[first:last])
 
 
 def stretches(blocks: Sequence[Unit]) -> list[Stretch]:
@@ -83,27 +79,15 @@ def _stretch(signatures: Sequence[Any], start: int, period: int) -> Stretch:
     return Stretch(start, min(stop, len(signatures)), period)
 
 
-def _signatures(blocks: Sequence[Unit]) -> list[Any]:
-    """The settings that determine each block's work, except values and its own number."""
+def _signatures(blocks: Sequence[Unit]) -> list[dict[tuple[str, str], Any]]:
+    """What determines each block's work, except values and the block's own number."""
     settings = [_settings(unit.module) for unit in blocks]
-    places = [int(place) if place.isdigit() else 0 for place in map(_last_name, blocks)]
+    places = [unit.name.rpartition(".")[2] for unit in blocks]
     numbers = {
-        key
-        for key in set().union(*settings)
-        if len({_distance(each.get(key), n) for n, each in zip(places, settings, strict=True)}) == 1
-        and len({str(each.get(key)) for each in settings}) > 1
-    }
+        key for key in (settings[0] if len(blocks) > 1 else ())
+        if all(str(each.get(key)) == n for n, each in zip(places, settings, strict=True))
+    }  # fmt: skip
     return [{key: value for key, value in each.items() if key not in numbers} for each in settings]
-
-
-def _last_name(unit: Unit) -> str:
-    """The last part of a unit's name: `12` of `model.layers.12`."""
-    return unit.name.rpartition(".")[2]
-
-
-def _distance(value: Any, place: int) -> Any:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value - place if is_number else str(value)
 
 
 def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
@@ -124,24 +108,73 @@ def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
 def watched_blocks(
     model: nn.Module, units: Sequence[Unit], watch: PassWatch, *, skip: bool
 ) -> Iterator[None]:
-    """Report the position of the forward to `watch`. With `skip`, skip most of many equal
-    blocks."""
+    """Report the position of the forward to `watch`. With `skip`, most of many equal blocks in a
+    list are left out and counted by the others. Raises CannotSkipError if they turn out to
+    differ."""
     blocks = [unit for unit in units if unit.repeated]
-    counted: dict[int, _CountedStretch] = {}
-    for stretch in stretches(blocks) if skip else ():
-        counted.update(dict.fromkeys(range(stretch.start, stretch.stop), _CountedStretch(
-            stretch, blocks, watch)))  # fmt: skip
+    forwards: dict[str, Forward] = {}  # by the name of a block
     with ExitStack() as stack:
+        for stretch in stretches(blocks) if skip else ():
+            run, left_out = stretch.split(blocks)
+            if _in_one_list(model, blocks[stretch.start : stretch.stop]):
+                stack.enter_context(_without(_list_of(model, run[0]), left_out))
+                forwards.update(_CountedStretch(stretch, run, left_out, watch).forwards())
         for unit in units:
             if not unit.repeated and unit.module is not model:
                 for hook in _told_by_hooks(unit, blocks, watch):
                     stack.callback(hook.remove)
-        for index, unit in enumerate(blocks):
-            watched = _WatchedBlock(unit, index, watch, counted.get(index))
-            stack.enter_context(replaced_forward(unit.module, watched))
+        for unit in blocks:
+            forward = forwards.get(unit.name) or _watched(unit, watch)
+            stack.enter_context(replaced_forward(unit.module, forward))
         begin = model.register_forward_pre_hook(lambda module, args: watch.begin())
         stack.callback(begin.remove)
         yield
+
+
+def _watched(
+    unit: Unit, watch: PassWatch, name: str = "", part: CountedOps | None = None
+) -> Forward:
+    """The forward of a block, reported to `watch` under its own name or another one."""
+    own: Forward = unit.module.forward
+    name = name or unit.name
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        watch.enter(name, part)
+        output = own(*args, **kwargs)
+        watch.leave(name)
+        return output
+
+    return forward
+
+
+def _list_of(model: nn.Module, unit: Unit) -> nn.Module:
+    return model.get_submodule(unit.name.rpartition(".")[0])
+
+
+def _in_one_list(model: nn.Module, blocks: Sequence[Unit]) -> bool:
+    """Whether the blocks are neighbours in one list of modules."""
+    there = _list_of(model, blocks[0])
+    names = [unit.name.rpartition(".") for unit in blocks]
+    first = int(names[0][2]) if names[0][2].isdigit() else 0
+    return isinstance(there, (nn.ModuleList, nn.Sequential)) and all(
+        (where, name) == (names[0][0], str(first + number))
+        for number, (where, _, name) in enumerate(names)
+    )
+
+
+@contextmanager
+def _without(modules: nn.Module, left_out: Sequence[Unit]) -> Iterator[None]:
+    """Take blocks out of the list of modules that they are in."""
+    before = dict(modules._modules)
+    gone = {id(unit.module) for unit in left_out}
+    kept = [module for module in before.values() if id(module) not in gone]
+    modules._modules.clear()
+    modules._modules.update({str(place): module for place, module in enumerate(kept)})
+    try:
+        yield
+    finally:
+        modules._modules.clear()
+        modules._modules.update(before)
 
 
 def _told_by_hooks(unit: Unit, blocks: Sequence[Unit], watch: PassWatch) -> list[RemovableHandle]:
@@ -160,132 +193,60 @@ def _told_by_hooks(unit: Unit, blocks: Sequence[Unit], watch: PassWatch) -> list
     ]
 
 
-class _WatchedBlock:
-    """The forward of one block, which is watched or skipped."""
+class _CountedStretch:
+    """The blocks of one stretch that are run, some of which count for those that are left out."""
 
     def __init__(
-        self, unit: Unit, index: int, watch: PassWatch, counted: _CountedStretch | None
+        self, stretch: Stretch, run: Sequence[Unit], left_out: Sequence[Unit], watch: PassWatch
     ) -> None:
-        self._unit = unit
-        self._index = index
-        self._watch = watch
-        self._counted = counted
-        self._own: Callable[..., Any] = unit.module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._counted is not None:
-            return self._counted.call(self._index, self._own, args, kwargs)
-        self._watch.enter(self._unit.name)
-        output = self._own(*args, **kwargs)
-        self._watch.leave(self._unit.name)
-        return output
-
-
-class _CountedStretch:
-    """The blocks of one stretch, some of which count for others."""
-
-    def __init__(self, stretch: Stretch, blocks: Sequence[Unit], watch: PassWatch) -> None:
-        self._stretch = stretch
-        self._blocks = blocks
-        self._watch = watch
+        self._stretch, self._run, self._left_out, self._watch = stretch, run, left_out, watch
         # by place in the period; the first two are compared
         self._neighbours = [watch.part(1) for _ in range(stretch.period)]
         self._for_all = [watch.part(1 + stretch.skipped) for _ in range(stretch.period)]
         for one, other in zip(self._neighbours, self._for_all, strict=True):
             watch.expect_alike(one, other)
-        self._understudies = [Understudy() for _ in range(stretch.period)]
         self._alive = Alive()  # when the neighbours began, later when those that count for all did
         self._each = Alive()  # what a period leaves alive
-        self._in_all: Alive | None = None  # alive once all periods that are skipped would have run
         self._between = 0  # operations outside of blocks, when the neighbours began
-        self._next = stretch.start
+        self._next = 0
 
-    def call(self, index: int, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run or skip a block. Raise CannotSkipError if blocks are called out of their order."""
-        if index != self._next:
-            raise CannotSkipError
-        self._next += 1
-        role = self._stretch.role(index)
-        place = (index - self._stretch.start) % self._stretch.period
-        if place == 0:
-            self._begin(role)
-        if role < 0:
-            return self._understudies[place].stand_in(args, kwargs)
-        name = self._blocks[index].name
-        part = None
-        if role == 1:
-            part = self._neighbours[place]
-        elif role == 2:
-            part = self._for_all[place]
-            name = self._blocks[index + self._stretch.skipped * self._stretch.period].name
-        self._watch.enter(name, part)
-        output = own(*args, **kwargs)
-        self._watch.leave(name)
-        if role == 2:
-            self._understudies[place].learn(args, kwargs, output)
-        return output
+    def forwards(self) -> Iterator[tuple[str, Forward]]:
+        """The forward to call for each block, by the block's name."""
+        period = self._stretch.period
+        last = self._left_out[-period:]  # of those that are counted by others
+        for number, unit in enumerate(self._run):
+            name, part, place = unit.name, None, number % period
+            if number // period == 1:
+                part = self._neighbours[place]
+            elif number // period == 2:
+                name, part = last[place].name, self._for_all[place]
+            yield unit.name, self._begun(number, _watched(unit, self._watch, name, part))
 
-    def _begin(self, role: int) -> None:
-        """Begin a period. Raise CannotSkipError if anything is computed between blocks: that code
-        also runs for skipped blocks, but not on the inputs that it would receive."""
+    def _begun(self, number: int, own: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if number != self._next:
+                raise CannotSkipError  # called out of their order
+            self._next += 1
+            if number % self._stretch.period == 0:
+                self._begin(number // self._stretch.period)
+            return own(*args, **kwargs)
+
+        return forward
+
+    def _begin(self, period: int) -> None:
+        """Begin a period. Raise CannotSkipError if anything is computed between blocks, which would
+        have to count for those that are left out, or if periods keep different bytes."""
         now, between = self._watch.live.now, self._watch.rest.forward.operations
-        if role in (0, 1):
-            self._between = between
-        elif between != self._between:
+        if period in (2, 3) and between != self._between:
             raise CannotSkipError
-        if role == 1:
+        self._between = between
+        if period == 1:
             self._alive = now
-        elif role == 2:
+        elif period == 2:
             self._each, self._alive = now - self._alive, now
             self._watch.add_more(self._each * self._stretch.skipped)
-        elif role in (-1, 3):
-            if self._in_all is None:
-                if now - self._alive != self._each:
-                    raise CannotSkipError
-                self._in_all = now + self._watch.more
-            self._watch.add_more(self._in_all - now - self._watch.more)
-
-
-class Understudy:
-    """Stands in for skipped blocks, with the input and output of the block that is run for them."""
-
-    def __init__(self) -> None:
-        self._given: Any = None
-        self._sources: list[int] = []  # per tensor of the output: which leaf it is as the input
-        self._leaves: list[Any] = []
-        self._structure: pytree.TreeSpec | None = None
-
-    def learn(self, args: Any, kwargs: Any, output: Any) -> None:
-        """Remember a call. Raise CannotSkipError if an output tensor has no input like it."""
-        given = pytree.tree_leaves((args, kwargs))
-        self._given = [_kind(leaf) for leaf in given]
-        leaves, self._structure = pytree.tree_flatten(output)
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._sources = [
-            _like(leaf, given) if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves
-        ]
-
-    def stand_in(self, args: Any, kwargs: Any) -> Any:
-        """Return an output. Raise CannotSkipError if the input differs from the learnt one."""
-        given = pytree.tree_leaves((args, kwargs))
-        if self._structure is None or [_kind(leaf) for leaf in given] != self._given:
+        elif period == 3 and now - self._alive != self._each:
             raise CannotSkipError
-        pairs = zip(self._sources, self._leaves, strict=True)
-        leaves = [given[source] if source >= 0 else leaf for source, leaf in pairs]
-        return pytree.tree_unflatten(leaves, self._structure)
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, _SIMPLE) else type(leaf)
-
-
-def _like(output: torch.Tensor, given: Sequence[Any]) -> int:
-    for place, leaf in enumerate(given):
-        if isinstance(leaf, torch.Tensor) and _kind(leaf) == _kind(output):
-            return place
-    raise CannotSkipError
 
 
 @contextmanager

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import NOTHING, ActivationFacts, fragmentation_nbytes
 from offload.planning.choice.link_time import slowest_link_s
-from offload.planning.choice.placement_search import PlacementSearch, neighbours
+from offload.planning.choice.placement_search import corners, filled
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.builder import PlanBuilder, placed_classes, reserve_nbytes
 from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
 from offload.planning.plan.experts import Held, idle_nbytes
-from offload.planning.plan.plan import Hardware, Plan, least_window, ram_nbytes
+from offload.planning.plan.plan import (
+    Hardware,
+    Plan,
+    ahead_nbytes,
+    least_window,
+    ram_nbytes,
+)
 from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
 from offload.planning.plan.sizes import PLACED, PlacedClass, Placements, class_of
 from offload.planning.plan.workload import Workload
-from offload.planning.step.step_time import COMPUTE, OPTIMIZER, estimate_step
+from offload.planning.step.step_time import estimate_step
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, Tier
-from offload.tiers.units import in_one_unit
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -35,11 +40,6 @@ _FEW_PIECES = 1_000  # of optimizer state
 _CANDIDATES_LARGE = 3  # of a model with more: each takes tens of milliseconds
 _FAR = 2.0  # times the best one's time of the slowest link: not worth timing
 _WORTH = 5  # per cent of a class: less is no reason for a split
-_MOVES = (0.3, 0.1, 0.05)  # shares of a class that are moved to another tier
-_MOVES_LARGE = (0.1,)
-_GAIN = 0.002  # of a step's time, for another move
-_ROUGH, _ROUGH_LARGE = 1.1, 1.02  # of its slowest link's time: a move to more is not predicted
-AS_FAST = 0.01  # of a step's time: no prediction tells less
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
 _Key = tuple[Placement | None, ...]
 NO_LIBRARIES = Baseline(0, symbols_nbytes=0, compiler_nbytes=0)
@@ -65,26 +65,14 @@ class Candidate:
     plan: Plan
     seconds: float  # of a step; of the slowest link alone where nothing is known of the work
     step: StepEstimate | None  # None: nothing is known of the work
-    shortfalls: tuple[Shortfall, ...]
+    shortfalls: tuple[Shortfall, ...]  # of budgets and the machine
+    short: int  # missing bytes of tiers and, with activations and libraries, of memory; weighted
     beyond_free_nbytes: int  # RAM that it needs with activations and libraries, and others have now
-    evaluator: PlacementEvaluator = field(repr=False, compare=False)
-
-    @property
-    def passing_nbytes(self) -> int:
-        """RAM of activations beside the tiers; 0 on a GPU or if it is not known."""
-        return 0 if self.plan.gpu else self.evaluator.passing_nbytes
+    passing_nbytes: int  # RAM of activations beside the tiers; 0 on a GPU or if it is not known
 
     @property
     def fits(self) -> bool:
-        return not self.shortfalls
-
-    def elsewhere(self, placed: PlacedClass) -> Iterator[Candidate]:
-        """The same plan with one class moved whole to another tier that is open to it."""
-        here = self.plan.placements
-        for tier in self.evaluator.open_tiers.get(placed, ()):
-            moved = Placement.on(tier)
-            if moved != here[placed]:
-                yield self.evaluator.evaluate({**here, placed: moved})
+        return not (self.shortfalls or self.short)
 
 
 class PlacementEvaluator:
@@ -116,7 +104,7 @@ class PlacementEvaluator:
         run, hardware = self._run, self._hardware
         if run is None:
             return config
-        passing = self.passing_nbytes
+        passing = self._passing_nbytes
         if hardware.device_nbytes:
             left = int(_DEVICE_SHARE * hardware.device_nbytes)
             left -= run.baseline.gpu_nbytes + self._peak_nbytes(config)
@@ -128,11 +116,12 @@ class PlacementEvaluator:
 
     def candidates(self) -> list[Candidate]:
         """The evaluated candidates in the order of their rank; at least one."""
-        found = list(self._search.corners())
+        named, lacks = self._builder.explicit, self._lacking
+        found = list(corners(named, self.open_tiers))
         plans = self._ranked(found)
         for least in (_WORTH, 1):
             if self._short(plans[0]) or (least == _WORTH and not self._any_fit):
-                found += self._search.filled(least)
+                found += filled(named, self.open_tiers, lacks, least)
                 plans = self._ranked(found)
         most_s = _FAR * self._links_s(plans[0])
         near = plans[:2] + [plan for plan in plans[2:] if self._links_s(plan) <= most_s]
@@ -141,13 +130,6 @@ class PlacementEvaluator:
     def _ranked(self, found: Iterable[Placements]) -> list[Plan]:
         plans = {_key(placements): self._plan(placements) for placements in found}
         return sorted(plans.values(), key=self._rank)
-
-    @cached_property
-    def _search(self) -> PlacementSearch:
-        return PlacementSearch(
-            self._builder.explicit, self.open_tiers,
-            lambda placements, tier: self._lacks(self._plan(placements), tier),
-        )  # fmt: skip
 
     @property
     def _any_fit(self) -> bool:
@@ -160,7 +142,8 @@ class PlacementEvaluator:
             return 2
         if self._any_fit:
             return 1
-        return _CANDIDATES if self.is_small else _CANDIDATES_LARGE
+        pieces = sum(len(group.records) for group in self._builder.groups)
+        return _CANDIDATES if pieces <= _FEW_PIECES else _CANDIDATES_LARGE
 
     def _rank(self, plan: Plan) -> tuple[int, float, int]:
         """The sort key of plans: least missing bytes, then the least time of the slowest link, then
@@ -169,9 +152,15 @@ class PlacementEvaluator:
         return self._short(plan), float(f"{self._links_s(plan):.3g}"), parts
 
     def _short(self, plan: Plan) -> int:
-        """The missing bytes of all tiers, weighted."""
+        """The missing bytes of all tiers, weighted, reads ahead included."""
         weights = short_weights(gpu=plan.gpu)
         return sum(weights[tier] * max(0, self._lacks(plan, tier)) for tier in Tier)
+
+    def _needed(self, plan: Plan) -> int:
+        """The same without reads ahead, which a run can do without."""
+        weights = short_weights(gpu=plan.gpu)
+        lacks = {tier: self._lacks(plan, tier) - ahead_nbytes(plan, tier) for tier in Tier}
+        return sum(weights[tier] * max(0, lacks[tier]) for tier in Tier)
 
     def _links_s(self, plan: Plan) -> float:
         run, key = self._run, _key(plan.placements)
@@ -181,70 +170,23 @@ class PlacementEvaluator:
             self._idle[key] = idle_nbytes(plan, self._model, run.workload)
         return slowest_link_s(plan, self._config, run.speeds, self._idle[key])
 
+    def _lacking(self, placements: Placements, tier: Tier) -> int:
+        return self._lacks(self._plan(placements), tier)
+
     def _lacks(self, plan: Plan, tier: Tier) -> int:
-        """Bytes by which a tier exceeds its budget or the machine; negative if there is room."""
-        return lacking_nbytes(plan, tier, self._hardware, self._elsewhere_nbytes)
+        """Bytes by which a tier exceeds its budget or, with activations and libraries, the machine;
+        negative if there is room."""
+        if tier is Tier.DEVICE and plan.gpu and self._run is not None:
+            beside = self._run.baseline.gpu_nbytes + self._peak_nbytes(self._config)
+        else:
+            beside = self._elsewhere_nbytes
+        return lacking_nbytes(plan, tier, self._hardware, beside)
 
     def _plan(self, placements: Placements) -> Plan:
         key = _key(placements)
         if key not in self._plans:
             self._plans[key] = self._builder.build(placements)
         return self._plans[key]
-
-    @property
-    def is_small(self) -> bool:
-        """Whether trying many placements takes negligible time."""
-        return self._pieces <= _FEW_PIECES
-
-    def refined(self, start: Candidate) -> Candidate:
-        """Move classes of `start` one by one as long as the predicted step gets shorter."""
-        return start if start.step is None else self._plainer(self._moved(self._plainer(start)))
-
-    def _moved(self, best: Candidate) -> Candidate:
-        rough = _ROUGH if self.is_small else _ROUGH_LARGE
-        for step in _MOVES if self.is_small else _MOVES_LARGE:
-            before = None
-            while before is not best and self._could_be_shorter(best):
-                before = best
-                for placements in self._near(best.plan.placements, step):
-                    if self._links_s(self._plan(placements)) > rough * self._links_s(best.plan):
-                        continue  # it keeps its slowest link busy for clearly longer
-                    tried = self._fitting(placements)
-                    if tried is not None and tried.seconds < best.seconds * (1 - _GAIN):
-                        best = tried
-        return best
-
-    def _near(self, placements: Placements, step: float) -> Iterator[Placements]:
-        """Placements with a share `step` of a class in another tier, or with two exchanged."""
-        for state_class, tiers in self.open_tiers.items():
-            here = placements[state_class]
-            for moved in neighbours(here, tiers, step):
-                yield {**placements, state_class: moved}
-        yield from self._search.swapped(placements, step)
-
-    def _could_be_shorter(self, best: Candidate) -> bool:
-        """Whether a step could get shorter: not if it is all work that no placement changes (on a
-        CPU the model's and the optimizer's where nothing moves; beside a GPU's link the model's
-        alone)."""
-        if best.step is None:
-            return False
-        work_s = {link.name: link.seconds for link in best.step.links}
-        if len(work_s) > 2 or not self._config.optimizer.states.uniform:
-            return True
-        least_s = work_s[COMPUTE] + (0.0 if best.plan.gpu else work_s[OPTIMIZER])
-        return least_s < best.seconds * (1 - _GAIN)
-
-    def _plainer(self, best: Candidate) -> Candidate:
-        """Remove splits that bring next to nothing."""
-        for state_class in self.open_tiers:
-            placement = best.plan.placements[state_class]
-            if len(placement.tiers) > 1:
-                largest = max(placement.shares, key=lambda share: share[1])[0]
-                whole = {**best.plan.placements, state_class: Placement.on(largest)}
-                tried = self._fitting(whole)
-                if tried is not None and tried.seconds <= best.seconds * (1 + AS_FAST):
-                    best = tried
-        return best
 
     def evaluate(self, placements: Placements) -> Candidate:
         """Lay out and time a placement, by its links alone where no step can be predicted."""
@@ -254,22 +196,16 @@ class PlacementEvaluator:
             step = self._predict(plan)
             seconds = step.seconds if step is not None else self._links_s(plan)
             self._candidates[key] = Candidate(
-                self._config, plan, seconds, step, self._missing(plan),
-                self._beyond_free_nbytes(plan), self,
+                self._config, plan, seconds, step,
+                shortfalls(plan, self._hardware), self._needed(plan),
+                self._beyond_free_nbytes(plan), 0 if plan.gpu else self._passing_nbytes,
             )  # fmt: skip
         return self._candidates[key]
-
-    def _fitting(self, placements: Placements) -> Candidate | None:
-        """Evaluate a placement if it fits, otherwise return None: timing takes longest."""
-        return None if self._missing(self._plan(placements)) else self.evaluate(placements)
-
-    def _missing(self, plan: Plan) -> tuple[Shortfall, ...]:
-        return (*shortfalls(plan, self._hardware), *self._beside(plan))
 
     def _beyond_free_nbytes(self, plan: Plan) -> int:
         if self._run is None or plan.gpu:
             return 0
-        return max(0, ram_nbytes(plan) + self.passing_nbytes - self._hardware.host_free_nbytes)
+        return max(0, ram_nbytes(plan) + self._passing_nbytes - self._hardware.host_free_nbytes)
 
     # ---------------------------------------------------------------- what is known
     def _predict(self, plan: Plan) -> StepEstimate | None:
@@ -279,10 +215,6 @@ class PlacementEvaluator:
         return estimate_step(
             plan, self._config, self._model, self._facts, run.workload, run.speeds
         )  # fmt: skip
-
-    @cached_property
-    def _pieces(self) -> int:
-        return sum(len(group.records) for group in self._builder.groups)
 
     # ---------------------------------------------------------------- room
     @cached_property
@@ -312,7 +244,7 @@ class PlacementEvaluator:
     @property
     def _elsewhere_nbytes(self) -> int:
         """RAM needed beside the tiers: by libraries and, on a CPU, by activations."""
-        return self._libraries_nbytes + (0 if self._builder.gpu else self.passing_nbytes)
+        return self._libraries_nbytes + (0 if self._builder.gpu else self._passing_nbytes)
 
     @property
     def _libraries_nbytes(self) -> int:
@@ -321,7 +253,7 @@ class PlacementEvaluator:
         return self._run.baseline.ram_of(self._config, self._model.tensors)
 
     @property
-    def passing_nbytes(self) -> int:
+    def _passing_nbytes(self) -> int:
         """RAM of a pass on a CPU: tensors and the holes between them."""
         away = self._config.placement.activations.tier == "nvme"
         return self._peak_nbytes(self._config) + fragmentation_nbytes(self._facts, leaves=away)
@@ -331,29 +263,6 @@ class PlacementEvaluator:
         gpu = self._hardware.device_nbytes > 0
         away = least_window(Tier(config.placement.activations.tier), gpu) > 0
         return self._facts.peak_elsewhere_nbytes if away else self._facts.peak_nbytes
-
-    def _beside(self, plan: Plan) -> Iterator[Shortfall]:
-        """The shortfall, if any, of the memory that tiers, activations and libraries share."""
-        if self._run is None:
-            return
-        hardware = self._hardware
-        if plan.gpu:
-            tier, capacity = Tier.DEVICE, hardware.device_nbytes
-            beside = self._run.baseline.gpu_nbytes + self._peak_nbytes(self._config)
-            held = plan.budgets[tier]  # taken in one piece
-        else:
-            tier, capacity, beside = Tier.HOST, hardware.host_nbytes, self._elsewhere_nbytes
-            held = ram_nbytes(plan)
-        if held + beside <= capacity:
-            return
-        needed, states, there, short = in_one_unit(beside, held, capacity, held + beside - capacity)
-        recomputes = self._config.placement.activations.checkpoint is True or not plan.trains
-        remedy = "" if recomputes else "set placement.activations.checkpoint: true, or "
-        yield Shortfall(
-            tier, held + beside, capacity, "placement.activations.checkpoint",
-            f"activations and libraries need {needed} beside {states} of states: {short} more than "
-            f"the {there} there are; {remedy}lower the batch, the sequence or budget.{tier}",
-        )  # fmt: skip
 
 
 def _key(placements: Placements) -> _Key:

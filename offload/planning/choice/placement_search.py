@@ -38,110 +38,73 @@ def share_of(placement: Placement, tier: Tier) -> float:
     return dict(placement.shares).get(tier, 0.0)
 
 
-def neighbours(placement: Placement, tiers: Sequence[Tier], step: float) -> Iterator[Placement]:
-    """Placements with a share `step` of the class in another tier."""
-    for one, other in itertools.combinations(tiers, 2):
-        for move in (step, -step):
-            moved = shifted(placement, one, other, move)
-            if moved is not None:
-                yield moved
-
-
-def shifted(placement: Placement, to: Tier, source: Tier, move: float) -> Placement | None:
-    """Move a share `move` of the class from `source` to `to`; None if there is not so much."""
+def shifted(placement: Placement, to: Tier, source: Tier, move: float) -> Placement:
+    """Move a share `move` of the class from `source`, which has that much, to `to`."""
     shares = {tier: share_of(placement, tier) for tier in Tier}
     shares[to] = round(shares[to] + move, 6)
     shares[source] = round(shares[source] - move, 6)
-    if min(shares.values()) < 0 or max(shares.values()) > 1:
-        return None
     return Placement(tuple((tier, share) for tier, share in shares.items() if share))
 
 
-class PlacementSearch:
-    """Searches placements for one model, one configuration and one machine."""
+def corners(named: Placements, open_tiers: OpenTiers) -> Iterator[Placements]:
+    """Placements with every open class whole in one tier, beside those that are `named`."""
+    lowest: dict[PlacedClass, Tier] = {
+        c: tiers[-1] for c, tiers in open_tiers.items() if isinstance(c, ExpertClass)
+    }
+    rest = {c: tiers for c, tiers in open_tiers.items() if c not in lowest} or open_tiers
+    for tiers in itertools.product(*rest.values()):
+        homes = dict(zip(rest, tiers, strict=True))
+        beside = {c: homes.get(class_of(c), tier) for c, tier in lowest.items()}
+        for experts in (beside, lowest):
+            yield {**named, **_whole({**experts, **homes})}
 
-    def __init__(self, named: Placements, open_tiers: OpenTiers, lacking: Lacking) -> None:
-        self._named = named
-        self._open = open_tiers
-        self._lacking = lacking
 
-    def corners(self) -> Iterator[Placements]:
-        lowest: dict[PlacedClass, Tier] = {
-            c: tiers[-1] for c, tiers in self._open.items() if isinstance(c, ExpertClass)
-        }
-        rest = {c: tiers for c, tiers in self._open.items() if c not in lowest} or self._open
-        for tiers in itertools.product(*rest.values()):
-            homes = dict(zip(rest, tiers, strict=True))
-            beside = {c: homes.get(class_of(c), tier) for c, tier in lowest.items()}
-            for experts in (beside, lowest):
-                yield self._with({**experts, **homes}.items())
+def filled(
+    named: Placements, open_tiers: OpenTiers, lacking: Lacking, least: int
+) -> Iterator[Placements]:
+    """Placements filled tier by tier, possibly repeated. `least`: the per cent worth a split."""
+    without = {c: _without_nvme(tiers) for c, tiers in open_tiers.items()}
+    for tiers_of in (open_tiers, without) if without != open_tiers else (open_tiers,):
+        for order in _orders(tiers_of):
+            lowest = _whole({c: tiers[-1] for c, tiers in tiers_of.items()})
+            placements: Placements = {**named, **lowest}
+            for tier, placed in itertools.product(Tier, order):
+                if tier in open_tiers[placed][:-1]:
+                    placements = _raised(placements, placed, tier, lacking, least)
+            yield placements
 
-    def filled(self, least: int) -> Iterator[Placements]:
-        """Placements filled tier by tier, possibly repeated. `least`: the per cent worth a
-        split."""
-        yield from self._all_filled(self._open, least)
-        without = {c: _without_nvme(tiers) for c, tiers in self._open.items()}
-        if without != self._open:
-            yield from self._all_filled(without, least)
 
-    def _with(self, tiers: Iterable[tuple[PlacedClass, Tier]]) -> Placements:
-        return {**self._named, **{c: Placement.on(tier) for c, tier in tiers}}
+def _whole(homes: Mapping[PlacedClass, Tier]) -> dict[PlacedClass, Placement]:
+    return {placed: Placement.on(tier) for placed, tier in homes.items()}
 
-    def _all_filled(self, open_tiers: OpenTiers, least: int) -> Iterator[Placements]:
-        for order in _orders(open_tiers):
-            lowest = self._with((c, tiers[-1]) for c, tiers in open_tiers.items())
-            yield self._raised_in_turn(lowest, order, least)
 
-    def swapped(self, placements: Placements, step: float) -> Iterator[Placements]:
-        """Placements in which a share `step` of a class moves down from a tier and another class
-        takes the room, from the slowest tier or from where the first class goes."""
-        for goes, comes in itertools.permutations(self._open, 2):
-            tiers = self._open[goes]
-            for tier, below in itertools.combinations(tiers, 2):
-                lowered = shifted(placements[goes], below, tier, step)
-                if lowered is not None and tier in self._open[comes]:
-                    yield self._raised({**placements, goes: lowered}, comes, tier, 1, below)
-
-    def _raised_in_turn(
-        self, placements: Placements, order: Sequence[PlacedClass], least: int
-    ) -> Placements:
-        for tier, state_class in itertools.product(Tier, order):
-            if tier in self._open[state_class][:-1]:
-                placements = self._raised(placements, state_class, tier, least)
+def _raised(
+    placements: Placements, placed: PlacedClass, tier: Tier, lacking: Lacking, least: int
+) -> Placements:
+    """Raise as much of the class as fits into `tier`, from the slowest tier with some of it."""
+    here = placements[placed]
+    source = next((each for each in reversed(tier.slower) if share_of(here, each)), None)
+    if source is None:
         return placements
+    above = tuple(faster for faster in Tier if tier in faster.slower)
+    before = [max(0, lacking(placements, each)) for each in above]
 
-    def _raised(
-        self, placements: Placements, state_class: PlacedClass, tier: Tier, least: int,
-        below: Tier = Tier.NVME,
-    ) -> Placements:  # fmt: skip
-        """Raise as much of the class as fits into `tier`, from the slowest tier with some of it."""
-        here = placements[state_class]
-        slower = tier.slower[: tier.slower.index(below) + 1]
-        source = next((each for each in reversed(slower) if share_of(here, each)), None)
-        if source is None:
-            return placements
+    def moved(percent: int) -> Placements:
+        return {**placements, placed: shifted(here, tier, source, percent / 100)}
 
-        above = tuple(faster for faster in Tier if tier in faster.slower)
-        before = [max(0, self._lacking(placements, each)) for each in above]
+    def lacks(percent: int) -> int:
+        """Bytes that the tier, or additionally tiers above, lack: pieces are dealt out anew."""
+        tried = moved(percent)
+        more = sum(
+            max(0, lacking(tried, each) - nbytes)
+            for each, nbytes in zip(above, before, strict=True)
+        )
+        own = lacking(tried, tier)
+        return max(own, more) if more else own
 
-        def moved(percent: int) -> Placements:
-            shares = shifted(here, tier, source, percent / 100)
-            assert shares is not None, "no more than there is"
-            return {**placements, state_class: shares}
-
-        def lacking(percent: int) -> int:
-            """Bytes that the tier, or additionally tiers above, lack: pieces are dealt out anew."""
-            tried = moved(percent)
-            more = sum(
-                max(0, self._lacking(tried, each) - nbytes)
-                for each, nbytes in zip(above, before, strict=True)
-            )
-            own = self._lacking(tried, tier)
-            return max(own, more) if more else own
-
-        most = round(100 * share_of(here, source))
-        percent = _largest(most, lacking)
-        return moved(percent) if percent >= min(least, most) else placements
+    most = round(100 * share_of(here, source))
+    percent = _largest(most, lacks)
+    return moved(percent) if percent >= min(least, most) else placements
 
 
 def _orders(open_tiers: OpenTiers) -> Iterable[tuple[PlacedClass, ...]]:

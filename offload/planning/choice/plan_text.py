@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.planning.choice.durations import counted, duration, three_digits
-from offload.planning.choice.solver import Candidate, Solution
+from offload.planning.choice.solver import Solution
 from offload.planning.machine.preflight import Preflight
 from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, breakdown, home_nbytes, needed_nbytes
@@ -33,7 +33,6 @@ _CLASSES = (
     StateClass.ACTIVATIONS,
 )  # fmt: skip
 _FASTER = {Tier.HOST: Tier.DEVICE, Tier.NVME: Tier.HOST}
-EXPERT_HEADS = ("moved in a step or pass", "expected", "if all were touched")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def describe(planned: Planned) -> RenderableType:
     parts += [_needs(planned.plan), ""]
     best = planned.solution.best
     if best.step is not None and planned.timed:
-        parts += [*_times(planned, best.step), _next_best(planned.solution)]
+        parts += _times(planned, best.step)
     elif planned.plan.sharding.world_size > 1:
         parts.append("no step time: nothing is known of the network between the ranks")
     else:
@@ -73,21 +72,10 @@ def describe(planned: Planned) -> RenderableType:
             f"`memest calibrate{paths}` does that"
         )
     if planned.experts is not None:
-        parts += ["", _experts(planned.experts), *expert_facts(planned.experts)]
+        parts += ["", "Experts", *expert_facts(planned.experts)]
     notes = (*planned.assumed, *planned.preflight.warnings)
     parts += [f"note: {note}" for note in notes]
     return Group(*parts)
-
-
-def _experts(found: ExpertEstimate) -> Table:
-    name, *bytes_of = EXPERT_HEADS
-    table = Table(title="Experts", title_justify="left")
-    table.add_column(name)
-    for head in bytes_of:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in expert_rows(found):
-        table.add_row(*row)
-    return table
 
 
 def _storage(plan: Plan, storage: StorageConfig) -> str:
@@ -104,14 +92,11 @@ def _headline(planned: Planned) -> RenderableType:
     specs = [spec for group in plan.groups for spec in group.layout.params]
     numel = sum(spec.numel for spec in specs)
     trainable = sum(spec.numel for spec in specs if spec.trainable)
-    whose = ""
-    if planned.experts is not None and planned.experts.ep_size > 1:
-        whose = " on this rank"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
     table.add_row("model", Text(planned.model))
-    table.add_row("", f"{numel:,} parameters ({trainable:,} trainable){whose}")
+    table.add_row("", f"{numel:,} parameters ({trainable:,} trainable)")
     if planned.inference is None:
         table.add_row("a step", _work(planned.workload))
     else:
@@ -238,8 +223,6 @@ def _times(planned: Planned, step: StepEstimate) -> Iterator[RenderableType]:
     if found.generation.new_tokens > 1:
         rate = f"{step.tokens_per_s:,.3g} tokens/s"
         yield _time(f"decoding pass ({rate})", step, "of the pass")
-    if found.break_even_batch is not None:
-        yield f"work bounds a pass from a batch of {found.break_even_batch:,} on"
 
 
 def _time(what: str, step: StepEstimate, share_head: str) -> RenderableType:
@@ -256,29 +239,9 @@ def _time(what: str, step: StepEstimate, share_head: str) -> RenderableType:
     return table
 
 
-def _next_best(solution: Solution) -> str:
-    other = solution.next_best
-    if other is None:
-        return "next best: nothing else is open" if not solution.others else "next best: none fits"
-    slower = other.seconds / solution.best.seconds - 1
-    what = ", ".join(_differences(solution.best, other))
-    return f"next best: {what}: {duration(other.seconds)} ({slower:+.1%})"
-
-
-def _differences(best: Candidate, other: Candidate) -> Iterator[str]:
-    for state_class, placement in other.plan.placements.items():
-        if placement != best.plan.placements[state_class]:
-            yield f"{state_class} on {placement.describe()}"
-    checkpoint = other.config.placement.activations.checkpoint
-    if checkpoint != best.config.placement.activations.checkpoint:
-        yield f"checkpoint {str(checkpoint).lower()}"
-    if other.config.micro_batches != best.config.micro_batches:
-        yield f"micro_batches {other.config.micro_batches}"
-
-
 # ---------------------------------------------------------------- why a class is where it is
 def reasons(solution: Solution) -> dict[PlacedClass, str]:
-    """Return a sentence for each class: the tier it does not fit, and the cost of moving it."""
+    """Return a sentence for each class, on the faster tier that it does not fit."""
     return {
         state_class: _reason(solution, state_class, placement)
         if f"placement.{state_class}" in solution.open_keys
@@ -293,24 +256,11 @@ def _reason(solution: Solution, state_class: PlacedClass, placement: Placement) 
     above = _FASTER.get(slowest)
     if above is None or (above is Tier.DEVICE and not plan.gpu):
         return f"fits into {slowest}: nothing has to move"
-    missing = _missing(plan, state_class, slowest, above)
-    fitting = [other for other in solution.best.elsewhere(state_class) if other.fits]
-    other = min(fitting, key=lambda other: other.seconds, default=None)
-    parts = [
-        f"{format_bytes(missing)} more of {above} would hold it all" if missing > 0
-        else f"{above} has room, but a step would not be faster"
-    ]  # fmt: skip
-    if other is not None and other.step is not None:
-        slower = other.seconds / solution.best.seconds - 1
-        where = other.plan.placements[state_class].describe()
-        parts.append(f"on {where} a step takes {slower:+.1%}")
-    return "; ".join(parts)
-
-
-def _missing(plan: Plan, state_class: PlacedClass, tier: Tier, above: Tier) -> int:
-    """Bytes that the tier above lacks to hold the part of the class that is in `tier`."""
     left = plan.room_nbytes(above) - needed_nbytes(plan, above)
-    return home_nbytes(plan, state_class, tier) - left
+    missing = home_nbytes(plan, state_class, slowest) - left
+    if missing > 0:
+        return f"{format_bytes(missing)} more of {above} would hold it all"
+    return f"{above} has room, but a step would not be faster"
 
 
 # ---------------------------------------------------------------- experts
@@ -321,39 +271,16 @@ def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
         return (
             f"{there} with {counted(found.numel)} parameters; how many are chosen for a token is "
             "not known: all are counted as touched",
-            *_spread_facts(found),
         )
     in_pass = f"{_share(found.touched_pass)} in a pass of {found.tokens:,} tokens"
-    in_step = f", {_share(found.touched_step)} in a step" if len(found.moved) > 1 else ""
+    in_step = ""
+    if found.touched_step != found.touched_pass:
+        in_step = f", {_share(found.touched_step)} in a step"
     return (
         f"{there} with {counted(found.numel)} parameters; a token is sent to {found.chosen} of "
         f"each table, and computed with {counted(found.active_numel)} parameters of the model",
         f"expected to be touched, if routers prefer none: {in_pass}{in_step}",
-        "bytes as if no copy of an expert were kept anywhere",
-        *_spread_facts(found),
     )
-
-
-def _spread_facts(found: ExpertEstimate) -> Iterator[str]:
-    if found.ep_size == 1:
-        return
-    yield (
-        f"ep_size {found.ep_size}, of offload.moe.MoE: a rank has {found.experts_per_rank:,} of "
-        f"the experts, {counted(found.numel // found.ep_size)} parameters of them; the bytes above "
-        f"are its own, the tokens those of {found.ep_size} ranks"
-    )
-    if found.sent_nbytes is not None:
-        yield (
-            f"a rank sends {format_bytes(found.sent_nbytes)} to others in a step (all_to_all: "
-            "tokens, results and their gradients); blocks that are recomputed, half as much again"
-        )
-
-
-def expert_rows(found: ExpertEstimate) -> Iterator[tuple[str, str, str]]:
-    """Rows of the bytes that move, and that would if all experts were touched; without copies."""
-    for each in found.moved:
-        yield each.name, format_bytes(each.touched_nbytes), format_bytes(each.all_nbytes)
-    yield "together", format_bytes(found.touched_nbytes), format_bytes(found.all_nbytes)
 
 
 def _share(fraction: float) -> str:

@@ -4,8 +4,7 @@
        (`placement_search`), laid out by the planner, checked to the byte and ranked by how long
        the slowest link is busy (`link_time`)
     2  where it is known what a step works on, the first of them are predicted (`step_time`), and
-       the fastest are refined: parts moved to another tier or exchanged as long as that helps;
-       elsewhere the rank decides
+       the fastest is taken; elsewhere the rank decides
 
 Where activations.checkpoint or micro_batches are `auto` and the batch is known, every choice goes
 through 1, and all take part in 2. What the configuration names stays as it is. The result
@@ -17,25 +16,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.config.fields import AUTO_MICRO_BATCHES
-from offload.planning.choice.evaluator import AS_FAST, PlacementEvaluator
 from offload.planning.choice.evaluator import Candidate as Candidate
+from offload.planning.choice.evaluator import PlacementEvaluator
 from offload.planning.choice.evaluator import RunFacts as RunFacts
-from offload.planning.choice.placement_search import share_of
-from offload.planning.plan.estimate import short_weights
 from offload.planning.plan.plan import Hardware
-from offload.planning.plan.tuning import rated_bandwidth
-from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-_DIFFERENT = 0.05  # of a class in another tier: less makes no other plan
-_STARTS = 3  # that are refined: which of them ends up best is not known before
+_AS_FAST = 0.01  # of a step's time: no prediction tells less
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHECKPOINTS = (False, "selective", True)
 
@@ -48,12 +42,6 @@ class Solution:
     others: tuple[Candidate, ...]
     open_keys: tuple[str, ...]  # that were left to the solver
 
-    @property
-    def next_best(self) -> Candidate | None:
-        """The fastest other candidate that fits and differs enough."""
-        others = (other for other in self.others if other.fits)
-        return next((other for other in others if _differ(self.best, other)), None)
-
 
 def solve(
     config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts | None = None
@@ -63,57 +51,28 @@ def solve(
     Without `run`, `auto` values of activations.checkpoint and micro_batches are settled, and only
     parameters may be placed in device memory, which activations will need.
     """
-    if run is not None and run.speeds.nvme_read_bytes_per_s:
-        speeds = run.speeds
-        measured = rated_bandwidth(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s)
-        hardware = replace(hardware, measure_nvme=measured)
     evaluator, candidates = None, []
     for settled in _choices(config, run, model):
         evaluator = PlacementEvaluator(settled, model, hardware, run, evaluator)
         candidates += evaluator.candidates()
-    candidates += _refined(candidates)
     fastest = min((c.seconds for c in candidates if c.fits), default=0.0)
     best, *others = sorted(candidates, key=lambda candidate: _rank(candidate, fastest))
     return Solution(best, tuple(others), tuple(_open_keys(config)))
-
-
-def _refined(candidates: list[Candidate]) -> list[Candidate]:
-    """Refine the fastest candidates that fit by moving parts of them to other tiers."""
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    starts = sorted(fitting, key=lambda candidate: candidate.seconds)
-    starts = starts[: _STARTS if starts and starts[0].evaluator.is_small else 1]
-    found = (start.evaluator.refined(start) for start in starts)
-    return [each for each in found if each not in candidates]
-
-
-def _differ(one: Candidate, other: Candidate) -> bool:
-    """Whether two plans differ for a reader: other recomputation, or a class in another place."""
-    if (
-        one.config.placement.activations.checkpoint != other.config.placement.activations.checkpoint
-        or one.config.micro_batches != other.config.micro_batches
-    ):
-        return True
-    pairs = ((home, other.plan.placements[c]) for c, home in one.plan.placements.items())
-    return any(
-        abs(share_of(a, tier) - share_of(b, tier)) >= _DIFFERENT for a, b in pairs for tier in Tier
-    )
 
 
 def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, int, float]:
     """The sort key of candidates: those that fit, then those that fit into free memory, then by
     time; among equally fast ones the fewest parts, then the least busy links. `sorted` keeps the
     search's order among equals."""
-    weights = short_weights(gpu=candidate.plan.gpu)
-    short = sum(
-        weights[s.tier] * (s.needed_nbytes - s.capacity_nbytes) for s in candidate.shortfalls
-    )
     slower = candidate.seconds / fastest - 1 if fastest else 0.0
     parts = sum(len(placement.tiers) for placement in candidate.plan.placements.values())
     busy = candidate.seconds
     if candidate.step is not None:
         busy = sum(link.seconds for link in candidate.step.links)
-    beyond = candidate.beyond_free_nbytes
-    return short, beyond, math.floor(max(0.0, slower) / AS_FAST), parts, float(f"{busy:.4g}")
+    return (
+        candidate.short, candidate.beyond_free_nbytes, math.floor(max(0.0, slower) / _AS_FAST),
+        parts, float(f"{busy:.4g}"),
+    )  # fmt: skip
 
 
 def _open_keys(config: OffloadConfig) -> Iterator[str]:

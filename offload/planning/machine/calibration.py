@@ -4,9 +4,8 @@
         compute-<digest>.json              by CPU, cores, torch version, GPUs
         nvme-<digest>.json                 by that and the file systems of the configured folders
 
-A file that is damaged, of another machine or of another version counts as not there. What was
-measured beside other programs is measured again as soon as they are gone. Where the folder cannot
-be written the measurement is used, not kept, and a warning says so.
+A file that is damaged, of another machine or of another version counts as not there. Where the
+folder cannot be written the measurement is used, not kept, and a warning says so.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import GenericAlias
 from typing import Any, TypeVar
 
 import psutil
@@ -30,7 +28,7 @@ from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
-FORMAT = 11  # raised whenever what is measured, or how, changes
+FORMAT = 12  # raised whenever what is measured, or how, changes
 _KIND, _SYSTEMS = "speeds", "file systems"
 _MOST_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2
@@ -48,11 +46,11 @@ def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = Fals
     """
     folders = _folders(nvme_paths)
     key = _compute_key()
-    compute = None if remeasure else _settled(ComputeSpeeds, key)
+    compute = None if remeasure else _kept(ComputeSpeeds, key)
     if compute is None:
         compute = _measured(key, _measure_compute)
     key, gpu = _disk_key(folders), compute.gpu
-    disk = None if remeasure else _settled(DiskSpeeds, key)
+    disk = None if remeasure else _kept(DiskSpeeds, key)
     return _speeds(compute, disk or _measured(key, lambda: _measure_disk(folders, gpu)))
 
 
@@ -63,16 +61,13 @@ def measure_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds:
 
 
 def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
-    """Return what `machine_speeds` would, if it is in the cache; at once, without torch.
-
-    Returns None also if it was measured beside other programs that are gone: measure again then.
-    """
+    """Return what `machine_speeds` would, if it is in the cache; at once, without torch."""
     try:
         folders = _folders(nvme_paths)
     except PathError:
         return None
-    compute = _settled(ComputeSpeeds, _compute_key())
-    disk = _settled(DiskSpeeds, _disk_key(folders))
+    compute = _kept(ComputeSpeeds, _compute_key())
+    disk = _kept(DiskSpeeds, _disk_key(folders))
     return None if compute is None or disk is None else _speeds(compute, disk)
 
 
@@ -146,15 +141,15 @@ def _measured(key: Key, measure: Callable[[], _Part]) -> _Part:
     what = "speed of nvme.paths" if _SYSTEMS in key else "speed of computing"
     where = cache_folder() / _KIND
     _log.info("measuring this machine's %s, once; the result is kept in %s", what, where)
-    busy = _busy_share()
+    busy = psutil.cpu_percent(_LOOK_S) / 100  # used by others before the measurement
     if busy > _MOST_BUSY:
         _log.warning(
             "other programs take %.0f %% of this machine's cores: its %s is measured as they leave "
-            "it, and measured again when they are gone", 100 * busy, what,
+            "it; measure again with memest calibrate when they are gone", 100 * busy, what,
         )  # fmt: skip
     found = measure()
     try:
-        save(*_file(key), GenericAlias(tuple, (type(found), bool)), (found, busy > _MOST_BUSY))
+        save(*_file(key), type(found), found)
     except OSError as error:
         _log.warning(
             "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
@@ -163,22 +158,13 @@ def _measured(key: Key, measure: Callable[[], _Part]) -> _Part:
     return found
 
 
-def _busy_share() -> float:
-    """The share of all cores that other programs use before a measurement."""
-    return psutil.cpu_percent(_LOOK_S) / 100
-
-
 # ---------------------------------------------------------------- the cache
 def _file(key: Key) -> tuple[str, str]:
     """The folder and the name of a cache entry."""
     return _KIND, f"{'nvme' if _SYSTEMS in key else 'compute'}-{key_of(key)}"
 
 
-def _settled(part: type[_Part], key: Key) -> _Part | None:
-    """Return the measurement for `key` from a quiet machine, or from a busy one that is still busy;
-    None if there is no valid one."""
-    kept = load(*_file(key), GenericAlias(tuple, (part, bool)))
-    if kept is None:
-        return None
-    ((found, busy),) = kept
-    return None if busy and _busy_share() <= _MOST_BUSY else found
+def _kept(part: type[_Part], key: Key) -> _Part | None:
+    """Return the measurement for `key`; None if there is no valid one."""
+    found = load(*_file(key), part)
+    return None if found is None else found[0]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from offload.planning.machine.disk_cache import Number, Positive
-
-if TYPE_CHECKING:
-    from offload.planning.machine.network import Network
 
 Rates = Annotated[Mapping[str, Positive], Field(min_length=1)]
 
@@ -50,6 +47,36 @@ class DiskSpeeds:
     nvme_mixed_bytes_per_s: Positive = 0.0  # both directions at once, together; 0: not measured
     io_lost_s_per_byte: Number = 0.0  # that compute loses to each byte moved beside it
     update_disk_share: Number = 1.0  # of those rates that an update gets behind a forward
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between ranks, in sustained bytes per second in one direction. Latencies are left
+    out, and nothing congests: networks are taken to carry what every machine can send."""
+
+    ranks_per_machine: int
+    inside_bytes_per_s: float  # of one GPU to those beside it
+    between_bytes_per_s: float  # of one machine to the others; 0: unknown
+
+    def knows(self, world_size: int) -> bool:
+        """Whether the times of exchanges among so many ranks are known."""
+        inside = world_size <= self.ranks_per_machine
+        return self.inside_bytes_per_s > 0 and (inside or self.between_bytes_per_s > 0)
+
+    def seconds(self, nbytes: int, ranks: int, *, apart: int, to_each: bool) -> float:
+        """Seconds of one call among `ranks` that are `apart` from each other, with a buffer of
+        `nbytes` each, while every rank of the world makes one like it: bytes over the slower link.
+
+        In an all-gather the ranks of a machine receive what comes from others once for all of them;
+        in an all-to-all (`to_each`) each rank sends to each.
+        """
+        here = min(ranks, max(1, self.ranks_per_machine // apart))
+        inside_s = nbytes * (here - 1) / ranks / self.inside_bytes_per_s
+        if here == ranks:
+            return inside_s
+        share = (1 if to_each else here) / self.ranks_per_machine
+        between_s = nbytes * (ranks - here) / ranks / (share * self.between_bytes_per_s)
+        return max(inside_s, between_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ from offload.planning.plan.sizes import (
     window_nbytes_of,
     with_records,
 )
-from offload.planning.plan.tuning import Streamed, choose, chunk_in_memory
+from offload.planning.plan.tuning import chunk_in_memory, prefetch_depth, streamed_chunk
 from offload.planning.plan.upper_bounds import within_use
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
@@ -264,38 +264,32 @@ def _with_activations(plan: Plan, tier: Tier) -> Plan:
 def tuned(
     config: OffloadConfig, explicit: Placements, model: ModelShape, hardware: Hardware
 ) -> OffloadConfig:
-    """Choose chunk and prefetch, where `config` leaves them open, for the available nvme."""
+    """Choose chunk and prefetch where `config` leaves them open."""
     chunk, prefetch = config.optimizer.chunk, config.prefetch
     if chunk != "auto" and prefetch != "auto":
         return config
     sizes = sizes_of(config)
     nbytes = [least_nbytes(group, sizes.itemsize) for group in model.groups]
-    beside, trained = 0.0, model.numel_trainable
-    if trained:
-        beside = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.gradient_itemsize
+    if prefetch == "auto":
+        config = config.model_copy(update={"prefetch": prefetch_depth(nbytes)})
+    if chunk != "auto":
+        return config
+    trained = model.numel_trainable
+    beside = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.gradient_itemsize if trained else 0.0
     budget = resolve_budgets(config, hardware, 0)[Tier.HOST]
     named = list(explicit.values())
-    used = any(Tier.NVME in placement.tiers for placement in named)
     is_open = len(named) < len(placed_classes(config))
-    overflowing = is_open and sum(nbytes) + trained * beside > budget
-    measured = hardware.measure_nvme if used or overflowing else None
-    streamed = Streamed(nbytes, sizes.itemsize + beside, STAGING_BUFFERS, budget)
-    chosen = choose(streamed, measured)
-    if chunk == "auto":
-        numel = chosen.chunk_numel if measured else _chunk_in_memory(config, named, hardware)
-        chosen = replace(chosen, chunk_numel=_few_enough(numel, model))
-    optimizer = config.optimizer.model_copy(
-        update={"chunk": chosen.chunk_numel if chunk == "auto" else chunk}
-    )
-    depth = chosen.prefetch if prefetch == "auto" else prefetch
-    return config.model_copy(update={"optimizer": optimizer, "prefetch": depth})
-
-
-def _chunk_in_memory(config: OffloadConfig, named: Sequence[Placement], hardware: Hardware) -> int:
-    threads = config.threads.optimizer
-    cores = hardware.cores if threads == "auto" else threads
-    copied = hardware.device_nbytes > 0 and any(Tier.DEVICE in each.tiers for each in named)
-    return chunk_in_memory(cores, copied=copied)
+    overflows = is_open and sum(nbytes) + trained * beside > budget
+    if overflows or any(Tier.NVME in placement.tiers for placement in named):
+        each = STAGING_BUFFERS * (sizes.itemsize + beside)
+        numel = streamed_chunk(sum(nbytes), each, budget)
+    else:
+        threads = config.threads.optimizer
+        copied = hardware.device_nbytes > 0 and any(Tier.DEVICE in each.tiers for each in named)
+        cores = hardware.cores if threads == "auto" else threads
+        numel = chunk_in_memory(cores, copied=copied)
+    optimizer = config.optimizer.model_copy(update={"chunk": _few_enough(numel, model)})
+    return config.model_copy(update={"optimizer": optimizer})
 
 
 def _few_enough(chunk_numel: int, model: ModelShape) -> int:

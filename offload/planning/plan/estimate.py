@@ -138,8 +138,6 @@ class InferenceEstimate:
     prefill: StepEstimate | None  # None where nothing is known of speeds
     cache_nbytes: int | None  # of all sequences, in the end; None: it is not known what is cached
     token_nbytes: int | None  # that one more token of one sequence adds
-    # sequences from which on the model's work takes longer than any link; None: nothing moves, or
-    break_even_batch: int | None  # ... it never does, or speeds are not known
 
     def seconds(self, decode: StepEstimate) -> float | None:
         """The seconds of the whole generation; None if those of the prefill are not known."""

@@ -20,7 +20,6 @@ from offload.planning.plan.sizes import (
     class_of,
     tiers_of,
 )
-from offload.planning.plan.tuning import Measure
 from offload.process import machine
 from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.tier import PAGE_NBYTES, Tier
@@ -46,7 +45,6 @@ class Hardware:
     host_nbytes: int  # may ever be held (cgroup limits count)
     host_free_nbytes: int
     nvme_free_nbytes: int
-    measure_nvme: Measure | None = None  # bandwidth of all nvme paths together
     kernels_missing: str | None = None  # what our kernels on the device lack, as a sentence
     sharding: Sharding = ALONE  # of the rank that the rest is for
     cores: int = 1  # that the optimizer may use

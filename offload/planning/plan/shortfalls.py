@@ -17,11 +17,9 @@ from offload.planning.plan.plan import (
     ram_nbytes,
 )
 from offload.planning.plan.sizes import STAGING_BUFFERS, PlacedClass, class_of, tiers_of
-from offload.planning.plan.tuning import LEAST_CHUNK_NUMEL
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit
-from offload.zero.groups.layout import Layout
 
 
 def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:
@@ -31,14 +29,14 @@ def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:
 
 def lacking_nbytes(plan: Plan, tier: Tier, hardware: Hardware, beside_nbytes: int) -> int:
     """The bytes that a tier lacks of its budget (including reads ahead) or of the machine, with
-    `beside_nbytes` of RAM in use beside the tiers; negative if there is room."""
+    `beside_nbytes` of the same memory in use beside the tiers; negative if there is room."""
     needed = needed_nbytes(plan, tier)
     lacking = needed + ahead_nbytes(plan, tier) - plan.room_nbytes(tier)
     if tier is Tier.NVME:
         lacking = max(lacking, needed - hardware.nvme_free_nbytes)
         return max(1, lacking) if _leaves_none_to_activations(plan) else lacking
-    if plan.gpu and tier is Tier.DEVICE:
-        return lacking
+    if plan.gpu and tier is Tier.DEVICE:  # taken in one piece
+        return max(lacking, plan.budgets[tier] + beside_nbytes - hardware.device_nbytes)
     return max(lacking, ram_nbytes(plan) + beside_nbytes - hardware.host_nbytes)
 
 
@@ -119,52 +117,37 @@ def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
     if tier is Tier.NVME:
         return raised
     below = Tier.HOST if tier is Tier.DEVICE else Tier.NVME
-    chunk = plan.chunk_numel
-    moved = _moved(plan, tier, short_nbytes, chunk)
-    if not moved and chunk > LEAST_CHUNK_NUMEL:
-        chunk = LEAST_CHUNK_NUMEL
-        moved = _moved(plan, tier, short_nbytes, chunk)
+    moved = _moved(plan, tier, short_nbytes)
     if moved and below is Tier.NVME and not plan.budgets[below]:
         return f"{raised} or budget.nvme (0 B)"
     if moved:
-        smaller = ", and lower optimizer.chunk" if chunk < plan.chunk_numel else ""
-        return f"{raised}, or set {', '.join(f'placement.{c}: {below}' for c in moved)}{smaller}"
-    shared = _shared_nbytes(plan, tier)
-    if plan.expected[tier].get(StateClass.STAGING, 0) - shared > short_nbytes:
-        return f"{raised}, or lower optimizer.chunk"
-    padding = max((_padding(group.layout) for group in plan.groups), default=0.0)
-    if shared * padding > short_nbytes:
-        return (
-            f"{raised}, or train on fewer than {plan.sharding.world_size} ranks: groups are padded "
-            f"to be cut among so many, and buffers for exchanges take {format_bytes(shared)}"
-        )
+        return f"{raised}, or set {', '.join(f'placement.{c}: {below}' for c in moved)}"
+    if plan.expected[tier].get(StateClass.STAGING, 0) > short_nbytes:
+        ranks = ", or train on fewer ranks" if plan.shared is not None else ""
+        return f"{raised}, or lower optimizer.chunk{ranks}"
     return raised
 
 
-def _moved(
-    plan: Plan, tier: Tier, short_nbytes: int, chunk_numel: int
-) -> list[PlacedClass]:  # fmt: skip
+def _moved(plan: Plan, tier: Tier, short_nbytes: int) -> list[PlacedClass]:
     """The largest classes whose move frees enough room; empty if moving all of them does not."""
     held = {placed: home_nbytes(plan, placed, tier) for placed in plan.placements}
     largest = sorted((c for c in held if held[c]), key=lambda c: -held[c])
     for count in range(1, len(largest) + 1):
         moved = largest[:count]
-        freed = sum(held[c] for c in moved) - _passing_nbytes(plan, tier, moved, chunk_numel)
+        freed = sum(held[c] for c in moved) - _passing_nbytes(plan, tier, moved)
         if freed >= short_nbytes:
             return moved
     return []
 
 
-def _passing_nbytes(
-    plan: Plan, tier: Tier, moved: Sequence[PlacedClass], chunk_numel: int
-) -> int:  # fmt: skip
+def _passing_nbytes(plan: Plan, tier: Tier, moved: Sequence[PlacedClass]) -> int:
     """The bytes that a tier needs for classes that live elsewhere and are only processed there."""
     classes = {class_of(placed) for placed in moved}
     if tier is Tier.DEVICE:
         whole = plan.gpu and StateClass.PARAMETERS in classes
         return plan.unit_nbytes - gathered_nbytes(plan) if whole else 0
     largest = max(plan.groups, key=lambda group: group.layout.shard_numel)
-    chunk = min(1.0, chunk_numel / max(1, largest.layout.shard_numel))
+    chunk = min(1.0, plan.chunk_numel / max(1, largest.layout.shard_numel))
     new = [c for c in classes if Tier.NVME not in tiers_of(plan.placements, c)]
     staging = sum(int(STAGING_BUFFERS * chunk * getattr(largest, c)) for c in new)
     windows = [host_window(plan)] if plan.copies_on_host else [0]
@@ -172,14 +155,3 @@ def _passing_nbytes(
         record = int(chunk * largest.optimizer)
         windows.append(record if each is StateClass.OPTIMIZER else plan.window_nbytes)
     return staging + max(windows) - windows[0]
-
-
-def _shared_nbytes(plan: Plan, tier: Tier) -> int:
-    """The part of staging that several ranks need, which a smaller chunk does not reduce."""
-    computing = Tier.DEVICE if plan.gpu else Tier.HOST
-    return plan.shared.total_nbytes if plan.shared is not None and tier is computing else 0
-
-
-def _padding(layout: Layout) -> float:
-    """The share of a group's buffer that pads it to an even division."""
-    return 1 - sum(spec.numel for spec in layout.params) / layout.numel if layout.numel else 0.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
-from offload.planning.plan.tuning import UNMEASURED
+from offload.planning.plan.tuning import USUAL_PREFETCH
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, Tier
@@ -137,7 +137,7 @@ def record_formats(config: OffloadConfig) -> dict[Tier, RecordFormat]:
 def sizes_of(config: OffloadConfig) -> Sizes:
     itemsize = ITEMSIZE[config.precision]
     several = config.gradient_accumulation_steps > 1
-    prefetch = UNMEASURED.prefetch if config.prefetch == "auto" else config.prefetch
+    prefetch = USUAL_PREFETCH if config.prefetch == "auto" else config.prefetch
     return Sizes(
         itemsize, 4 if several else itemsize, record_formats(config), config.chunk_numel, prefetch
     )

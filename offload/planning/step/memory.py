@@ -31,7 +31,6 @@ from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEst
 from offload.planning.plan.plan import Plan, needed_nbytes, spare_nbytes, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds, stored_nbytes
 from offload.planning.plan.upper_bounds import nvme_upper_bound
-from offload.planning.step.collective_sequence import collective_sequence
 from offload.planning.step.traffic import find_copies
 from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
@@ -173,8 +172,11 @@ class PlannedMemory:
         shared = self._plan.shared
         if shared is None:
             return 0
-        sequence = collective_sequence(self._config, self._model, self._plan.sharding, self._passes)
-        gathered = min(shared.gather_nbytes, sequence.gathered_nbytes)
+        whole = [
+            pages(group.layout.numel * self._itemsize) for group in self._plan.groups
+            if not (group.decoded or group.table)
+        ]  # fmt: skip
+        gathered = min(shared.gather_nbytes, sum(whole))
         return gathered + sum(self._buckets[:BUCKETS]) + shared.workspace_nbytes
 
     @cached_property

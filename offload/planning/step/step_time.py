@@ -10,7 +10,7 @@ record and gradient, its forward for its update, its backward for its parameters
 for as many groups ahead as the runtime fetches. Steps are run one after the other until they take
 equally long: what is left to do at the end of one is done in the next.
 
-With other ranks, collectives (`collective_sequence`) have a link of their own, `network`: a group
+With other ranks, collectives (`exchanges`) have a link of their own, `network`: a group
 is computed with when it is gathered, and its gradient goes home when it is reduced. A gather that
 is asked for ahead runs beside the use before it.
 
@@ -22,13 +22,14 @@ for each other and for a core (`update_disk_share`).
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.estimate import LinkTime, Span, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
-from offload.planning.step.collective_sequence import Collective, collective_sequence
+from offload.planning.step.exchanges import Collective, step_collectives
 from offload.planning.step.program import Action, Move, Verb, pieces_of, working_groups
 from offload.planning.step.representatives import Representatives
 from offload.planning.step.traffic import StepTraffic, is_straight, step_traffic
@@ -155,18 +156,11 @@ class _Pipeline:
             TO_DEVICE: speeds.host_to_device_bytes_per_s,
             TO_HOST: speeds.device_to_host_bytes_per_s,
         }  # fmt: skip
-        alone = plan.sharding.world_size == 1
-        self._exchanges = {} if alone else self._collectives(experts.model)
-
-    def _collectives(self, model: ModelShape) -> dict[Action, list[Collective]]:
-        """The collectives by the action that requests them."""
-        sequence = collective_sequence(
-            self._config, model, self._plan.sharding, self._workload.passes
-        )
-        found: dict[Action, list[Collective]] = defaultdict(list)
-        for each in (*sequence.gathers, *sequence.reductions):
-            found[each.action].append(each)
-        return found
+        self._exchanges: dict[Action, list[Collective]] = defaultdict(list)
+        for each in itertools.chain(
+            *step_collectives(config, experts.model, plan.sharding, workload.passes)
+        ):
+            self._exchanges[each.action].append(each)
 
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
         """Seconds of each use: those of a pass, divided by parameters among the groups that
@@ -369,10 +363,15 @@ class _Pipeline:
 
     def _exchange(self, ready_s: float, collective: Collective, label: str) -> float:
         network, sharding = self._speeds.network, self._plan.sharding
-        if network is None or not network.knows(sharding):
+        if network is None or not network.knows(sharding.world_size):
             return ready_s
-        seconds = sum(network.seconds(exchange, sharding) for exchange in collective.exchanges)
-        seconds *= self._experts.used[collective.group]
+        seconds = self._experts.used[collective.group] * sum(
+            network.seconds(
+                each.nbytes, sharding.replicas if each.replicas else sharding.ranks,
+                apart=sharding.ranks if each.replicas else 1, to_each=each.to_each,
+            )
+            for each in collective.exchanges
+        )  # fmt: skip
         return self._take(NETWORK, label, ready_s, seconds)
 
     def _take(self, link: str, label: str, ready_s: float, seconds: float) -> float:

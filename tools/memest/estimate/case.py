@@ -57,7 +57,7 @@ class Case:
             return False
         network = self.speeds.network
         alone = self.profile.ranks == 1
-        return alone or (network is not None and network.knows(self.sharding))
+        return alone or (network is not None and network.knows(self.sharding.world_size))
 
     @property
     def hardware(self) -> Hardware:

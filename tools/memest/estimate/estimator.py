@@ -18,7 +18,6 @@ from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Change, Estimate, InferenceEstimate, StepEstimate
 from offload.planning.plan.experts import estimate_experts
-from offload.planning.plan.sizes import ITEMSIZE
 from offload.tools.memest.estimate.case import Case
 
 Facts = TypeVar("Facts", ActivationFacts, HeapFacts, PassCost)
@@ -48,9 +47,7 @@ class Estimator:
             step=step,
             shortfalls=planned.shortfalls,
             notes=(planned.run.baseline.note,),
-            experts=estimate_experts(
-                best.plan, case.shape, case.workload, ITEMSIZE[best.config.precision]
-            ),
+            experts=estimate_experts(best.plan, case.shape, case.workload),
             inference=None if case.generation is None else self._inference(case, planned),
             system_nbytes=case.profile.system_nbytes // case.profile.ranks_per_node,
             endurance_nbytes=case.speeds.endurance_nbytes if case.speeds is not None else 0,

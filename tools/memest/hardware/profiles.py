@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.planning.machine.network import Network
-from offload.planning.machine.speeds import Speeds
+from offload.planning.machine.speeds import Network, Speeds
 from offload.planning.plan.plan import Hardware
-from offload.planning.plan.tuning import rated_bandwidth
 from offload.process import machine
 from offload.tiers.units import format_bytes
 from offload.tools.memest.hardware.parts import GpuPart, LinkPart, SsdPart
@@ -108,13 +106,11 @@ class HardwareProfile:
         """Return the hardware that one rank's plan may use: its GPU, and an even share of the
         node's RAM and disk."""
         ranks = self.ranks_per_node
-        read, write = self._ssd_rates()
         return Hardware(
             device_nbytes=self.gpu_free_nbytes,
             host_nbytes=self.usable_ram_nbytes // ranks,
             host_free_nbytes=self.ram_free_nbytes // ranks,
             nvme_free_nbytes=self.nvme_nbytes // ranks,
-            measure_nvme=rated_bandwidth(read, write) if self.ssds else None,
             kernels_missing=None if self.gpu_nbytes else "the model computes on the CPU",
             sharding=sharding,
             cores=max(1, machine.cpu_count() // ranks) if self.here else 1,
@@ -163,12 +159,6 @@ class HardwareProfile:
             ranks_per_machine=self.ranks_per_node,
             inside_bytes_per_s=inside.bytes_per_s * NETWORK_SHARE * share,
             between_bytes_per_s=self.network_bytes_per_s * NETWORK_SHARE,
-            # NCCL, src/graph/tuning.cc: base and hardware latencies of a ring, simple protocol,
-            # over NVLink and network; 1 us for each message of an all-to-all is assumed
-            begin_s=8.4e-6,
-            inside_step_s=3.4e-6,
-            between_step_s=14e-6,
-            message_s=1e-6,
         )
 
     def _ssd_rates(self) -> tuple[float, float]:

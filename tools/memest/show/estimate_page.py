@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from offload.pages.page import Cell, Figure, Page, Section, Table
 from offload.pages.pictures import Picture, Stretch, bar_picture
-from offload.planning.choice.plan_text import EXPERT_HEADS, expert_facts, expert_rows
+from offload.planning.choice.plan_text import expert_facts
 from offload.planning.plan.estimate import (
     Change,
     Estimate,
@@ -15,7 +15,6 @@ from offload.planning.plan.estimate import (
     PlaceEstimate,
     StepEstimate,
 )
-from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.sizes import class_of
 from offload.planning.step.step_time import COMPUTE, OPTIMIZER
 from offload.tiers.ledger import StateClass
@@ -89,11 +88,6 @@ def _of_inference(estimate: Estimate, found: InferenceEstimate) -> Iterator[Figu
         if seconds is not None:
             tokens = f"{asked.batch * asked.new_tokens:,} new tokens"
             yield Figure("all of it", duration(seconds), tokens)
-        if found.break_even_batch is not None:
-            yield Figure(
-                "break-even batch", f"{found.break_even_batch:,}",
-                "sequences: from there on the model's work bounds a pass",
-            )  # fmt: skip
     if found.token_nbytes is not None:
         cached = f"{format_bytes(found.token_nbytes)} per token of a sequence"
         yield Figure("kv cache", format_bytes(found.cache_nbytes or 0), cached)
@@ -125,7 +119,7 @@ def _sections(estimate: Estimate, *, drawn: bool) -> Iterator[Section]:
         yield Section(title, pictures, [_links(estimate, step)])
     found = estimate.experts
     if found is not None:
-        yield Section("Experts", tables=[_experts(found)], lines=expert_facts(found))
+        yield Section("Experts", lines=expert_facts(found))
     yield _homes(estimate)
     yield Section("Notes", lines=tuple(dict.fromkeys(estimate.notes)))
 
@@ -243,14 +237,6 @@ def _links(estimate: Estimate, step: StepEstimate) -> Table:
     if trains:
         return Table(("link", "busy", "share of the step", "bytes"), rows)
     return Table(("link", "busy", "per token", "share of the pass", "bytes"), rows)
-
-
-def _experts(found: ExpertEstimate) -> Table:
-    rows = [
-        [Cell(cell, strong=name == "together") for cell in (name, *cells)]
-        for name, *cells in expert_rows(found)
-    ]
-    return Table(EXPERT_HEADS, rows)
 
 
 def _homes(estimate: Estimate) -> Section:

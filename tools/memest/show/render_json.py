@@ -82,7 +82,6 @@ def _inference(found: InferenceEstimate) -> dict[str, Any]:
         "prefill": None if found.prefill is None else _step(found.prefill),
         "cache_nbytes": found.cache_nbytes,
         "cache_nbytes_per_token": found.token_nbytes,
-        "break_even_batch": found.break_even_batch,
     }
 
 
@@ -95,7 +94,6 @@ def _experts(found: ExpertEstimate) -> dict[str, Any]:
         "active_parameters": found.active_numel,
         "touched_per_pass": found.touched_pass,
         "touched_per_step": found.touched_step,
-        "moved": [asdict(each) for each in found.moved],
     }
 
 
