@@ -189,7 +189,7 @@ ZERO = (
     ),
     _warned(
         "leaf_module", "groups are whole blocks; name others in groups.blocks, as modules whose "
-        "branches the ranks choose differently. offload.deepspeed does that for its classes", {},
+        "branches the ranks choose differently. offload.deepspeed refuses classes that need it", {},
     ),
     _warned(
         "ignore_unused_parameters", "an unused parameter is left as it is, without an error", True

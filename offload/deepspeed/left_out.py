@@ -40,7 +40,7 @@ _INSTEAD = {
     "runtime": "the configuration's optimizer and scheduler sections",
     "groups": "torch.distributed",
     "register_external_parameter": "nothing: a parameter can be used in any module's forward",
-    "unset_z3_leaf_modules": "set_z3_leaf_module(module, False)",
+    "set_z3_leaf_module": "set_z3_leaf_modules, with the module's class",
     "profiling": "`memest`",
     "monitor": "engine.offload.report()",
     "safe_get_local_grad": "safe_get_full_grad",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,14 +69,6 @@ class Settings:
                 "here when a step is due; use offload.initialize for it"
             )
         return cls(given, made, made.batches, client, config)
-
-    def with_blocks(self, classes: Sequence[str]) -> Settings:
-        """Return the settings with these classes as blocks, in addition to those that are named."""
-        if not classes:
-            return self
-        groups = self.config.groups
-        blocks = groups.model_copy(update={"blocks": (*groups.blocks, *classes)})
-        return replace(self, config=self.config.model_copy(update={"groups": blocks}))
 
     @property
     def has_optimizer(self) -> bool:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from offload.config.paths import StrPath
 from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.engine import EngineModule
-from offload.deepspeed.leaf_modules import classes_of_leaves, follow_section
 from offload.deepspeed.settings import Settings
+from offload.deepspeed.utils import check_leaves, follow_section
 from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
 from offload.taking_over import engine_for, tiers_of
@@ -72,7 +72,7 @@ def initialize(
     settings = Settings.of(_config(args, config, config_params), ranks, optimizer)
     follow_section(model, settings.made.get("zero_optimization.leaf_module", {}))
     if ranks > 1 and settings.config.zero.stage == 3:
-        settings = settings.with_blocks(classes_of_leaves(model, settings.config.groups.blocks))
+        check_leaves(model, settings.config.groups.blocks)
     groups = given if settings.client is None else settings.client.groups
     engine = _engine(model, settings, groups)
     try:

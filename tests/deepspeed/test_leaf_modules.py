@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.deepspeed import utils
-from offload.deepspeed.leaf_modules import classes_of_leaves
+from offload.tiers.errors import UnsupportedError
 from tests.deepspeed.loops import ADAMW, IN, OUT, batch, initialized
 from tests.ranks.processes import run_ranks
 
@@ -47,29 +47,27 @@ class Net(nn.Module):
 
 def test_leaves_are_named_as_in_deepspeed() -> None:
     net = Net()
-    branches = net.middle.branches
-    assert utils.set_z3_leaf_modules(net, [nn.ModuleList]) == [branches]
-    assert utils.z3_leaf_module(branches)
-    assert utils.get_z3_leaf_modules(net) == [branches]
-    utils.set_z3_leaf_module(branches, False)
-    assert utils.get_z3_leaf_modules(net) == []
+    assert utils.set_z3_leaf_modules(net, [nn.ModuleList]) == [net.middle.branches]
     assert utils.set_z3_leaf_modules(net, [f"{__name__}.Branches"]) == [net.middle]
+    assert utils.get_z3_leaf_modules(net) == [net.middle, net.middle.branches]
     with pytest.raises(ValueError, match="Net has no module"):
         utils.set_z3_leaf_modules(net, ["Absent"])
 
 
-def test_a_leaf_that_one_group_has_needs_no_block() -> None:
+def test_a_leaf_of_several_groups_is_refused_until_it_is_a_block() -> None:
     net = Net()
     utils.set_z3_leaf_modules(net, [nn.Linear])
-    assert classes_of_leaves(net, ()) == []
-    utils.set_z3_leaf_modules(net, [nn.ModuleList])  # is never called: what runs it is the block
-    assert classes_of_leaves(net, ()) == ["Branches"]
-    assert classes_of_leaves(net, ("Branches",)) == []
+    utils.check_leaves(net, ())
+    utils.set_z3_leaf_modules(net, [Branches])
+    with pytest.raises(UnsupportedError, match=r"middle \(Branches\) is a leaf"):
+        utils.check_leaves(net, ())
+    utils.check_leaves(net, ["Branches"])
 
 
 def branching(_folder: str) -> list[float]:
     config: dict[str, Any] = {
         **ONE, "zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Branches"]}},
+        "offload": {"groups": {"blocks": ["Branches"]}},
     }  # fmt: skip
     losses = []
     with initialized(Net(), config) as engine:
