@@ -56,7 +56,7 @@ class Section(BaseModel):
     def contradiction(self, key: str, other: str, why: str) -> KeyedError:
         """Return the error about two keys of this section; `why` says what else, and what to do."""
         first, second = (f"{name}: {_shown(getattr(self, name))}" for name in (key, other))
-        return KeyedError(f"{first} contradicts {second}{why}", (key,), (other,))
+        return KeyedError(f"{first} contradicts {second}{why}", key, other)
 
 
 def shared_settings(section: Section, path: str = "") -> dict[str, str]:
@@ -169,13 +169,12 @@ class UnknownNameError(ValueError):
 
 
 class KeyedError(ValueError):
-    """A contradiction found by a section; `path` (relative to it) says which line to name."""
+    """A contradiction found by a section: the line of `key` (relative to it) is named, or that of
+    `other`, the key that it contradicts."""
 
-    def __init__(
-        self, message: str, path: tuple[str, ...], other: tuple[str, ...] | None = None
-    ) -> None:
-        self.path = path
-        self.other = other  # the key that it contradicts
+    def __init__(self, message: str, key: str, other: str | None = None) -> None:
+        self.path = tuple(key.split("."))
+        self.other = None if other is None else tuple(other.split("."))
         super().__init__(message)
 
 

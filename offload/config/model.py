@@ -245,14 +245,14 @@ class LossScaleConfig(Section):
             raise KeyedError(
                 f"initial: {self.initial:g} cannot be used in fp32; the loss is multiplied with "
                 "it, and gradients with its inverse: it has to be between 2^-127 and 2^127",
-                ("initial",),
+                "initial",
             )
         if self.min is not None and self.initial < self.min:
             raise KeyedError(
                 f"initial: {self.initial:g} is below min: {self.min:g}; raise initial, or lower "
                 "min",
-                ("initial",),
-                ("min",),
+                "initial",
+                "min",
             )
         return self
 
@@ -410,7 +410,7 @@ class OffloadConfig(Section):
             raise KeyedError(
                 f"placement: {value['placement']!r} is not known; write auto, or the classes "
                 f"below it, for example placement: {{parameters: {tier}, optimizer: {tier}}}",
-                ("placement",),
+                "placement",
             )
         return {**value, "placement": {}}
 
@@ -425,7 +425,7 @@ class OffloadConfig(Section):
             raise KeyedError(
                 f"loss_scale: contradicts precision: {self.precision}; "
                 "remove loss_scale, or set precision: fp16",
-                ("loss_scale",),
+                "loss_scale",
             )
         if self.skip_nonfinite is False and self.precision == "fp16":
             raise self.contradiction(
@@ -435,14 +435,14 @@ class OffloadConfig(Section):
             )  # fmt: skip
         return self
 
-    def _needs_all_gradients(self) -> tuple[str, tuple[str, ...]] | None:
+    def _needs_all_gradients(self) -> tuple[str, str] | None:
         """Return text and key of the setting that needs every gradient before the first update."""
         if self.clip_grad_norm is not None:
-            return f"clip_grad_norm: {self.clip_grad_norm:g}", ("clip_grad_norm",)
+            return f"clip_grad_norm: {self.clip_grad_norm:g}", "clip_grad_norm"
         if self.precision == "fp16":
-            return "precision: fp16 (its loss scaling)", ("precision",)
+            return "precision: fp16 (its loss scaling)", "precision"
         if self.skip_nonfinite is True:
-            return "skip_nonfinite: true", ("skip_nonfinite",)
+            return "skip_nonfinite: true", "skip_nonfinite"
         return None
 
     @property
@@ -460,8 +460,8 @@ class OffloadConfig(Section):
                 f"{self.gradient_accumulation_steps} in {self.precision}: sums are kept in fp32, "
                 f"and twice the bytes on disk never pay; set placement.{name}: host, or "
                 "micro_batches instead of accumulation, whose gradients move once in 16 bits",
-                ("placement", *name.split(".")),
-                ("gradient_accumulation_steps",),
+                f"placement.{name}",
+                "gradient_accumulation_steps",
             )
 
     def _check_experts(self) -> None:
@@ -470,8 +470,8 @@ class OffloadConfig(Section):
                 f"placement.experts contradicts micro_batches: {self.micro_batches}, under which "
                 "a block computes all pieces with all of its experts, which stay with it; remove "
                 "one of the two",
-                ("placement", "experts"),
-                ("micro_batches",),
+                "placement.experts",
+                "micro_batches",
             )
 
     def _check_in_backward(self) -> None:
@@ -480,7 +480,7 @@ class OffloadConfig(Section):
             raise KeyedError(
                 f"optimizer.in_backward: true contradicts {other[0]}, which needs all gradients "
                 "before the first update; set in_backward: auto, or remove the other",
-                ("optimizer", "in_backward"),
+                "optimizer.in_backward",
                 other[1],
             )
 
@@ -625,6 +625,6 @@ def _check_master(precision: str, master: str) -> None:
     raise KeyedError(
         f"optimizer.master: {master} contradicts precision: {precision}; set optimizer.master: "
         f"auto or {' or '.join(allowed)}, or precision: {' or '.join(others)}",
-        ("optimizer", "master"),
-        ("precision",),
+        "optimizer.master",
+        "precision",
     )

@@ -115,7 +115,7 @@ class OptimizerConfig(Section):
         if not isinstance(value, Mapping):
             return validate(value)
         if value.get("type") == "muon":
-            raise KeyedError(f"type: muon is not supported. {WHY_NOT_MUON}", ("type",))
+            raise KeyedError(f"type: muon is not supported. {WHY_NOT_MUON}", "type")
         kind = KINDS.get(str(value.get("type", "adamw")))
         if kind is None:
             return validate(value)
@@ -132,23 +132,21 @@ class OptimizerConfig(Section):
                 having = [each for each, other in KINDS.items() if name in other.defaults]
                 raise KeyedError(
                     f"{name}: {self.type} has none; remove it, or set type: {' or '.join(having)}",
-                    (name,),
-                    ("type",),
+                    name,
+                    "type",
                 )
         for name, number in self.numbers.items():
             if isinstance(number, float) and number > _FLOAT32_MAX:
                 raise KeyedError(
                     f"{name}: {number:g} is more than float32 can hold, which updates are computed "
                     f"in; at most {_FLOAT32_MAX:g}",
-                    (name,),
+                    name,
                 )
         for beta in self.betas or ():
             if not 0 <= beta < 1:
-                raise KeyedError(f"betas: {beta} is not in [0, 1)", ("betas",))
+                raise KeyedError(f"betas: {beta} is not in [0, 1)", "betas")
         if self.nesterov and (not self.momentum or self.dampening):
-            raise KeyedError(
-                "nesterov: true needs momentum above 0 and no dampening", ("nesterov",)
-            )
+            raise KeyedError("nesterov: true needs momentum above 0 and no dampening", "nesterov")
         if self.amsgrad and not self.states.exact:
             raise self.contradiction(
                 "amsgrad", "states",

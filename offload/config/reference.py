@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from offload.config.fields import Kind, section_of
 from offload.config.file import dump_yaml
 from offload.config.model import OffloadConfig
 from offload.config.optimizer import KINDS, OptimizerConfig
-from offload.config.remedies import suggestion
+from offload.config.remedies import unknown_key
 from offload.tiers.errors import ConfigError
 
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -68,23 +67,11 @@ def explained(name: str) -> Key:
     """
     known = {key.name: key for key in reference().all()}
     if name not in known:
-        raise ConfigError(f"{name}: unknown key{_near(name, known)}")
+        path = tuple(name.lower().split("."))
+        section = known.get(".".join(path[:-1]))
+        hint = unknown_key(path, None, OffloadConfig) if section and section.keys else ""
+        raise ConfigError(f"{name}: unknown key{hint}")
     return known[name]
-
-
-def _near(name: str, known: Mapping[str, Key]) -> str:
-    parent, _, last = name.lower().rpartition(".")
-    while parent not in known:
-        parent = parent.rpartition(".")[0]
-    section = known[parent]
-    if not section.keys:
-        return f"; {parent} is a value, without keys of its own: explain `{parent}`"
-    alike = [key for key in known if key and key.rpartition(".")[2] == last]
-    below = [key.name for key in section.all() if last and key is not section]
-    alike += difflib.get_close_matches(name.lower(), below, n=1, cutoff=0.7)
-    if alike:
-        return f"; did you mean {' or '.join(f'`{key}`' for key in dict.fromkeys(alike))}?"
-    return suggestion(last, (key.path[-1] for key in section.keys))
 
 
 def _section(

@@ -120,8 +120,8 @@ class ModelConfig(Section):
                 f"hidden: {self.hidden} makes {self.numel:.3g} parameters with layers: "
                 f"{self.layers}{experts} and vocab: {self.vocab}; at most {MOST_PARAMS:.0e} are "
                 "counted",
-                ("hidden",),
-                ("layers",),
+                "hidden",
+                "layers",
             )
         return self
 
@@ -132,8 +132,8 @@ class ModelConfig(Section):
                 raise KeyedError(
                     f"experts_per_token: {self.experts_per_token} of experts: {self.experts}; a "
                     "token is computed by at most all of them",
-                    ("experts_per_token",),
-                    ("experts",),
+                    "experts_per_token",
+                    "experts",
                 )
             return self
         for name in ("experts_per_token", "expert_mlp", "aux_loss"):
@@ -141,7 +141,7 @@ class ModelConfig(Section):
             if value != type(self).model_fields[name].default:
                 raise KeyedError(
                     f"{name}: {value} is for a mixture of experts; set experts, or remove {name}",
-                    (name,),
+                    name,
                 )
         return self
 
@@ -149,22 +149,20 @@ class ModelConfig(Section):
     def _check_heads(self) -> Self:
         if self.hidden % self.heads:
             raise KeyedError(
-                f"hidden: {self.hidden} is not a multiple of heads: {self.heads}",
-                ("hidden",),
-                ("heads",),
+                f"hidden: {self.hidden} is not a multiple of heads: {self.heads}", "hidden", "heads"
             )
         if self.shape == "llama" and (self.hidden // self.heads) % 2:
             raise KeyedError(
                 f"hidden: {self.hidden} / heads: {self.heads} is odd; "
                 "rotary positions need an even head size",
-                ("hidden",),
-                ("heads",),
+                "hidden",
+                "heads",
             )
         if self.heads % self.kv_head_count:
             raise KeyedError(
                 f"heads: {self.heads} is not a multiple of kv_heads: {self.kv_heads}",
-                ("kv_heads",),
-                ("heads",),
+                "kv_heads",
+                "heads",
             )
         if self.shape == "gpt" and self.kv_heads is not None and self.kv_heads != self.heads:
             why = "; remove kv_heads or use shape: llama"
@@ -251,14 +249,14 @@ class TrainConfig(Section):
             raise KeyedError(
                 f"batch: {self.batch} x sequence: {self.sequence} are "
                 f"{self.batch * self.sequence:,} tokens in a pass; at most {MOST_TOKENS:,}",
-                ("batch",),
-                ("sequence",),
+                "batch",
+                "sequence",
             )
         if self.sequence > self.model.max_sequence:
             raise KeyedError(
                 f"sequence: {self.sequence} is longer than model.max_sequence: "
                 f"{self.model.max_sequence}; raise the latter",
-                ("sequence",),
-                ("model", "max_sequence"),
+                "sequence",
+                "model.max_sequence",
             )
         return self
