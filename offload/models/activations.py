@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from offload.kv.caches import WithoutCaches
 from offload.swap.activations.activations import ActivationTier
 from offload.zero.groups.discovery import Discovery
 from offload.zero.recompute.recompute import Holder, Recomputation
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
 _log = logging.getLogger("offload")
+_ASKED, _GIVEN = "use_cache", "past_key_values"
 
 
 class Activations:
@@ -60,3 +62,50 @@ def _spare_inputs(model: nn.Module, tier: ActivationTier) -> Any:
             tier.spare(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     return model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+class WithoutCaches:
+    """Turns key/value caches off for one model while it trains, unless a call asks for one.
+
+    Its configuration asks for a cache by default (`use_cache`), in training, too. There the cache
+    only keeps every block's keys and values alive, and it cannot be used by a block that is
+    recomputed or runs over pieces of the batch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._said = False
+        self._hooks = []
+        for module in model.modules():
+            if not hasattr(getattr(module, "config", None), _ASKED):
+                continue
+            names = list(inspect.signature(module.forward).parameters)
+            if _ASKED in names:
+                before = self._before(names)
+                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Restore the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, names: Sequence[str]) -> Callable[[nn.Module, Any, Any], Any]:
+        def before(module: Any, args: Any, kwargs: Any) -> Any:
+            if not (module.training and torch.is_grad_enabled() and module.config.use_cache):
+                return None
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            # past_key_values, even None: a loop that goes on with the cache of the last call
+            if given.get(_ASKED) is not None or _GIVEN in given or _ASKED in names[: len(args)]:
+                return None
+            self._say(module)
+            return args, {**kwargs, _ASKED: False}
+
+        return before
+
+    def _say(self, module: nn.Module) -> None:
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "%s trains without the key/value cache that its configuration asks for "
+                "(use_cache: true): only generating needs one; use_cache=True in a call gives it",
+                type(module).__name__,
+            )
