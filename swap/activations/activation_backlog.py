@@ -138,7 +138,7 @@ class Backlog:
         """Start writing until at most `most_nbytes` are unwritten, or no more can be (lock held)"""
         while self._unwritten and self._unwritten_nbytes > most_nbytes and pieces > 0:
             piece = next(iter(self._unwritten))
-            if not piece.copied.done() or not self._depart(piece):
+            if not piece.copied.done() or not self._write_back(piece):
                 return
             pieces -= 1
 
@@ -148,7 +148,7 @@ class Backlog:
         del self._unwritten[piece]
         self._unwritten_nbytes -= piece.slot.nbytes
 
-    def _depart(self, piece: SavedPiece) -> bool:
+    def _write_back(self, piece: SavedPiece) -> bool:
         """Start writing; False where the disk has no room for it."""
         slot = piece.slot
         assert slot is not None, "a piece to be written is in the window"
@@ -170,14 +170,14 @@ class Backlog:
             return False
         self.stored_nbytes += slot.nbytes
         self._take_off_list(piece)
-        piece.departure = self._moving[piece] = write
-        write.then(lambda ended: self._departed(piece, ended))
+        piece.write = self._moving[piece] = write
+        write.then(lambda ended: self._written_back(piece, ended))
         return True
 
-    def _departed(self, piece: SavedPiece, ended: Transfer[Any]) -> None:
+    def _written_back(self, piece: SavedPiece, ended: Transfer[Any]) -> None:
         """Record the end of a piece's write; called in the thread that wrote it."""
         with self.lock:
-            piece.departure = None
+            piece.write = None
             del self._moving[piece]
             if ended.failure is not None:
                 self._failure = ended.failure

@@ -43,7 +43,7 @@ class SavedPiece:
     slot: Slot | None = None
     copied: StreamEvent = field(default_factory=StreamEvent)  # the slot's last copy, in or out
     block: StoredBlock | None = None
-    departure: Transfer[Any] | None = None
+    write: Transfer[Any] | None = None
     arrival: Transfer[None] | None = None
     read_for_next_use: bool = False  # its bytes were read for the slot's next use
     dead: bool = False
@@ -52,7 +52,7 @@ class SavedPiece:
     def residency(self) -> Residency:
         if self.slot is None:
             return Residency.ABSENT
-        if self.departure is not None:
+        if self.write is not None:
             return Residency.LEAVING
         if self.block is None:
             return Residency.DIRTY

@@ -37,7 +37,7 @@ class DeviceCodedState(CodedState):
         self._links = links
         self._reads = reads
         self._before_write: tuple[StreamEvent, ...] = ()  # what works in the slot until then
-        self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
+        self._on_host: torch.Tensor | None = None  # between `host_blank` and `mark_host_dirty`
         self._is_new = False  # what is there is no change of what is stored
 
     # ---------------------------------------------------------------- whom the model reads
@@ -47,11 +47,11 @@ class DeviceCodedState(CodedState):
     def read_until(self, mark: StreamEvent) -> None:
         self._before_write = mark.replacing(self._before_write)
 
-    def drop(self) -> None:
+    def evict(self) -> None:
         self._reads.mark_now(self)
         if self._slot is not None:
             self._links.fences.retire(self._slot.extent, self._before_write)
-        super().drop()
+        super().evict()
 
     def _forget_arrival(self) -> None:
         super()._forget_arrival()
@@ -82,14 +82,14 @@ class DeviceCodedState(CodedState):
             self._reads.mark()
         super().note_use()
 
-    def wrote(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Encode the slot on the CPU: users write to it outside of passes."""
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             view = self._slot.tensor[: self.nbytes]
         self._changing().copy_(view)
-        self.host_wrote()
+        self.mark_host_dirty()
 
     # ---------------------------------------------------------------- host side
     def host_tensor(self) -> torch.Tensor:
@@ -109,10 +109,12 @@ class DeviceCodedState(CodedState):
         self._on_host, self._is_new = torch.empty(self.nbytes, dtype=torch.uint8), False
         return self._on_host
 
-    def host_wrote(self) -> None:
+    def mark_host_dirty(self) -> None:
         values, self._on_host = self._on_host, None
         if values is None:
-            raise StateError(f"{self.name}: host_wrote without host_tensor or host_blank before")
+            raise StateError(
+                f"{self.name}: mark_host_dirty without host_tensor or host_blank before"
+            )
         self._links.copied_out.pop(DeviceCodedState, None)
         if self._is_new:
             stored = self._home.host_blank()
@@ -125,7 +127,7 @@ class DeviceCodedState(CodedState):
                 del stored
                 self._refresh()  # what was refused is not there
                 raise
-        self._home.host_wrote()
+        self._home.mark_host_dirty()
         del stored
         self._refresh()
 
@@ -145,5 +147,5 @@ class DeviceCodedState(CodedState):
 
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         self._changing().copy_(source[: self.nbytes])
-        self.host_wrote()
+        self.mark_host_dirty()
         return Transfer.completed(None)

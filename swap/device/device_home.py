@@ -33,7 +33,7 @@ class DeviceHomeState(MemoryState):
         self._links = links
         self._whole = lease.tensor[:nbytes]
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
-        self._on_host: torch.Tensor | None = None  # between `host_blank` and `host_wrote`
+        self._on_host: torch.Tensor | None = None  # between `host_blank` and `mark_host_dirty`
 
     def _before_here(self) -> None:
         """Work queued on the current stream from here on runs after the other streams' work."""
@@ -64,9 +64,11 @@ class DeviceHomeState(MemoryState):
         self._on_host = torch.empty(self.nbytes, dtype=torch.uint8)
         return self._on_host
 
-    def host_wrote(self) -> None:
+    def mark_host_dirty(self) -> None:
         if self._on_host is None:
-            raise StateError(f"{self.name}: host_wrote without host_tensor or host_blank before")
+            raise StateError(
+                f"{self.name}: mark_host_dirty without host_tensor or host_blank before"
+            )
         self._before_here()
         target = self._lease.tensor[: self.nbytes]
         self._links.to_device.copy(target, self._on_host).wait()
@@ -77,7 +79,7 @@ class DeviceHomeState(MemoryState):
     def host_piece(self, piece: int) -> HostPiece | None:
         return None
 
-    def wrote_piece(self, piece: int) -> None:
+    def mark_piece_dirty(self, piece: int) -> None:
         raise StateError(f"{self.name} is staged: use write_piece")
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
@@ -127,5 +129,5 @@ class DeviceRecordState(DeviceHomeState):
     def blank(self) -> torch.Tensor:
         return self.host_blank()
 
-    def wrote(self, *, to_edge: bool = False) -> None:
-        self.host_wrote()
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
+        self.mark_host_dirty()

@@ -71,14 +71,14 @@ class MirroredState(SlotState):
         self._home_read: Transfer[None] = Transfer.completed(None)  # by the last copy into the slot
 
     # ---------------------------------------------------------------- what the pool asks
-    def can_drop(self) -> bool:
+    def can_evict(self) -> bool:
         return self._slot is not None and self._arrival.done() and not self._slot.in_use()
 
-    def drop(self) -> None:
+    def evict(self) -> None:
         self._reads.mark_now(self)
         if self._slot is not None:
             self._links.fences.retire(self._slot.extent, (*self._before_copy, self._arrival))
-        super().drop()
+        super().evict()
 
     def _forget_arrival(self) -> None:
         self._lacking = set(range(self.pieces))
@@ -86,7 +86,7 @@ class MirroredState(SlotState):
         self._before_copy = ()
         self._updated.clear()
 
-    def leave(self) -> None:
+    def write_back(self) -> None:
         """Do nothing: a mirror is never dirty, since its changes are taken home at once."""
 
     def transit(self) -> Callable[[], None] | None:
@@ -103,10 +103,10 @@ class MirroredState(SlotState):
     def _is_whole(self) -> bool:
         return self._slot is not None and not self._lacking
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         if self._is_whole():  # without the lock: no less true than just after it
             return True
-        if not self._home.bring(next_use=next_use, priority=priority):
+        if not self._home.prefetch(next_use=next_use, priority=priority):
             return False
         if not self._take_slot(next_use):
             return False
@@ -168,7 +168,7 @@ class MirroredState(SlotState):
                     self._arrival.before_compute()
                     self._reads.note(self)
                     return self._slot.tensor[: self.nbytes]
-            self.bring(next_use=None, priority=Priority.URGENT)
+            self.prefetch(next_use=None, priority=Priority.URGENT)
 
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled from host memory: use host_blank")
@@ -181,7 +181,7 @@ class MirroredState(SlotState):
         if not mirrored:
             self._home.note_use()
 
-    def wrote(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
         with self._lock:
             if self._slot is None or self._lacking:
                 raise StateError(f"{self.name} holds no device memory that could have been written")
@@ -192,7 +192,7 @@ class MirroredState(SlotState):
             self._home.settle()  # nothing of it may be on its way while it changes
         home = self._home.tensor() if keeps_rest else self._home.blank()
         self._links.to_host.copy(home[changed], source).wait()
-        self._home.wrote(to_edge=to_edge)
+        self._home.mark_dirty(to_edge=to_edge)
 
     def residency(self) -> Residency:
         with self._lock:
@@ -209,20 +209,20 @@ class MirroredState(SlotState):
         self._home_read.wait()
         return self._home.blank()
 
-    def host_wrote(self) -> None:
-        self._home.wrote()
+    def mark_host_dirty(self) -> None:
+        self._home.mark_dirty()
         with self._lock:
             self._lacking = set(range(self.pieces))
 
-    def bring_host(self, *, next_use: float) -> bool:
-        return self._home.bring_host(next_use=next_use)
+    def prefetch_host(self, *, next_use: float) -> bool:
+        return self._home.prefetch_host(next_use=next_use)
 
     def host_piece(self, piece: int) -> HostPiece | None:
         found = self._home.host_piece(piece)
         return found and HostPiece(found.view, (*found.transfers, self._home_read))
 
-    def wrote_piece(self, piece: int) -> None:
-        self._home.wrote_piece(piece)
+    def mark_piece_dirty(self, piece: int) -> None:
+        self._home.mark_piece_dirty(piece)
         self._home_changed(piece)
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
@@ -297,7 +297,7 @@ class MirroredState(SlotState):
     def discard(self) -> None:
         with self._lock:
             if self._slot is not None:
-                self.drop()
+                self.evict()
         self._home.discard()
 
     def settle(self) -> None:

@@ -60,24 +60,24 @@ class CodedState(SlotState):
         use = super().next_use()
         return use + MADE_HERE if use >= 0 else use
 
-    def can_drop(self) -> bool:
+    def can_evict(self) -> bool:
         return self._slot is not None and not self._is_blank and not self._slot.in_use()
 
     def _forget_arrival(self) -> None:
         self._is_blank = False
 
-    def leave(self) -> None:
+    def write_back(self) -> None:
         """Do nothing: a slot is never dirty, since what is written to it is stored at once."""
 
     def transit(self) -> Callable[[], None] | None:
         return None
 
     # ---------------------------------------------------------------- compute side
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         """Bring the codes of the home; they are decoded when the buffer is used."""
         if self._slot is not None:  # without the lock: no less true than just after it
             return True
-        return self._home.bring(next_use=next_use, priority=priority)
+        return self._home.prefetch(next_use=next_use, priority=priority)
 
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
@@ -93,7 +93,7 @@ class CodedState(SlotState):
                     self._decode(piece, stored, view)
             except BaseException:
                 with self._lock:
-                    self.drop()  # the next caller must not take what is half there for values
+                    self.evict()  # the next caller must not take what is half there for values
                 raise
             self._is_blank = False
             return view
@@ -137,7 +137,7 @@ class CodedState(SlotState):
         span, start = self.span(piece), piece * self._step
         return stored[start : start + self._codec.stored_nbytes(span.stop - span.start)]
 
-    def wrote(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Store what was written at once, and round the slot to what is stored."""
         with self._lock:
             if self._slot is None:
@@ -155,7 +155,7 @@ class CodedState(SlotState):
                     self._decode(piece, stored, view)  # what was refused is not there
                 raise
             self._decode(piece, stored, view)
-        self._home.wrote()
+        self._home.mark_dirty()
         self._is_blank, self._is_stored = False, True
 
     def note_use(self) -> None:
@@ -174,7 +174,7 @@ class CodedState(SlotState):
                 return None
             return HostPiece(self._slot.tensor[self.span(piece)])
 
-    def wrote_piece(self, piece: int) -> None:
+    def mark_piece_dirty(self, piece: int) -> None:
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} is staged: use write_piece")
@@ -192,7 +192,7 @@ class CodedState(SlotState):
         self._home.settle()  # what goes home must not be half of what is written now
         stored = self._home.tensor()
         self._codec.update(source[: span.stop - span.start], self._stored(piece, stored))
-        self._home.wrote()
+        self._home.mark_dirty()
         with self._lock:
             view = None if self._slot is None else self._slot.tensor[: self.nbytes]
         if view is not None:
@@ -203,7 +203,7 @@ class CodedState(SlotState):
     def discard(self) -> None:
         with self._lock:
             if self._slot is not None:
-                self.drop()
+                self.evict()
         self._home.discard()
 
     def settle(self) -> None:

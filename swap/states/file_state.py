@@ -1,10 +1,10 @@
 """State whose home is a file: pieces in versioned extents, at times a copy in a slot of memory.
 
-                 bring                arrivals done
-    ABSENT ───────────────▶ ARRIVING ───────────────▶ CLEAN ──drop──▶ ABSENT
-                                                      ▲   │ written to
-                                     departures done  │   ▼
-                                         LEAVING ◀─leave─ DIRTY
+                prefetch              arrivals done
+    ABSENT ───────────────▶ ARRIVING ───────────────▶ CLEAN ──evict──▶ ABSENT
+                                                      ▲   │ mark_dirty
+                                         writes done  │   ▼
+                                     LEAVING ◀─write_back─ DIRTY
 
 The states are not stored but follow from what is in flight, so they cannot disagree with it.
 """
@@ -34,8 +34,16 @@ class FileState(SlotState):
     """A flat buffer at home in a `BlockStore`. Thread-safe: the pool's lock guards its fields."""
 
     __slots__ = (
-        "_arrivals", "_being_sent", "_blocks", "_class", "_departures", "_dirty", "_failure",
-        "_filling", "_old", "_store",
+        "_arrivals",
+        "_being_sent",
+        "_blocks",
+        "_class",
+        "_dirty",
+        "_failure",
+        "_filling",
+        "_old",
+        "_store",
+        "_writes",
     )  # fmt: skip
 
     can_snapshot = True
@@ -53,17 +61,17 @@ class FileState(SlotState):
         self._store = store
         self._blocks: list[StoredBlock | None] = [None] * self.pieces
         self._arrivals: dict[int, Transfer[None]] = {}
-        self._departures: dict[int, Transfer[Any]] = {}
+        self._writes: dict[int, Transfer[Any]] = {}
         self._dirty: set[int] = set()
-        self._filling = False  # between `blank` and `wrote`: neither dropped nor sent home
-        self._being_sent = False  # some thread is in `leave`
+        self._filling = False  # between `blank` and `mark_dirty`: neither dropped nor sent home
+        self._being_sent = False  # some thread is in `write_back`
         self._failure: Failure | None = None
         self._old: dict[int, StoredBlock] | None = None  # of pieces written since `keep_old`
 
     # ---------------------------------------------------------------- what the pool asks
-    def can_drop(self) -> bool:
+    def can_evict(self) -> bool:
         slot = self._slot
-        if slot is None or self._filling or self._dirty or self._departures:
+        if slot is None or self._filling or self._dirty or self._writes:
             return False
         if self._failure is not None:
             return False
@@ -76,26 +84,26 @@ class FileState(SlotState):
         return any(is_stuck(arrival) for arrival in self._arrivals.values())
 
     @defer_signals
-    def leave(self) -> None:
+    def write_back(self) -> None:
         """Start taking every dirty piece home; gradients only while no view of them is alive."""
         with self._lock:
             if self._class is StateClass.GRADIENTS and self._slot and self._slot.in_use():
                 return
-            if self._being_sent:  # by a thread that waits in `_depart`, without the lock
+            if self._being_sent:  # by a thread that waits in `_write_back`, without the lock
                 self._store.await_room()
                 return
             self._being_sent = True
             try:
                 while self._dirty:
                     piece = min(self._dirty)
-                    self._depart(piece, self._slot_pages(piece))
+                    self._write_back(piece, self._slot_pages(piece))
                     self._dirty.discard(piece)  # not before: a dirty copy is not dropped
             finally:
                 self._being_sent = False
 
     def transit(self) -> Callable[[], None] | None:
         with self._lock:
-            moving = [*self._arrivals.values(), *self._departures.values()]
+            moving = [*self._arrivals.values(), *self._writes.values()]
             pending = [transfer for transfer in moving if not transfer.done()]
         if not pending:
             return None
@@ -108,13 +116,13 @@ class FileState(SlotState):
                 return Residency.ABSENT
             if self._filling or self._dirty:
                 return Residency.DIRTY
-            if self._departures:
+            if self._writes:
                 return Residency.LEAVING
             if not all(arrival.done() for arrival in self._arrivals.values()):
                 return Residency.ARRIVING
             return Residency.CLEAN
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         self._raise_failure()
         if self._slot is not None:  # without the lock: no less true than just after it
             return True
@@ -125,7 +133,7 @@ class FileState(SlotState):
         """Lease a slot and, with `fill`, start reading into it. False where there is no room."""
         if fill is not None and None in self._blocks:
             raise StateError(f"{self.name} is read before it was ever written")
-        while (leaving := self._staged_departures(fill)) is not None:
+        while (leaving := self._staged_writes(fill)) is not None:
             if next_use is not None:
                 return False
             _wait_all(leaving)
@@ -140,7 +148,7 @@ class FileState(SlotState):
             if self._slot is not None:  # another thread was faster
                 lease.free()
                 return True
-            if self._staged_departures(fill) is not None:  # one has just begun
+            if self._staged_writes(fill) is not None:  # one has just begun
                 lease.free()
                 return next_use is None and self._take_slot(next_use, fill)
             self._slot = lease
@@ -150,11 +158,11 @@ class FileState(SlotState):
                     self._arrivals[piece] = self._read(piece, self._slot_pages(piece), fill)
         return True
 
-    def _staged_departures(self, fill: Priority | None) -> list[Transfer[None]] | None:
+    def _staged_writes(self, fill: Priority | None) -> list[Transfer[None]] | None:
         """The writes of staged pieces under way, if a read is asked for: the home has their old
         version until then."""
         with self._lock:
-            leaving = [] if fill is None else list(self._departures.values())
+            leaving = [] if fill is None else list(self._writes.values())
         return leaving or None
 
     def note_use(self) -> None:
@@ -164,7 +172,7 @@ class FileState(SlotState):
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
         while True:
-            self.bring(next_use=None, priority=Priority.URGENT)
+            self.prefetch(next_use=None, priority=Priority.URGENT)
             with self._lock:
                 slot, arrivals = self._slot, list(self._arrivals.values())
                 if slot is not None and all(a.done() and a.failure is None for a in arrivals):
@@ -181,7 +189,7 @@ class FileState(SlotState):
                 slot = self._slot
                 if slot is not None:
                     view = slot.tensor[: self.nbytes]
-                    waits = [*self._arrivals.values(), *self._departures.values()]
+                    waits = [*self._arrivals.values(), *self._writes.values()]
                     self._filling = True
                     self._dirty.clear()
                     break
@@ -190,7 +198,7 @@ class FileState(SlotState):
         return view
 
     @defer_signals
-    def wrote(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
         with self._lock:
             if self._slot is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
@@ -204,11 +212,11 @@ class FileState(SlotState):
             self._dirty.update(changed)  # first: a dirty copy is not dropped
             self._filling = False
             if self._class is StateClass.GRADIENTS:
-                self._pool.may_leave(self)
+                self._pool.may_write_back(self)
                 return
-            leaving = list(self._departures.values())
+            leaving = list(self._writes.values())
         _wait_all(leaving)  # a piece has one write on its way at a time
-        self.leave()
+        self.write_back()
 
     # ---------------------------------------------------------------- update side
     @defer_signals
@@ -218,20 +226,20 @@ class FileState(SlotState):
             self._pool.traffic.needed_nbytes += self._piece_nbytes(piece)
             if self._slot is None:
                 return None
-            moving = (self._arrivals.get(piece), self._departures.get(piece))
+            moving = (self._arrivals.get(piece), self._writes.get(piece))
             view = self._slot.tensor[self.span(piece)]
             return HostPiece(view, tuple(transfer for transfer in moving if transfer is not None))
 
     @defer_signals
-    def wrote_piece(self, piece: int) -> None:
+    def mark_piece_dirty(self, piece: int) -> None:
         with self._lock:
-            self._depart(piece, self._slot_pages(piece))
+            self._write_back(piece, self._slot_pages(piece))
 
     @interrupted_in_waits
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
         self._raise_failure()
         with self._lock:
-            before = self._departures.get(piece)
+            before = self._writes.get(piece)
         if before is not None:
             before.wait()
         with self._lock:
@@ -243,7 +251,7 @@ class FileState(SlotState):
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         self._raise_failure()
         with self._lock:
-            return self._depart(piece, self._staged_pages(piece, source))
+            return self._write_back(piece, self._staged_pages(piece, source))
 
     # ---------------------------------------------------------------- an update on trial
     def undoable(self) -> FileState:
@@ -279,8 +287,8 @@ class FileState(SlotState):
                 assert written is not None, "it has an old version"
                 self._store.free(written)
             if old and self._slot is not None:
-                if self.can_drop():
-                    self.drop()
+                if self.can_evict():
+                    self.evict()
                 else:  # a view that was kept shows the valid bytes
                     for piece in old:
                         pages = self._slot_pages(piece)
@@ -289,7 +297,7 @@ class FileState(SlotState):
     # ---------------------------------------------------------------- a save in the background
     @defer_signals
     def snapshot(self) -> Snapshot:
-        self.leave()
+        self.write_back()
         self.settle()
         with self._lock:
             blocks = [block for block in self._blocks if block is not None]
@@ -312,7 +320,7 @@ class FileState(SlotState):
             self._dirty.clear()
             self._filling = False
             if self._slot is not None:
-                self.drop()
+                self.evict()
             for block in self._blocks:
                 if block is not None:
                     self._store.free(block)
@@ -323,7 +331,7 @@ class FileState(SlotState):
     def settle(self) -> None:
         while True:
             with self._lock:
-                pending = [*self._arrivals.values(), *self._departures.values()]
+                pending = [*self._arrivals.values(), *self._writes.values()]
                 being_sent = self._being_sent
             _wait_all(pending)
             if not being_sent:
@@ -358,7 +366,7 @@ class FileState(SlotState):
         self._pool.traffic.filled_nbytes += self._piece_nbytes(piece)
         return self._store.read(block, pages, priority=priority)
 
-    def _depart(self, piece: int, pages: memoryview) -> Transfer[None]:
+    def _write_back(self, piece: int, pages: memoryview) -> Transfer[None]:
         """Write a piece to a new extent; its table entry changes when the write is complete (of
         gradients, whose old version is no undo record, before that).
 
@@ -367,7 +375,7 @@ class FileState(SlotState):
         """
         arrived = self._write(piece, pages)
         if not arrived.done():  # `_commit` needs the lock held here, unless it ran in this thread
-            self._departures[piece] = arrived
+            self._writes[piece] = arrived
         arrived.then(self._note_failure)
         return arrived
 
@@ -398,7 +406,7 @@ class FileState(SlotState):
                 old[piece] = before
             else:
                 self._store.free(before)
-        self._departures.pop(piece, None)
+        self._writes.pop(piece, None)
 
     def _note_failure(self, arrived: Transfer[None]) -> None:
         if arrived.failure is not None:

@@ -47,11 +47,11 @@ class CachedPiece(Protocol):
 
     def next_use(self) -> float: ...
 
-    def can_drop(self) -> bool: ...
+    def can_evict(self) -> bool: ...
 
-    def drop(self) -> None: ...
+    def evict(self) -> None: ...
 
-    def leave(self) -> None:
+    def write_back(self) -> None:
         """Start taking a dirty copy home. Does nothing if it is clean or leaving."""
         ...
 
@@ -64,7 +64,7 @@ def furthest_first(pieces: Iterable[CachedPiece]) -> Iterator[CachedPiece]:
     """Pieces that can be dropped, the one needed last first; ties by size, larger first. Each is
     asked whether it can be dropped when its turn comes."""
     ordered = sorted(pieces, key=lambda each: (-each.next_use(), -each.held_nbytes, each.name))
-    return (piece for piece in ordered if piece.can_drop())
+    return (piece for piece in ordered if piece.can_evict())
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class SlotPool:
         self._held: dict[int, CachedPiece] = {}
         self._furthest: list[CachedPiece] = []  # left of the last look; the one used last is last
         self._least_use = 0.0  # each of them was used no sooner than this
-        self._may_leave: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
+        self._may_write_back: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
         self._held_nbytes = self._staying_nbytes = 0  # of all copies, and of those
         self._sent: CachedPiece | None = None  # the last one that was sent home for that
         self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
@@ -121,7 +121,7 @@ class SlotPool:
         """Whether any copy that is not needed now can be given up, or is on its way home."""
         with self.lock:
             return any(
-                piece.next_use() > 0 and (piece.can_drop() or piece.transit() is not None)
+                piece.next_use() > 0 and (piece.can_evict() or piece.transit() is not None)
                 for piece in self._held.values()
             )
 
@@ -136,7 +136,7 @@ class SlotPool:
                 if len(self._held) >= _PER_LOOK:
                     self._furthest.append(piece)
                 return
-            piece.drop()
+            piece.evict()
             self.evictions += 1
 
     def register(self, piece: CachedPiece) -> None:
@@ -151,18 +151,18 @@ class SlotPool:
         self._held_nbytes -= piece.held_nbytes
         self._stays_no_more(piece, piece.held_nbytes)
 
-    def may_leave(self, piece: CachedPiece) -> None:
+    def may_write_back(self, piece: CachedPiece) -> None:
         """Let a dirty `piece` stay until its room is needed, or until half of the memory for copies
         is dirty: what is fetched ahead must find others to replace (under the lock)."""
-        if id(piece) not in self._may_leave:
-            self._may_leave[id(piece)] = piece
+        if id(piece) not in self._may_write_back:
+            self._may_write_back[id(piece)] = piece
             self._staying_nbytes += piece.held_nbytes
         room = self._most_nbytes() - self.tier.used_nbytes + self._held_nbytes
         if self._staying_nbytes <= room // 2:
             return
-        for each in sorted(self._may_leave.values(), key=lambda each: -each.next_use()):
-            each.leave()
-            if each.can_drop() or each.transit() is not None:
+        for each in sorted(self._may_write_back.values(), key=lambda each: -each.next_use()):
+            each.write_back()
+            if each.can_evict() or each.transit() is not None:
                 self._stays_no_more(each, each.held_nbytes)
                 if self._staying_nbytes <= room // 2:
                     return
@@ -172,7 +172,7 @@ class SlotPool:
         return budget if self._limit is None else min(budget, self._limit)
 
     def _stays_no_more(self, piece: CachedPiece, nbytes: int) -> None:
-        if self._may_leave.pop(id(piece), None) is not None:
+        if self._may_write_back.pop(id(piece), None) is not None:
             self._staying_nbytes -= nbytes
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
@@ -187,7 +187,7 @@ class SlotPool:
                 if lease is not None:
                     return lease
                 wait = self._send_home()
-                again = any(piece.can_drop() for piece in self._held.values())
+                again = any(piece.can_evict() for piece in self._held.values())
             if wait is not None:
                 wait()
             elif not again and not self.await_progress():
@@ -214,18 +214,18 @@ class SlotPool:
         """Start taking home the piece that is needed last, after `before`, to make room for what
         the model computes with. Returns whether it has arrived already and given up its room. (For
         a record this would save a read and cost a write.)"""
-        if not self._may_leave or state_class is StateClass.OPTIMIZER:
+        if not self._may_write_back or state_class is StateClass.OPTIMIZER:
             return False
         if before >= self.uses_left():  # the step may make its room before
             return False
         if self._sent is not None and self._sent.transit() is not None:
             return False  # its room is waited for
-        for piece in sorted(self._may_leave.values(), key=lambda piece: -piece.next_use()):
+        for piece in sorted(self._may_write_back.values(), key=lambda piece: -piece.next_use()):
             if piece.next_use() <= before:
                 return False
-            piece.leave()
-            if piece.can_drop():
-                piece.drop()
+            piece.write_back()
+            if piece.can_evict():
+                piece.evict()
                 self.evictions += 1
                 return True
             if piece.transit() is not None:
@@ -245,7 +245,7 @@ class SlotPool:
                 if len(self._held) >= _PER_LOOK:
                     self._furthest.append(piece)
                 return None
-            piece.drop()
+            piece.evict()
             self.evictions += 1
             lease = self._lease(nbytes, owner, state_class, needed=needed)
             if lease is not None:
@@ -257,7 +257,7 @@ class SlotPool:
         while self._furthest:
             piece = self._furthest.pop()
             is_held = self._held.get(id(piece)) is piece
-            if is_held and piece.can_drop() and piece.next_use() >= self._least_use:
+            if is_held and piece.can_evict() and piece.next_use() >= self._least_use:
                 return piece
         found = list(
             itertools.islice(furthest_first(self._held.values()), 1 + len(self._held) // _PER_LOOK)
@@ -281,7 +281,7 @@ class SlotPool:
         pieces = sorted(self._held.values(), key=lambda piece: -piece.next_use())
         for piece in pieces:
             if piece.transit() is None:
-                piece.leave()
+                piece.write_back()
             wait = piece.transit()
             if wait is not None:
                 return wait

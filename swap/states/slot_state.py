@@ -34,11 +34,11 @@ class SlotState(State):
     def next_use(self) -> float:
         return self._next_use()
 
-    def drop(self) -> None:
+    def evict(self) -> None:
         """Give the slot back; StateError if none is held."""
         slot = self._slot
         if slot is None:
-            raise StateError(f"{self.name} holds no memory to drop")
+            raise StateError(f"{self.name} holds no memory to evict")
         is_lost = self._may_still_be_filled()
         self._forget_arrival()
         self._pool.unregister(self)
@@ -55,10 +55,10 @@ class SlotState(State):
         """Forget the slot, which is gone, and the transfers into it."""
 
     @abc.abstractmethod
-    def can_drop(self) -> bool: ...
+    def can_evict(self) -> bool: ...
 
     @abc.abstractmethod
-    def leave(self) -> None: ...
+    def write_back(self) -> None: ...
 
     @abc.abstractmethod
     def transit(self) -> Callable[[], None] | None: ...

@@ -3,7 +3,7 @@
 The *compute side* (forward, backward) wants the whole buffer in the memory the model computes in.
 The *update side* (the optimizer, on the CPU) wants it piece by piece in host memory. Where the
 state's home is, and which bytes move for either side, only the subclass knows: code above this file
-asks `bring`, `tensor`, `host_piece` and never where.
+asks `prefetch`, `tensor`, `host_piece` and never where.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class State(abc.ABC):
         0             stride        edge                        nbytes
 
     Guaranteed by callers: the update side works on a piece only between `host_piece` or
-    `read_piece` and `wrote_piece` or `write_piece`, and never while the compute side writes.
+    `read_piece` and `mark_piece_dirty` or `write_piece`, and never while the compute side writes.
     """
 
     __slots__ = (
@@ -162,7 +162,7 @@ class State(abc.ABC):
 
     # compute side -------------------------------------------------------------------------
     @abc.abstractmethod
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         """Start moving the buffer to where it is computed with; True if it is or will be there.
 
         With a `next_use` (uses from now) it never waits and returns False where there is no room
@@ -178,11 +178,11 @@ class State(abc.ABC):
     def blank(self) -> torch.Tensor:
         """Like `tensor`, for overwriting all of it: content undefined, nothing is read.
 
-        The caller fills it and then calls `wrote`.
+        The caller fills it and then calls `mark_dirty`.
         """
 
     @abc.abstractmethod
-    def wrote(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Start taking home the buffer that the compute side changed and still has a view of.
         Gradients, which are used up soon, go to a file only where their memory is needed for
         something else. `to_edge`: nothing was changed behind the edge.
@@ -202,26 +202,26 @@ class State(abc.ABC):
     # the whole buffer in host memory (for loading and reading out; the same where the model
     # computes in host memory)
     def host_tensor(self) -> torch.Tensor:
-        """1D uint8 in host memory, valid. Changes count after `host_wrote`; until then the view has
-        to be kept, or another thread may drop what it shows."""
+        """1D uint8 in host memory, valid. Changes count after `mark_host_dirty`; until then the
+        view has to be kept, or another thread may evict what it shows."""
         return self.tensor()
 
     def host_blank(self) -> torch.Tensor:
         """Like `host_tensor`, for overwriting all of it."""
         return self.blank()
 
-    def host_wrote(self) -> None:
+    def mark_host_dirty(self) -> None:
         """Start taking home the buffer of `host_tensor` or `host_blank`, which was changed."""
-        self.wrote()
+        self.mark_dirty()
 
     def has_views(self) -> bool:
         """Whether a view of a copy in memory may be alive."""
         return True
 
     # update side --------------------------------------------------------------------------
-    def bring_host(self, *, next_use: float) -> bool:
-        """Like `bring`, as far as host memory: where `host_piece` will find the pieces."""
-        return self.bring(next_use=next_use)
+    def prefetch_host(self, *, next_use: float) -> bool:
+        """Like `prefetch`, as far as host memory: where `host_piece` will find the pieces."""
+        return self.prefetch(next_use=next_use)
 
     @abc.abstractmethod
     def host_piece(self, piece: int) -> HostPiece | None:
@@ -231,7 +231,7 @@ class State(abc.ABC):
         """
 
     @abc.abstractmethod
-    def wrote_piece(self, piece: int) -> None:
+    def mark_piece_dirty(self, piece: int) -> None:
         """Start taking home `host_piece(piece)`, which was changed."""
 
     @abc.abstractmethod
@@ -270,7 +270,7 @@ class State(abc.ABC):
         """Record that all work on `device_piece(piece)` was queued, and comes before the mark.
 
         If the home is another memory, the caller takes the changed bytes there, too, and then calls
-        `wrote_piece` or `write_piece`; the copy stays valid.
+        `mark_piece_dirty` or `write_piece`; the copy stays valid.
         """
 
     # both ---------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class MemoryState(State):
         self._old_lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8) if lease is None else lease.tensor
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         return True
 
     def tensor(self) -> torch.Tensor:
@@ -319,7 +319,7 @@ class MemoryState(State):
     def blank(self) -> torch.Tensor:
         return self.tensor()
 
-    def wrote(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Do nothing: the buffer is its home."""
 
     def residency(self) -> Residency:
@@ -333,7 +333,7 @@ class MemoryState(State):
                 self._replaced.add(piece)
         return HostPiece(self._memory[span])
 
-    def wrote_piece(self, piece: int) -> None:
+    def mark_piece_dirty(self, piece: int) -> None:
         """Do nothing: the piece is at home."""
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:

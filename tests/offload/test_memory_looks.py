@@ -40,16 +40,16 @@ class Copy:
     def next_use(self) -> float:
         return self._next_use
 
-    def can_drop(self) -> bool:
+    def can_evict(self) -> bool:
         return self.lease is not None and not self.lease.in_use()
 
-    def drop(self) -> None:
+    def evict(self) -> None:
         assert self.lease is not None
         self._pool.unregister(self)
         self.lease.free()
         self.lease = None
 
-    def leave(self) -> None: ...
+    def write_back(self) -> None: ...
     def transit(self) -> Callable[[], None] | None:
         return None
 
@@ -158,7 +158,7 @@ def test_others_that_take_and_leave_find_the_reserve_whole_and_the_books_balance
             assert copy.lease is None or bool((copy.lease.tensor == 1).all())
         if copies and drawn.random() < 0.5:
             with pool.lock:
-                copies.pop().drop()
+                copies.pop().evict()
         pool.tier.arena.check()
 
 
@@ -184,7 +184,7 @@ def test_pinned_memory_grows_no_more_and_its_copies_stay(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(pool.tier._memory, "gives_back", False)
     for copy in copies[:2]:
-        copy.drop()
+        copy.evict()
     machine.others = 32 * MIB
     guard = MemoryGuard(pool, machine)
     settle(guard)

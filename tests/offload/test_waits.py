@@ -62,7 +62,7 @@ def test_reads_in_the_way_of_a_forward_are_waits_for_nvme(
     engine.settle()
     before, began = engine.report().waits, time.perf_counter()
     for group in engine.runtime.groups:
-        group.state.drop()  # the copies that the host keeps
+        group.state.evict()  # the copies that the host keeps
     engine.module.loss(batches(1)[0])
     seconds = time.perf_counter() - began
     waits = {name: now - before[name] for name, now in engine.report().waits.items()}

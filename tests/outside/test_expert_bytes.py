@@ -111,8 +111,8 @@ def forget_copies(engine: TieredModel) -> None:
     pool = engine._homes.pool
     with pool.lock:
         for piece in list(pool._held.values()):
-            if piece.can_drop():
-                piece.drop()
+            if piece.can_evict():
+                piece.evict()
 
 
 @pytest.mark.sample(2)

@@ -53,7 +53,7 @@ from tests.swap.happens_before import Agent, Clock, Order, Race, merge
 from tests.swap.stream_simulation import World
 
 _LOOK_AT_DEPARTURES = (
-    "can_drop", "drop", "transit", "residency", "_staged_departures", "blank", "wrote",
+    "can_evict", "evict", "transit", "residency", "_staged_writes", "blank", "mark_dirty",
     "host_piece", "read_piece", "settle",
 )  # fmt: skip
 _HAND_OVERS = (
@@ -61,10 +61,10 @@ _HAND_OVERS = (
     ([(UpdateQueue, "submit")], [(UpdateQueue, "_begin_group")]),
     ([(UpdateQueue, "_announce")], [(UpdateQueue, "is_pending")]),
     ([(Stepper, "_update_done")], [(Stepper, "_clear")]),
-    ([(FileState, "wrote")], [(FileState, "leave")]),
+    ([(FileState, "mark_dirty")], [(FileState, "write_back")]),
     ([(FileState, "_commit")], [(FileState, name) for name in _LOOK_AT_DEPARTURES]),
     (
-        [(Backlog, "_departed"), (Backlog, "_arrived")],
+        [(Backlog, "_written_back"), (Backlog, "_arrived")],
         [(Backlog, "offer"), (Backlog, "bury"), (ActivationReturns, "_look")],
     ),
 )

@@ -169,22 +169,22 @@ def a_mirror_that_is_viewed_is_filled_again(bench: CheckedBench, folder: Path) -
     view = state.tensor()
     bench.read(view)
     state.host_tensor().fill_(2)
-    state.host_wrote()
-    state.bring(next_use=None)
+    state.mark_host_dirty()
+    state.prefetch(next_use=None)
     bench.read(state.tensor())
 
 
 @program
 def a_mirror_is_discarded_while_it_arrives(bench: CheckedBench, folder: Path) -> None:
     state = bench.mirrored("state", 4, 1)
-    state.bring(next_use=1.0)
+    state.prefetch(next_use=1.0)
     state.discard()
 
 
 @program
 def a_mirror_is_settled(bench: CheckedBench, folder: Path) -> None:
     state = bench.mirrored("state", 4, 1)
-    state.bring(next_use=1.0)
+    state.prefetch(next_use=1.0)
     state.settle()
     bench.end_of_memory()
 
@@ -192,18 +192,18 @@ def a_mirror_is_settled(bench: CheckedBench, folder: Path) -> None:
 @program
 def a_home_is_updated_while_it_is_copied(bench: CheckedBench, folder: Path) -> None:
     state = bench.mirrored("state", 4, 1)
-    state.bring(next_use=1.0)
+    state.prefetch(next_use=1.0)
     bench.world.compute("a step", [], [state.host_piece(0).wait()])
-    state.wrote_piece(0)
+    state.mark_piece_dirty(0)
 
 
 @program
 def a_home_is_changed_while_it_is_copied(bench: CheckedBench, folder: Path) -> None:
     for number, get in enumerate((lambda s: s.host_blank(), lambda s: s.host_tensor())):
         state = bench.mirrored(f"state {number}", 4, 1)
-        state.bring(next_use=1.0)
+        state.prefetch(next_use=1.0)
         bench.world.compute("a change", [], [get(state)])
-        state.host_wrote()
+        state.mark_host_dirty()
 
 
 # ------------------------------------------------------------------ homes on the device
@@ -254,7 +254,7 @@ def a_piece_is_stepped_then_loaded(bench: CheckedBench, folder: Path) -> None:
         bench.write(state.device_piece(0))
         state.used_device_piece(0, mark_here(CUDA))
     state.host_blank().fill_(1)
-    state.host_wrote()
+    state.mark_host_dirty()
 
 
 @program
@@ -288,7 +288,7 @@ def a_home_is_closed_while_it_is_copied(bench: CheckedBench, folder: Path) -> No
         state.write_piece(0, bench.page())
     state.close()
     taken = bench.mirrored("taken", 8, 2)
-    taken.bring(next_use=None)
+    taken.prefetch(next_use=None)
 
 
 @program
@@ -297,7 +297,7 @@ def a_home_is_closed_while_the_model_reads_it(bench: CheckedBench, folder: Path)
     bench.read(state.tensor())
     state.close()
     taken = bench.mirrored("taken", 8, 2)
-    taken.bring(next_use=None)
+    taken.prefetch(next_use=None)
 
 
 # ------------------------------------------------------------------ ends
@@ -380,14 +380,14 @@ def a_chunk_is_stepped_that_arrives_from_a_file(bench: CheckedBench, folder: Pat
     store = bench.store(folder, threading.RLock())
     state = bench.in_file(PAGE_NBYTES, store, SlotPool(bench.host, store._lock))
     state.blank().fill_(1)
-    state.wrote()
-    state.leave()
+    state.mark_dirty()
+    state.write_back()
     state.settle()
-    state.drop()
+    state.evict()
     staged, found = ChunkBytes(state, 0), ChunkBytes(state, 0)
     staged.staged = bench.page()
     staged.arrival = state.read_piece(0, staged.staged)
-    state.bring(next_use=1.0)
+    state.prefetch(next_use=1.0)
     found.find_in_host_memory()
     for part in (staged, found):
         bench.world.compute("a step", [], [part.wait()])
@@ -412,7 +412,7 @@ def a_gradient_is_added_while_the_sum_goes_home(bench: CheckedBench, folder: Pat
     for _ in range(2):
         gradients.add(0, made(bench))
         gradients.landed.wait()
-        gradients.state.leave()
+        gradients.state.write_back()
     gradients.clear()
     store.close()
 

@@ -113,7 +113,7 @@ def content(seed: int, nbytes: int) -> torch.Tensor:
 
 def fill(state: State, values: torch.Tensor) -> None:
     state.host_blank().copy_(values)
-    state.host_wrote()
+    state.mark_host_dirty()
 
 
 class StateConformance:
@@ -161,7 +161,7 @@ class StateConformance:
         view = state.tensor()
         self.synchronize()
         view.copy_(values)
-        state.wrote()
+        state.mark_dirty()
         del view  # not before: a copy without views may be dropped
 
     def piece_of(self, state: State, piece: int) -> torch.Tensor:
@@ -180,7 +180,7 @@ class StateConformance:
         if here is not None:
             here.wait().copy_(values)
             del here
-            state.wrote_piece(piece)
+            state.mark_piece_dirty(piece)
             return None
         staged = staging(state.span(piece))
         staged[: values.numel()] = values
@@ -236,7 +236,7 @@ class StateConformance:
             state.close()
             return
         state.blank().copy_(content(3, state.nbytes))
-        state.wrote()
+        state.mark_dirty()
         assert torch.equal(self.computed_with(state), content(3, state.nbytes))
         state.close()
 
@@ -262,7 +262,7 @@ class StateConformance:
         if is_in_memory:
             state.tensor()
         elif isinstance(state, SlotState) and state.held_nbytes:
-            state.drop()
+            state.evict()
         self.update_all(state, content(2, state.nbytes))
         assert torch.equal(self.computed_with(state), content(2, state.nbytes))
         assert torch.equal(state.host_tensor(), content(2, state.nbytes))
@@ -288,7 +288,7 @@ class StateConformance:
         state = filled(1)
         state.settle()
         if isinstance(state, SlotState) and state.held_nbytes:
-            state.drop()  # the update has memory of its own
+            state.evict()  # the update has memory of its own
         places.disk_lags.set()
         for version in range(2, 5):
             self.begin_update(state)
@@ -306,7 +306,7 @@ class StateConformance:
     ) -> None:
         states = [filled(seed) for seed in range(2 * SLOTS)]
         for seed, state in enumerate(states):
-            state.bring_host(next_use=1.0)
+            state.prefetch_host(next_use=1.0)
             last = state.pieces - 1
             expected = content(seed, state.nbytes)[state.span(last)]
             assert torch.equal(self.piece_of(state, last), expected)
@@ -359,7 +359,7 @@ class StateConformance:
     def test_what_was_brought_is_computed_with(self, filled: Callable[[int], State]) -> None:
         state = filled(1)
         state.settle()
-        assert state.bring(next_use=None)
+        assert state.prefetch(next_use=None)
         state.note_use()
         assert torch.equal(self.computed_with(state), content(1, state.nbytes))
         state.settle()
@@ -425,7 +425,7 @@ class InPlaceConformance(StateConformance):
         for seed in range(1, 2 * SLOTS):
             filled(seed).tensor()
         state.discard()
-        assert state.bring(next_use=1e9)
+        assert state.prefetch(next_use=1e9)
         assert state.tensor().data_ptr() == before
         assert state.residency() is Residency.CLEAN
 
@@ -454,11 +454,11 @@ class BorrowingConformance(StateConformance):
         state = filled(1)
         state.tensor()
         state.settle()
-        state.drop()
+        state.evict()
         leases = self.take_all(places)
-        assert not state.bring(next_use=1.0)
+        assert not state.prefetch(next_use=1.0)
         assert state.residency() is Residency.ABSENT
-        for use in (lambda: state.bring(next_use=None), state.tensor):
+        for use in (lambda: state.prefetch(next_use=None), state.tensor):
             with pytest.raises(TierFullError, match=r"tier full: state 1 needs .*raise budget\."):
                 use()
         for lease in leases:
@@ -476,14 +476,14 @@ class BorrowingConformance(StateConformance):
         fresh = filled(SLOTS)
         fresh.settle()
         if fresh.residency() is not Residency.ABSENT:
-            fresh.drop()
+            fresh.evict()
         for number, state in enumerate(held):
             state.tensor()  # the one that made room for the fresh one is back
             state.settle()
             places.next_use[state.name] = 2.0 + number
         self.synchronize()
-        assert not fresh.bring(next_use=9.0)
-        assert fresh.bring(next_use=1.0)
+        assert not fresh.prefetch(next_use=9.0)
+        assert fresh.prefetch(next_use=1.0)
         there = [state.residency() is not Residency.ABSENT for state in held]
         assert there == [*[True] * (SLOTS - 1), False]
 
@@ -494,13 +494,13 @@ class BorrowingConformance(StateConformance):
         state.tensor()
         state.settle()
         assert state.held_nbytes == round_up(state.nbytes, PAGE_NBYTES)
-        state.drop()
+        state.evict()
         assert state.held_nbytes == 0
         assert state.residency() is Residency.ABSENT
         with pytest.raises(StateError, match="state 1 holds no"):
-            state.drop()
+            state.evict()
         with pytest.raises(StateError, match="state 1 holds no"):
-            state.wrote()
+            state.mark_dirty()
         assert torch.equal(self.computed_with(state), content(1, state.nbytes))
 
     def test_what_was_in_memory_is_counted_as_a_saved_read(

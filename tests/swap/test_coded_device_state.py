@@ -67,7 +67,7 @@ def make(bench: Bench) -> Make:
             nbytes, Halved(bench), home, bench.pool, bench.links, bench.reads, lambda: 1.0
         )
         state.host_blank().fill_(fill)
-        state.host_wrote()
+        state.mark_host_dirty()
         return state
 
     return one
@@ -98,7 +98,7 @@ def test_a_copy_into_the_memory_of_values_or_codes_waits_for_what_reads_them(
     coded = make("coded", 4, 1)
     seen = bench.reads_on_model_stream(coded.tensor())
     mirrored = bench.mirrored("mirrored", 8, 9)
-    mirrored.bring(next_use=None)  # all of the device
+    mirrored.prefetch(next_use=None)  # all of the device
     run(bench.links.to_device)
     bench.world.model.synchronize()
     assert torch.equal(seen, torch.full_like(seen, 1))
@@ -113,7 +113,7 @@ def test_what_is_written_on_the_device_is_stored_and_decoded_again(
     view = state.tensor()
     bench.world.model.synchronize()
     view.copy_(torch.arange(view.numel()) % 7)
-    state.wrote()
+    state.mark_dirty()
     bench.world.model.synchronize()
     expected = (torch.arange(view.numel()) // 2 * 2 % 7).to(torch.uint8)
     assert torch.equal(state.host_tensor(), expected)
@@ -125,5 +125,5 @@ def test_host_memory_is_of_one_state_at_a_time(make: Make) -> None:
     first.host_tensor()
     second.host_tensor()
     with pytest.raises(StateError, match="without host_tensor"):
-        first.host_wrote()
-    second.host_wrote()
+        first.mark_host_dirty()
+    second.mark_host_dirty()

@@ -140,7 +140,7 @@ def rounded(codec: Codec, exact: Tensor) -> Tensor:
 def filled(make: Make, seed: int = 0) -> CodedState:
     state = make()
     state.blank().copy_(values(seed).view(torch.uint8))
-    state.wrote()
+    state.mark_dirty()
     state.settle()
     return state
 
@@ -152,25 +152,25 @@ def held(state: CodedState) -> Tensor:
 def test_what_is_computed_with_is_what_is_stored_from_the_start(make: Make, codec: Codec) -> None:
     state = filled(make)
     assert torch.equal(held(state), rounded(codec, values()))
-    state.drop()
+    state.evict()
     assert torch.equal(held(state), rounded(codec, values()))
 
 
 def test_a_slot_that_is_looked_at_is_not_given_up_and_one_that_is_not_may_be(make: Make) -> None:
     state = filled(make)
     view = state.tensor()
-    assert not state.can_drop()
+    assert not state.can_evict()
     del view
-    assert state.can_drop()
+    assert state.can_evict()
 
 
 def test_a_slot_that_is_being_overwritten_is_not_given_up(make: Make) -> None:
     state = make()
     state.blank()
-    assert not state.can_drop()
+    assert not state.can_evict()
     assert state.residency() is Residency.DIRTY
     state.host_blank().copy_(values().view(torch.uint8))
-    state.host_wrote()
+    state.mark_host_dirty()
     assert state.residency() is Residency.CLEAN
 
 
@@ -178,7 +178,7 @@ def test_a_slot_that_could_not_be_filled_is_not_taken_for_values(
     make: Make, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = filled(make)
-    state.drop()
+    state.evict()
 
     def cut_short(stored: Tensor, values: Tensor) -> None:
         values.fill_(1)
@@ -195,7 +195,7 @@ def test_threads_that_want_values_at_once_decode_them_once(
     make: Make, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = filled(make)
-    state.drop()
+    state.evict()
     decode, decoded, begun = type(codec).decode, list[int](), threading.Event()
 
     def slow(self: Codec, stored: Tensor, values: Tensor) -> None:
@@ -224,7 +224,7 @@ def test_what_was_decoded_makes_room_before_any_codes_do(make: Make, home_kind: 
     home = state._home
     assert isinstance(home, FileState)
     state.tensor()
-    assert home.bring(next_use=None)
+    assert home.prefetch(next_use=None)
     home.settle()
     assert state.next_use() > home.next_use()
     leases = []

@@ -88,7 +88,7 @@ def test_a_copy_waits_only_for_readers_of_its_own_range(bench: Bench):
     second = bench.reads_on_model_stream(old[1].tensor())
     third = bench.mirrored("third", 3, 9)
     run(bench.links.to_device)
-    third.bring(next_use=0.5)
+    third.prefetch(next_use=0.5)
     assert [state.residency() for state in old] == [Residency.ABSENT, Residency.CLEAN]
     run(bench.links.to_device)
     assert [int(first[0]), int(second[0])] == [1, 0]  # the second reader's turn has not come
@@ -98,7 +98,7 @@ def test_a_copy_into_memory_that_nobody_uses_waits_for_nobody(bench: Bench):
     state = bench.mirrored("state", 4, 3)
     reached: list[int] = []
     bench.world.model.put(lambda: reached.append(1))
-    state.bring(next_use=1.0)
+    state.prefetch(next_use=1.0)
     run(bench.links.to_device)
     assert state.residency() is Residency.CLEAN
     assert not reached
@@ -107,7 +107,7 @@ def test_a_copy_into_memory_that_nobody_uses_waits_for_nobody(bench: Bench):
 # ------------------------------------------------------------------ updates
 def test_what_the_device_updated_in_a_mirror_is_not_copied_there_again(bench: Bench):
     state = bench.mirrored("state", 4, 1)
-    state.bring(next_use=None)
+    state.prefetch(next_use=None)
     piece = state.device_piece(2)
     assert piece is not None
     run(bench.links.to_device)
@@ -116,7 +116,7 @@ def test_what_the_device_updated_in_a_mirror_is_not_copied_there_again(bench: Be
     for number in (1, 2):  # the CPU's and the device's
         view = state.host_piece(number).wait()
         view.fill_(6 if number == 1 else 5)
-        state.wrote_piece(number)
+        state.mark_piece_dirty(number)
     moved = bench.links.to_device.moved_nbytes
     assert state.device_piece(1) is None
     found = state.tensor().view(4, PAGE_NBYTES)
@@ -129,7 +129,7 @@ def test_records_are_looked_at_in_host_memory_one_at_a_time(bench: Bench):
     records = [bench.at_home(2, DeviceRecordState) for _ in range(2)]
     for number, record in enumerate(records):
         record.blank().fill_(number)
-        record.wrote()
+        record.mark_dirty()
     assert [int(record.tensor()[0]) for record in records] == [0, 1]
     kept = [record for record in records if record._on_host is not None]
     assert kept == records[1:]

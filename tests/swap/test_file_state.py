@@ -48,7 +48,7 @@ class Bench:
     def filled(self, name: str, value: int, nbytes: int = PAGE) -> FileState:
         state = self.state(name, nbytes)
         state.blank().fill_(value)
-        state.wrote()
+        state.mark_dirty()
         state.settle()
         return state
 
@@ -83,16 +83,16 @@ def writes_held(tmp_path) -> Iterator[tuple[Bench, threading.Event]]:
 
 
 def test_a_write_that_nobody_kept_in_memory_is_refused(bench):
-    """Between the last view of it and `wrote`, another thread may have dropped it."""
+    """Between the last view of it and `mark_dirty`, another thread may have dropped it."""
     state = bench.filled("s", 1)
     view = state.tensor()
     view.fill_(2)
     del view
     with pytest.raises(StateError, match="s: nobody has a view of what was written"):
-        state.wrote()
+        state.mark_dirty()
     view = state.tensor()
     view.fill_(3)
-    state.wrote()
+    state.mark_dirty()
     del view
     assert state.tensor().unique().tolist() == [3]
 
@@ -129,7 +129,7 @@ def test_memory_that_is_being_filled_is_not_sent_home(bench):
     assert bench.store.backend.statistics().write_nbytes == 0
     view.fill_(5)
     del view
-    state.wrote()
+    state.mark_dirty()
     bench.state("other", 3 * PAGE).blank()
     assert state.residency() is Residency.ABSENT
     assert bench.store.backend.statistics().write_nbytes == 2 * PAGE
@@ -142,23 +142,23 @@ def test_only_what_somebody_may_go_back_to_has_two_versions(bench, kind, version
     state = bench.state("twice", kind=kind)
     for value in (1, 2):
         state.blank().fill_(value)
-        state.wrote()
-        state.leave()
+        state.mark_dirty()
+        state.write_back()
         state.settle()
     assert bench.ledger.accounts[Tier.NVME].peak_nbytes == versions * PAGE
-    state.drop()
+    state.evict()
     assert state.tensor().unique().tolist() == [2]
     bench.ledger.check_integrity()
 
 
 def used_extents(bench):
-    return bench.store.live_blocks
+    return len(bench.store._records)
 
 
 def test_a_write_of_one_trial_that_ends_in_the_next_one_is_not_gone_back_behind(tmp_path):
     for bench, held in writes_held(tmp_path):
         state = bench.filled("a", 1)
-        state.drop()
+        state.evict()
         one, two = (HostMemory(PAGE).tensor(0, PAGE).fill_(value) for value in (2, 3))
         state.keep_old()
         held.clear()
@@ -178,7 +178,7 @@ def test_a_view_that_was_kept_shows_the_old_version_again(bench):
     view = state.tensor()
     state.keep_old()
     state.host_piece(0).view.fill_(2)
-    state.wrote_piece(0)
+    state.mark_piece_dirty(0)
     assert view[0] == 2
     state.go_back()
     state.settle()
@@ -197,11 +197,11 @@ def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):
         state = bench.filled("precious", 1)
         failing.set()
         state.blank().fill_(2)
-        state.wrote()
+        state.mark_dirty()
         with pytest.raises(StorageError, match=r"precious|write"):
             state.settle()
         with pytest.raises(StorageError):
-            state.bring(next_use=None)
+            state.prefetch(next_use=None)
         assert bench.ledger.accounts[Tier.NVME].used_nbytes == PAGE
 
 
@@ -211,11 +211,11 @@ def test_a_read_waits_for_the_staged_write_of_a_newer_version(tmp_path, threaded
     the file holds under their name until then is the version before."""
     for bench, held in writes_held(tmp_path):
         state = bench.filled("record", 1)
-        state.drop()
+        state.evict()
         held.clear()
         staged = HostMemory(PAGE).tensor(0, PAGE)
         written = state.write_piece(0, staged.fill_(2))
-        assert not state.bring(next_use=1.0), "a prefetch does not wait"
+        assert not state.prefetch(next_use=1.0), "a prefetch does not wait"
         assert state.residency() is Residency.ABSENT
         release = threading.Timer(0.1 if threaded else 0.0, held.set)
         release.start()
@@ -257,7 +257,7 @@ def test_a_full_file_tier_waits_for_versions_that_are_being_replaced(tmp_path):
         for round_ in range(3):  # four pages at home, room for one new version at a time
             for number, state in enumerate(states):
                 state.blank().fill_(10 * round_ + number)
-                state.wrote()
+                state.mark_dirty()
         for number, state in enumerate(states):
             state.settle()
             assert torch.equal(state.tensor(), torch.full((PAGE,), 20 + number, dtype=torch.uint8))
@@ -270,5 +270,5 @@ def test_a_file_tier_that_nothing_will_free_says_that_it_is_full(tmp_path):
         state = bench.state("one too many")
         state.blank()
         with pytest.raises(TierFullError, match=r"budget\.nvme"):
-            state.wrote()
+            state.mark_dirty()
         assert len(kept) == 2

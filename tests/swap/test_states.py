@@ -173,10 +173,10 @@ def test_what_lies_behind_the_edge_is_written_only_with_all_of_it(
         assert written() == NBYTES
         view = state.tensor()
         view[:edge] = expected[:edge] = content(2, edge)
-        state.wrote(to_edge=True)
+        state.mark_dirty(to_edge=True)
         assert written() == NBYTES + edge
         view[:] = expected[:] = content(3, NBYTES)
-        state.wrote()
+        state.mark_dirty()
         assert written() == NBYTES + edge + NBYTES
         del view
         for piece in range(state.pieces):

@@ -268,7 +268,7 @@ def test_memory_that_a_late_read_may_fill_is_not_used_again(device: Device, tmp_
     for bench in make_slots(tmp_path, backend, slots=2):
         lost, *others = (bench.filled(name, 1) for name in "abc")
         device.held.add(lost._blocks[0].extent.offset_bytes)
-        lost.bring(next_use=None)
+        lost.prefetch(next_use=None)
         device.await_entered()
         look(backend)
         with pytest.raises(StuckError, match=r"\(a\)"):
@@ -277,8 +277,8 @@ def test_memory_that_a_late_read_may_fill_is_not_used_again(device: Device, tmp_
         view = state.blank()  # in the place of a copy that can go
         view.fill_(9)
         with bench.pool.lock:
-            if lost.can_drop():
-                lost.drop()
+            if lost.can_evict():
+                lost.evict()
         with pytest.raises(TierFullError):
             bench.pool.demand(PAGE_NBYTES, "e", StateClass.PARAMETERS)
         assert not any(other.held_nbytes for other in others)

@@ -201,7 +201,7 @@ def test_a_copy_is_gathered_after_the_update_that_it_shows(bench: tuple[Places, 
     found.gatherer.gather(state)  # begun: it waits on the thread that gathers
     for piece in range(state.pieces):
         state.host_piece(piece).wait().copy_(content(1, NBYTES)[state.span(piece)])
-        state.wrote_piece(piece)
+        state.mark_piece_dirty(piece)
     update.complete(None)
     assert torch.equal(state.tensor(), content(1, NBYTES))
 
@@ -236,7 +236,7 @@ def gather_and_write(folder: str) -> list[torch.Tensor]:
             fill(state, part(whole(0, layout), layout, rank))
             seen.append(state.tensor().clone())
             state.tensor().copy_(whole(1, layout))  # as `gathered` does it on every rank
-            state.wrote()
+            state.mark_dirty()
             state.invalidate_gathered()
             seen.append(state.tensor().clone())
             trained = slice(0, layout.shard_trainable * ITEMSIZE)
@@ -245,7 +245,7 @@ def gather_and_write(folder: str) -> list[torch.Tensor]:
                 span = slice(span.start, min(span.stop, trained.stop))
                 here = state.host_piece(piece).wait()[: max(0, span.stop - span.start)]
                 here.copy_(part(whole(2, layout), layout, rank)[span])
-                state.wrote_piece(piece)
+                state.mark_piece_dirty(piece)
             state.invalidate_gathered()
             seen.append(state.tensor().clone())
             state.close()
@@ -264,7 +264,7 @@ def update_and_refresh(folder: str) -> list[torch.Tensor]:
             home = places.in_memory("g", layout.numel * ITEMSIZE, cut, own)
             state = found.replicated(home, layout)
             state.blank().copy_(whole(0, layout))
-            state.wrote()
+            state.mark_dirty()
             seen.append(state.tensor().clone())
             done = 0
             for piece in range(home.pieces):  # counted from this rank's first one
@@ -273,7 +273,7 @@ def update_and_refresh(folder: str) -> list[torch.Tensor]:
                     break
                 assert span.start == rank * own + done
                 state.host_piece(piece).wait().copy_(whole(1, layout)[span])
-                state.wrote_piece(piece)
+                state.mark_piece_dirty(piece)
                 done += span.stop - span.start
             state.invalidate_gathered()
             assert state.is_outdated

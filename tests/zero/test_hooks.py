@@ -75,7 +75,7 @@ class Hooked:
         for param, spec in zip(ordered, layout.params, strict=True):
             flat[spec.offset : spec.stop] = param.detach().reshape(-1)
         del flat
-        state.wrote()
+        state.mark_dirty()
         group = ParamGroup(
             index, name, layout, ordered, torch.float32, state, CPU,
             lambda kind: Classes(kind, kind, kind),

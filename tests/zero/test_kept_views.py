@@ -28,7 +28,7 @@ class Home:
     def note_use(self) -> None:
         """It is not counted."""
 
-    def bring(self, **_: Any) -> bool:
+    def prefetch(self, **_: Any) -> bool:
         self.brought += 1
         return True
 

@@ -109,7 +109,7 @@ class Table:
         generator = torch.Generator().manual_seed(index)
         values = torch.randn(layout.numel, generator=generator).to(dtype)
         state.host_blank().copy_(values.view(torch.uint8))
-        state.host_wrote()
+        state.mark_host_dirty()
         group = ParamGroup(
             index, f"expert {index}", layout, params, dtype, state, torch.device("cpu"),
             lambda kind: Classes(kind, kind, kind),
@@ -129,7 +129,7 @@ class Table:
             nbytes = self._kept.nbytes(len(chunk))
             record = self._home(f"record {number} of {index}", nbytes, nbytes)
             record.host_blank().zero_()
-            record.host_wrote()
+            record.mark_host_dirty()
             records.append(record)
         steps = np.zeros(len(params), np.int64)
         formats = [self._kept] * len(chunks)

@@ -280,7 +280,7 @@ def with_tables(
         index = fetcher.next_number
         state = homes.state(name, PAGE_NBYTES, lambda: fetcher.next_use(index))
         state.blank().fill_(index)
-        state.wrote()
+        state.mark_dirty()
         state.settle()
         item = Expert(index, state)
         fetcher.add(item, table)

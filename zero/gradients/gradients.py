@@ -242,7 +242,7 @@ class GradientAccumulator(Gradients):
         self._open = None
 
         def go_home(_: torch.Tensor = buffer) -> None:  # until then the view keeps it in memory
-            state.wrote()
+            state.mark_dirty()
 
         del buffer
         self.landed = self._path.when_there(go_home, f"the gradients of {self.name}")

@@ -31,8 +31,8 @@ class Bringable(Protocol):
         """Whether it never moves."""
         ...
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Bring it, as `State.bring` does."""
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Bring it, as `State.prefetch` does."""
         ...
 
     def note_use(self) -> None:
@@ -128,7 +128,7 @@ class Fetcher:
         if self.updates.is_pending(index):
             self.updates.promote(index)
         else:  # it leases its slot before prefetches do: they may leave no hole of its size
-            item.state.bring(next_use=_NOW, priority=Priority.URGENT)
+            item.state.prefetch(next_use=_NOW, priority=Priority.URGENT)
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
         """A module chose the items it needs next, in this order: begin to bring them, as far as
@@ -161,6 +161,6 @@ class Fetcher:
         for index, next_use in coming:
             if self.updates.is_pending(index):
                 continue  # its update brings it
-            if not self._items[index].state.bring(next_use=next_use, priority=priority):
+            if not self._items[index].state.prefetch(next_use=next_use, priority=priority):
                 return False
         return True

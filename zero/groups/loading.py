@@ -35,7 +35,7 @@ def load_weights(state: State, part: Part, own: Float, values: ValuesOf) -> None
     _fill(part.trained_in(host), part.trainable, own, window)
     _fill(part.frozen_in(host), part.frozen, own, window)
     del host
-    state.host_wrote()
+    state.mark_host_dirty()
 
 
 def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
@@ -52,10 +52,10 @@ def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
         _clear(arrays)
         _store(full, weights[elements.start : elements.stop], own, arrays)
         del arrays
-        record.wrote()
+        record.mark_dirty()
     _fill(part.frozen_in(host), part.frozen, own, window)
     del weights, host
-    group.state.host_wrote()
+    group.state.mark_host_dirty()
 
 
 def _fill(into: Array, elements: range, own: Float, window: _Window) -> None:

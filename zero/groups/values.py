@@ -113,7 +113,7 @@ class ParameterValues(WeightValues):
             if not spec.trainable:
                 self._runtime.updates.gate.await_admission(group.index)
                 self._set_frozen(group, host, spec, flat)
-            group.state.host_wrote()
+            group.state.mark_host_dirty()
         del host  # not before: a copy without views may be dropped
 
     def _check_shape(self, spec: ParamSpec, field: str, value: torch.Tensor) -> None:
@@ -301,4 +301,4 @@ def _record(record: State, *, write: bool) -> Iterator[torch.Tensor]:
         record.settle()
     yield record.tensor()
     if write:
-        record.wrote()
+        record.mark_dirty()

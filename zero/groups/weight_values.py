@@ -139,7 +139,7 @@ class WeightValues:
                 f"{stored[0]} was written on one of several ranks, each of which has all of it; "
                 "add it to storage.skip, or write on one rank"
             )
-        group.state.wrote()
+        group.state.mark_dirty()
         if stored and not self._told_of_rounding:
             self._told_of_rounding = True  # a merge writes every block's
             _log.warning(

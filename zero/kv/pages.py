@@ -71,12 +71,12 @@ class KVPages:
         self._closed = False
 
     # ---------------------------------------------------------------- fetching
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         """Begin to bring the pages, in order, as far as there is room; return whether all had room.
         Errors are raised where the page is read."""
         try:
             return all(
-                page.state.bring(next_use=next_use, priority=priority) for page, _ in self._pages
+                page.state.prefetch(next_use=next_use, priority=priority) for page, _ in self._pages
             )
         except StorageError:
             return False
@@ -335,7 +335,7 @@ class KVPages:
     def _bring_from(self, place: int) -> int:
         """Begin to bring pages from `place` on; return the first that found no room."""
         for page, _ in self._pages[place:]:
-            if not page.state.bring(next_use=_NOW, priority=Priority.URGENT):
+            if not page.state.prefetch(next_use=_NOW, priority=Priority.URGENT):
                 break
             place += 1
         return place
@@ -382,10 +382,10 @@ class KVPages:
         try:
             if page.state.at_home_on_device:
                 fill(page.state.blank())
-                page.state.wrote()
+                page.state.mark_dirty()
             else:
                 fill(page.state.host_blank())
-                page.state.host_wrote()
+                page.state.mark_host_dirty()
         except BaseException:
             with suppress(OffloadError):
                 page.leave(self)

@@ -79,7 +79,7 @@ class SeatedPages(Protocol):
 
     seat: Seat
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         """Begin to bring the pages, as far as there is room; return whether all had room."""
         ...
 
@@ -102,8 +102,8 @@ class Seat:
     def state(self) -> Seat:
         return self
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        return self.pages is None or self.pages.bring(next_use=next_use, priority=priority)
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return self.pages is None or self.pages.prefetch(next_use=next_use, priority=priority)
 
     def note_use(self) -> None:
         if self.pages is not None:

@@ -49,14 +49,14 @@ class SharedState(State, RankCopies):
         return self.home.host_blank()
 
     # ---------------------------------------------------------------- update side
-    def bring_host(self, *, next_use: float) -> bool:
-        return self.home.bring_host(next_use=next_use)
+    def prefetch_host(self, *, next_use: float) -> bool:
+        return self.home.prefetch_host(next_use=next_use)
 
     def host_piece(self, piece: int) -> HostPiece | None:
         return self.home.host_piece(piece + self._first)
 
-    def wrote_piece(self, piece: int) -> None:
-        self.home.wrote_piece(piece + self._first)
+    def mark_piece_dirty(self, piece: int) -> None:
+        self.home.mark_piece_dirty(piece + self._first)
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
         return self.home.read_piece(piece + self._first, destination)
@@ -224,9 +224,9 @@ class GatheredState(SharedState):
         if self.is_gathered:
             self._gatherer.give_up(self)
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         """Bring this rank's shard alone: reads may come in any order."""
-        return self.is_gathered or self.home.bring(next_use=next_use, priority=priority)
+        return self.is_gathered or self.home.prefetch(next_use=next_use, priority=priority)
 
     def tensor(self) -> torch.Tensor:
         if self._lease is None:
@@ -238,7 +238,7 @@ class GatheredState(SharedState):
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
-    def wrote(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Store this rank's part of the whole copy, which the caller changed."""
         lease, _ = self._copy()
         rank = self._gatherer.collectives.gather_group.rank()
@@ -247,7 +247,7 @@ class GatheredState(SharedState):
         own[:cut] = whole[rank * cut : (rank + 1) * cut]
         frozen = self._trainable + rank * rest
         own[cut:] = whole[frozen : frozen + rest]
-        self.home.wrote()
+        self.home.mark_dirty()
 
     def overwritten(self) -> None:
         if self.is_held():  # by the writer, and by others around that
@@ -262,9 +262,9 @@ class GatheredState(SharedState):
     def residency(self) -> Residency:
         return Residency.CLEAN if self.is_gathered else self.home.residency()
 
-    def host_wrote(self) -> None:
+    def mark_host_dirty(self) -> None:
         self.invalidate_gathered()
-        self.home.host_wrote()
+        self.home.mark_host_dirty()
 
     def settle(self) -> None:
         if self._arrival is not None:
@@ -340,14 +340,14 @@ class ReplicatedState(SharedState):
             start = cut + rank * self._own_frozen
             collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
         mark = mark_here(self._gatherer.device)
-        self.home.wrote(to_edge=not frozen)
+        self.home.mark_dirty(to_edge=not frozen)
         del whole  # not before: a copy without views may be dropped
         return mark
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         if self._arrival is not None and not self._arrival.done():
             return True  # it is brought where it is gathered
-        return self.home.bring(next_use=next_use, priority=priority)
+        return self.home.prefetch(next_use=next_use, priority=priority)
 
     def tensor(self) -> torch.Tensor:
         self.refresh()
@@ -362,8 +362,8 @@ class ReplicatedState(SharedState):
     def blank(self) -> torch.Tensor:
         return self.home.blank()
 
-    def wrote(self, *, to_edge: bool = False) -> None:
-        self.home.wrote(to_edge=to_edge)
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
+        self.home.mark_dirty(to_edge=to_edge)
 
     def host_tensor(self) -> torch.Tensor:
         self._await_arrival()
@@ -372,9 +372,9 @@ class ReplicatedState(SharedState):
     def residency(self) -> Residency:
         return self.home.residency()
 
-    def host_wrote(self) -> None:
+    def mark_host_dirty(self) -> None:
         """Note that the host wrote this rank's part alone."""
-        self.home.host_wrote()
+        self.home.mark_host_dirty()
         self.overwritten()
 
     def overwritten(self) -> None:
@@ -413,14 +413,14 @@ class _Outlived:
     def next_use(self) -> float:
         return float("inf")
 
-    def can_drop(self) -> bool:
+    def can_evict(self) -> bool:
         return not self._lease.in_use()
 
-    def drop(self) -> None:
+    def evict(self) -> None:
         self._pool.unregister(self)
         self._lease.free()
 
-    def leave(self) -> None:
+    def write_back(self) -> None:
         """Do nothing: it has no home."""
 
     def transit(self) -> Callable[[], None] | None:

@@ -128,7 +128,7 @@ class ChunkBytes:
         if not self.needed_on_host:
             return None  # they are in their home already
         if self.in_place is not None:
-            self.home.wrote_piece(self.piece)
+            self.home.mark_piece_dirty(self.piece)
             return None
         assert self.staged is not None, "started as one or the other"
         return self.home.write_piece(self.piece, self.staged)

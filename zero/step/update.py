@@ -246,11 +246,11 @@ class UpdateQueue:
         if not by_device or group.state.residency() is Residency.ABSENT:
             # The forward is next: let the weights be updated where it will read them, if there is
             # room.
-            group.state.bring_host(next_use=self._expected.of_parameters(group))
+            group.state.prefetch_host(next_use=self._expected.of_parameters(group))
         chunks = zip(state.chunks, state.records, state.formats, strict=True)
         for index, (elements, record, record_format) in enumerate(chunks):
             if self._expected.keep_records:
-                record.bring_host(next_use=self._expected.of_records(group))
+                record.prefetch_host(next_use=self._expected.of_records(group))
             chunk = Chunk(
                 update, elements, record_format, ChunkBytes(group.state, index),
                 ChunkBytes(record, 0), self._gradient_bytes(update, index),

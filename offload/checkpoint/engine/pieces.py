@@ -138,12 +138,12 @@ class PieceAccess:
         if isinstance(state, CodedState):
             values = state.host_tensor()
             yield values[span]
-            state.host_wrote()
+            state.mark_host_dirty()
             return
         found = state.host_piece(piece)
         if found is not None:
             yield found.wait()
-            state.wrote_piece(piece)
+            state.mark_piece_dirty(piece)
             return
         buffer = self._free[0]
         yield buffer[: span.stop - span.start]

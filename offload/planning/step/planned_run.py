@@ -148,7 +148,7 @@ class PlannedRun:
         moves = [self._move(action) for action in program.actions]
         self._lock()
         for group in self.states.used_up:
-            self._gradients[group].drop()
+            self._gradients[group].evict()
         self.states.used_up.clear()
         while self._old:
             self._old.pop().free()
@@ -216,14 +216,14 @@ class PlannedRun:
         self._lock(self._weights[seat.group], seat.pages)
         self._fetcher.need(seat.item)
         self._fetcher.fetch_ahead()
-        seat.pages.bring(next_use=None)
+        seat.pages.prefetch(next_use=None)
         if self._plan.gpu:
             self._moved.to_device += seat.elsewhere_nbytes
             self._moved.to_host += seat.leaving_nbytes
         self._moved.to_nvme(seat.written_nbytes, 0)
 
     def _bring(self, group: int, next_use: float | None) -> bool:
-        """Bring a group to where the model computes, as `State.bring` does."""
+        """Bring a group to where the model computes, as `State.prefetch` does."""
         home = self._plan.parameters[group]
         decoded, mirror = self._decoded.get(group), self._mirrors.get(group)
         if home is Tier.DEVICE or (decoded is not None and decoded.is_held):
@@ -231,7 +231,7 @@ class PlannedRun:
         if mirror is not None and mirror.is_held and group in self._current:
             return True
         read, sent = self._moved.read, self._moved.to_device
-        there = home is not Tier.NVME or self._weights[group].bring(next_use=next_use)
+        there = home is not Tier.NVME or self._weights[group].prefetch(next_use=next_use)
         if there and mirror is not None:
             there = self._mirror(group, mirror, next_use)
         if (self._moved.read, self._moved.to_device) != (read, sent):
@@ -309,7 +309,7 @@ class PlannedRun:
         self._lock(gradients, *(self._weights[other] for other in busy))
         by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is Tier.NVME:
-            weights.bring(next_use=weights.next_use())
+            weights.prefetch(next_use=weights.next_use())
         for record in self.states.records[group]:
             self._record(group, record)
         for kind in self.states.kinds[
@@ -318,7 +318,7 @@ class PlannedRun:
             self._update_kind(group, kind, self._moved)
         self._lock(*(self._weights[other] for other in busy))
         if group in self._pending or group not in self._tried:
-            gradients.drop()
+            gradients.evict()
         else:  # they stay for a step that has to be redone
             self.states.used_up.add(group)
             self._keep_old(self._tried[group].memory)

@@ -114,10 +114,10 @@ class PlannedState:
         return self.nbytes if self._lease is not None else 0
 
     # ---------------------------------------------------------------- what the pool asks
-    def can_drop(self) -> bool:
+    def can_evict(self) -> bool:
         return self._lease is not None and not (self.is_locked or self._is_dirty)
 
-    def drop(self) -> None:
+    def evict(self) -> None:
         """Give the copy up, if there is one."""
         if self._lease is not None:
             self._pool.unregister(self)
@@ -125,7 +125,7 @@ class PlannedState:
             self._lease = None
             self._is_dirty = False
 
-    def leave(self) -> None:
+    def write_back(self) -> None:
         if self._is_dirty and not self.is_locked:
             self._is_dirty, self._is_leaving = False, True
             self.sent()
@@ -136,8 +136,8 @@ class PlannedState:
         return (lambda: None) if leaving else None
 
     # ---------------------------------------------------------------- what uses it
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Make the copy, as `State.bring` does."""
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        """Make the copy, as `State.prefetch` does."""
         return self.bring_at(next_use)
 
     def bring_at(self, next_use: float | None) -> bool:
@@ -166,7 +166,7 @@ class PlannedState:
     def write(self) -> None:
         """Change the copy: it is newer than its home, and stays until its room is needed."""
         self._is_dirty = True
-        self._pool.may_leave(self)
+        self._pool.may_write_back(self)
 
 
 class PlannedGroup:
@@ -180,7 +180,7 @@ class PlannedGroup:
     def state(self) -> PlannedGroup:
         return self
 
-    def bring(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         return self.bring_at(next_use)
 
     def note_use(self) -> None:
