@@ -229,11 +229,6 @@ class BlockStore:
                     self._waiting -= 1
             return True
 
-    @property
-    def live_blocks(self) -> int:
-        """The number of blocks that are stored and have not been freed."""
-        return len(self._records)
-
     @defer_signals
     def close(self) -> None:
         """Finish what is in flight and close backend and files, so that all blocks are gone.

@@ -2,15 +2,11 @@
 
 import platform
 import re
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
-from numba.core import types
 
 from offload.kernels.cpu import jit
 from offload.kernels.cpu import optimizer as optimizer_module
@@ -19,7 +15,6 @@ from offload.kernels.cpu.step_loop import ARGUMENTS, step_loop
 from offload.kernels.floats import Float
 from offload.kernels.rules import Rule, StateFormat
 from offload.kernels.variants import Master, variant_code
-from offload.process.child import child_environment
 from tests.kernels import reference
 from tests.kernels.step_cases import RULES, Formats, Stored, calm
 
@@ -67,20 +62,6 @@ def assembly(kernel: jit.Kernel, cpu: str) -> str:
 
 def count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
-
-
-@x86_only
-@pytest.mark.parametrize("code", [WHOLE, SPLIT])
-@pytest.mark.parametrize(
-    ("cpu", "register", "vectors"),
-    [("haswell", "ymm", 2), ("skylake-avx512", "zmm", 1), ("znver4", "zmm", 1)],
-)
-def test_hot_loop_is_packed(code: int, cpu: str, register: str, vectors: int) -> None:
-    text = assembly(compiled_step(code), cpu)
-    assert count(rf"vsqrtps.*{register}", text) >= vectors
-    assert count(rf"vdivps.*{register}", text) >= vectors
-    assert count(rf"vfn?madd\d+ps.*{register}", text) >= 5 * vectors
-    assert not count(r"vrsqrt|vrcp|call.*fma", text)  # no estimates, no fma in software
 
 
 @pytest.mark.parametrize("code", [WHOLE, SPLIT, *LOW_BIT, *OTHER_RULES])
@@ -140,21 +121,3 @@ code = variant_code(Rule.ADAM, fp32, fp32, Master.NONE, StateFormat.FP32, 2, fla
 stats = step_loop(code).stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
-
-
-def test_another_process_finds_the_compiled_code_on_disk(tmp_path: Path) -> None:
-    environment = child_environment() | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    hits_and_misses = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env=environment, capture_output=True, text=True, check=True, timeout=120,
-        ).stdout.split()
-        for _ in range(2)
-    ]  # fmt: skip
-    assert hits_and_misses == [["0", "1"], ["1", "0"]]
-
-
-def test_a_plan_keeps_its_variant_and_its_digest() -> None:
-    plan = jit.plan(0x2FFF, jit.digest(jit.__file__))
-    assert plan < 1 << 63
-    assert jit.variant_of(types.literal(plan)) == 0x2FFF

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from offload.kernels.cpu import weight_codes
-from offload.kernels.cpu.lanes import has_wide_registers
 from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.floats import Array, Float, Runner
 from offload.kernels.weight_formats import Code, WeightFormat
@@ -161,19 +160,3 @@ def test_cpus_with_other_instructions_get_the_same_bits(
     (text,) = kernel.inspect_asm().values()  # type: ignore[attr-defined]
     permuted = count(r"vpermp?[sd]\s.*ymm", text)
     assert permuted >= 8 if feature == "avx2" else permuted == 0
-
-
-@x86_only
-@pytest.mark.parametrize("code", Code)
-def test_codes_are_decoded_in_registers_and_written_past_the_caches(code: Code) -> None:
-    if not has_wide_registers():
-        pytest.skip("a CPU without registers of 64 bytes")
-    kind = Float.BF16
-    kernel = fresh(weight_codes.kernel(weight_codes.Action.DECODE, WeightFormat(code), kind))
-    kernel(np.zeros(64, kind.storage), np.zeros(1, np.uint32), np.zeros(64, np.uint8), 0, 1)
-    (text,) = kernel.inspect_asm().values()  # type: ignore[attr-defined]
-    lines = 64 * kind.nbytes // 64
-    assert count(r"vmovnt\w+\s+%zmm", text) >= lines
-    assert count(r"vpermp?[sd]\s.*zmm", text) >= (0 if code is Code.INT8 else lines)
-    assert not count(r"vpextr|vpinsr|vpgather", text)  # no lanes taken apart, no tables in memory
-    assert count(r"vdivps", text) == 0

@@ -8,7 +8,6 @@ of a GPU, only the streams are missing.
 from __future__ import annotations
 
 import dataclasses
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -228,46 +227,6 @@ def test_copies_that_take_their_time_change_no_bit(
     assert world.delayed > 10
 
 
-@pytest.mark.skipif(ON_GPU, reason="there nobody can hold the links up")
-def test_chunks_on_the_device_do_not_hold_up_those_of_the_cpu(tmp_path, device, monkeypatch):
-    """The CPU has stepped all its chunks while the device's are still on their way back."""
-    world = World(monkeypatch, eager_model=True)
-    monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
-    stepped = queue.SimpleQueue[int]()
-    real = offload.zero.step.update.optimizer_step
-
-    def step(*args: Any, **options: Any) -> None:
-        real(*args, **options)
-        stepped.put(args[0].size)
-
-    monkeypatch.setattr(offload.zero.step.update, "optimizer_step", step)
-    keys = settings(tmp_path, {"optimizer": SPLIT}, precision="bf16")
-    with offload.initialize(seeded(Net), {**keys, "device": device}) as engine:
-        engine.backward(engine.module.loss(batches(1)[0]))
-        states = engine.runtime.optimizer_states
-        for state in states:
-            state.gradients.landed.wait()
-        world.watching.clear()
-        engine.optimizer.step()
-        pending = {state.group.index: state.group.pending for state in states}
-        by_cpu = [[not r.at_home_on_device for r in state.records] for state in states]
-        left = sum(
-            max(0, min(spec.stop, chunk.stop) - max(spec.offset, chunk.start))
-            for state in states
-            for spec in state.group.layout.params
-            for chunk, record in zip(state.chunks, state.records, strict=True)
-            if not record.at_home_on_device
-        )
-        while left:
-            left -= stepped.get(timeout=60)
-        waiting = [index for index, chunks in enumerate(by_cpu) if not all(chunks)]
-        assert any(any(by_cpu[index]) for index in waiting), "no group has chunks of both"
-        assert not any(pending[index].done() for index in waiting)
-        world.watching.set()
-        engine.settle()
-        assert all(update.done() for update in pending.values())
-
-
 @pytest.mark.sample("{}-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
@@ -292,20 +251,6 @@ def test_an_open_device_budget_is_all_that_a_run_can_use_and_no_more(
     assert tier.peak_nbytes <= tier.budget_nbytes <= 8 << 20
     given = run(tmp_path, placement, device, budget={**BUDGET, "device": "64MiB"}, **keys)
     assert found[2].bytes_moved["host to device"] == given[2].bytes_moved["host to device"]
-
-
-def test_weights_stepped_on_the_device_are_not_copied_there_again(tmp_path, device):
-    """The mirror is updated in place; what the CPU stepped has to come again."""
-    moved = {}
-    for where in ("device", "host"):
-        keys = settings(tmp_path, {"optimizer": where, "gradients": "device"}, precision="bf16")
-        with offload.initialize(seeded(Net).to(device), {**keys, "device": device}) as engine:
-            before = engine.report().bytes_moved["host to device"]
-            losses_of(engine, [tokens.to(device) for tokens in batches(STEPS)])
-            engine.settle()
-            moved[where] = engine.report().bytes_moved["host to device"] - before
-            nbytes = sum(group.state.nbytes for group in engine.runtime.groups)
-    assert moved == {"device": nbytes, "host": STEPS * nbytes}
 
 
 @pytest.mark.parametrize("state_class", ["gradients", "optimizer"])

@@ -235,25 +235,6 @@ class TestThreadsBuffered(BackendConformance):
 class TestLibaio(BackendConformance):
     backend_name = "libaio"
 
-    @pytest.mark.parametrize(
-        ("call", "number"), [("getEvents", errno.EINTR), ("submit", errno.EAGAIN)]
-    )
-    def test_what_the_kernel_refuses_for_a_moment_is_retried(
-        self, backend: Any, file: SwapFile, noise: Noise, monkeypatch: pytest.MonkeyPatch,
-        call: str, number: int,
-    ) -> None:  # fmt: skip
-        real, refusals = getattr(backend._libaio.AIOContext, call), iter([1, 1, 1])
-
-        def refusing(context: Any, *arguments: Any) -> Any:
-            if next(refusals, None):
-                raise OSError(number, call)
-            return real(context, *arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(backend._libaio.AIOContext, call, refusing)
-            backend.submit_write(file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
-        assert next(refusals, None) is None
-
 
 @needs_libaio
 class TestLibaioBuffered(BackendConformance):
@@ -324,13 +305,6 @@ def test_a_ragged_short_read_goes_on_from_a_page_boundary(
     assert received == sent
 
 
-def test_calls_that_move_nothing_end_in_an_error(disk_file: SwapFile, noise: Noise) -> None:
-    with ThreadsBackend(pwritev=lambda fd, buffers, offset: 0) as backend:
-        write = backend.submit_write(disk_file.fd, noise(PAGE_NBYTES), 0, path="p")
-        with pytest.raises(StorageError, match="in a row"):
-            write.wait(TIMEOUT_S)
-
-
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
 def test_interrupted_and_refused_calls_are_retried(
     disk_file: SwapFile, noise: Noise, number: int
@@ -359,15 +333,6 @@ def test_eio_names_path_offset_operation_and_size(disk_file: SwapFile, pages: Pa
     assert isinstance(error.__cause__, OSError)
 
 
-def test_a_write_that_the_device_refused_is_an_error_at_once(
-    disk_file: SwapFile, noise: Noise
-) -> None:
-    with ThreadsBackend(pwritev=raising([errno.EIO], os.pwritev)) as backend:
-        write = backend.submit_write(disk_file.fd, noise(1 << 20), 0, path="p")
-        with pytest.raises(StorageError, match="EIO"):
-            write.wait(TIMEOUT_S)
-
-
 def test_a_full_device_is_a_no_space_error(pages: Pages) -> None:
     with ThreadsBackend() as backend, open("/dev/full", "r+b", buffering=0) as full:
         write = backend.submit_write(full.fileno(), pages(PAGE_NBYTES), 0, path="p")
@@ -389,17 +354,6 @@ def test_after_an_error_the_other_pieces_are_skipped_and_none_moves_later(
         with pytest.raises(StorageError):
             backend.submit_write(disk_file.fd, noise(8 << 20), 0, path="p").wait(TIMEOUT_S)
         assert calls == [0]
-
-
-def test_several_workers_share_one_large_request(disk_file: SwapFile, noise: Noise) -> None:
-    together = threading.Barrier(4)
-
-    def meeting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        together.wait(TIMEOUT_S)  # breaks unless four calls are made at once
-        return os.pwritev(fd, buffers, offset)
-
-    with ThreadsBackend(workers=4, io_block_nbytes=1 << 20, pwritev=meeting) as backend:
-        backend.submit_write(disk_file.fd, noise(8 << 20), 0, path="p").wait(TIMEOUT_S)
 
 
 def test_all_workers_share_each_urgent_read(disk_file: SwapFile, noise: Noise) -> None:

@@ -19,9 +19,9 @@ from offload.cli.doctor import run_checks
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.memory.tier_manager import compute_device
-from offload.swap.device.streams import CopyStream, WorkStream, mark_here
+from offload.swap.device.streams import CopyStream, mark_here
 from offload.tiers import accelerator
-from offload.tiers.accelerator import KINDS, Accelerator, Cuda
+from offload.tiers.accelerator import KINDS, Accelerator
 from offload.tiers.memory import HostMemory
 from offload.tiers.pinning import EXTENT_NBYTES
 
@@ -175,41 +175,7 @@ def test_a_thread_that_waits_sleeps_where_the_events_can(kind: str, module: Fake
     assert module.events[0].options.get("blocking", False) == (kind in SLEEPING)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_beside_the_models_is_waited_for_when_it_closes(
-    kind: str, module: FakeModule
-) -> None:
-    device: Any = Device(kind)
-    work = WorkStream(device)
-    with work.entered():
-        module.calls.append("update")
-    work.close()
-    assert module.calls == ["enter side", "update", "leave side", "synchronize side"]
-
-
-def test_on_a_cpu_there_is_nothing_to_wait_for(module: FakeModule) -> None:
-    cpu = torch.device("cpu")
-    accelerator.synchronize(cpu)
-    work = WorkStream(cpu)
-    with work.entered():
-        assert mark_here(cpu).done()
-    work.close()
-    assert module.calls == []
-    assert accelerator.free_nbytes(cpu) == 0
-
-
 # ---------------------------------------------------------------- graphs
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_that_is_being_captured_is_seen(kind: str, module: FakeModule) -> None:
-    device: Any = Device(kind)
-    assert not accelerator.is_capturing(device)  # also of a PyTorch that has no graphs for it
-    module.is_current_stream_capturing = lambda: True
-    assert accelerator.is_capturing(device)
-    assert not accelerator.is_capturing(torch.device("cpu"))
-
-
-def test_pytorch_is_asked_about_graphs_by_the_name_it_has_for_that() -> None:
-    assert hasattr(torch.cuda, "is_current_stream_capturing")
 
 
 # ---------------------------------------------------------------- pinning
@@ -321,21 +287,3 @@ def gpu_lines() -> list[tuple[str, str]]:
 def versions(monkeypatch: pytest.MonkeyPatch, **of: str | None) -> None:
     for kind in ("cuda", "hip", "xpu"):
         monkeypatch.setattr(torch.version, kind, of.get(kind))
-
-
-def test_the_doctor_names_what_torch_was_built_for(
-    only: Any, module: FakeModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module.available = False
-    only("cuda")
-    versions(monkeypatch, hip="6.4.2")
-    assert gpu_lines() == [("off", "torch for ROCm 6.4.2 sees no device")]
-    versions(monkeypatch, cuda="13.0")
-    assert gpu_lines() == [("off", "torch for CUDA 13.0 sees no device")]
-    versions(monkeypatch)
-    assert gpu_lines() == [("off", "this torch is built for the CPU only; device: cpu is used")]
-
-
-def test_rocm_is_a_case_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions(monkeypatch, hip="6.4.2")
-    assert Cuda("cuda", "CUDA").built_for() == "ROCm 6.4.2"
