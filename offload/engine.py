@@ -127,8 +127,9 @@ def initialize(
     return engine
 
 
-# DeepSpeed's methods, and what to use instead.
+# What other engines have, and what to use instead.
 _ELSEWHERE = {
+    "idle": "engine.backward(0 * loss) with any batch, on a rank without data",
     "step": "engine.optimizer.step()",
     "zero_grad": "engine.optimizer.zero_grad()",
     "forward": "engine.module(...)",
@@ -367,14 +368,6 @@ class Engine(TieredModel):
         scaled = _plain(loss * runtime.loss_scale.scale)
         scaled.register_hook(lambda _: runtime.announce_scaled())
         return scaled
-
-    def idle(self) -> None:
-        """Take part in one forward and backward pass of the other ranks, without data on this one:
-        its gradients count as zeros in the average. Has no effect on a single rank.
-
-        It repeats the last pass on this rank. Raises StateError if there was none.
-        """
-        self._open().idle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -212,7 +212,7 @@ def refusals(folder: str) -> list[str]:
         said(partial(offload.initialize, spread(2)(), keys, mesh=mesh)),
         said(partial(offload.initialize, MoE(WIDTH, expert, EXPERTS, ep_size=2).experts, keys)),
     ]
-    for act in (offload.Engine.idle, set_ones, clip_by_own_norm):
+    for act in (set_ones, clip_by_own_norm):
         with offload.initialize(spread(2)(), keys) as engine:
             steps(engine, 0, 1)
             engine.backward(engine.module.loss(batches(2)[dist.get_rank()]))  # type: ignore[operator]

@@ -30,7 +30,7 @@ NAMES = [name for name, param in Branches().named_parameters() if param.requires
 
 @dataclass(frozen=True)
 class Pass:
-    tokens: tuple[Tensor | None, ...]  # by rank; None: it is idle
+    tokens: tuple[Tensor, ...]  # by rank
     local: bool = False  # under no_sync
 
 
@@ -69,14 +69,10 @@ def draw(seed: int, ranks: int, *, apart: bool) -> Program:
     chance = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     program: Program = []
-    rank_idles = not apart and chance.random() < 0.3
-    branches = (0,) if rank_idles else (0, 1)  # who is idle repeats what it has done
     own = False  # some gradient is a tensor of the user's
-    for step in range(chance.randint(2, 3)):
-        for number in range(chance.randint(1, 3)):
-            idle = rank_idles and step + number > 0 and chance.random() < 0.5
-            drawn = _draw_pass(chance, generator, ranks, branches, apart=apart, idle=idle)
-            program.append(drawn)
+    for _ in range(chance.randint(2, 3)):
+        for _ in range(chance.randint(1, 3)):
+            program.append(_draw_pass(chance, generator, ranks, apart=apart))
             for _ in range(chance.choice([0, 0, 1, 1, 2])):
                 use = _draw_use(chance, writes=not apart and not own)
                 cleared = use.what == "zero" and "to zero" not in use.names[0]
@@ -91,15 +87,14 @@ def draw(seed: int, ranks: int, *, apart: bool) -> Program:
 
 
 def _draw_pass(
-    chance: random.Random, generator: torch.Generator, ranks: int, branches: Sequence[int],
-    *, apart: bool, idle: bool,
+    chance: random.Random, generator: torch.Generator, ranks: int, *, apart: bool
 ) -> Pass:  # fmt: skip
-    branch = chance.choice(branches)
-    tokens: list[Tensor | None] = []
-    for rank in range(ranks):
+    branch = chance.choice((0, 1))
+    tokens = []
+    for _ in range(ranks):
         batch = torch.randint(37, (2, 7), generator=generator)
         batch[0, 0] = chance.randint(0, 36) if apart else 2 * chance.randint(0, 17) + branch
-        tokens.append(None if idle and rank == ranks - 1 else batch)
+        tokens.append(batch)
     return Pass(tuple(tokens), local=chance.random() < 0.15)
 
 
@@ -172,7 +167,7 @@ def alone(program: Program, ranks: int) -> Outcome:
     optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
 
     def one_pass(action: Pass) -> None:
-        losses = [model(tokens) for tokens in action.tokens if tokens is not None]
+        losses = [model(tokens) for tokens in action.tokens]
         (torch.stack(losses).sum() / ranks).backward()
 
     numbers = run(program, model, optimizer, one_pass)
@@ -196,10 +191,7 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
                     stepper.passes_since_step + 1,
                 )
             with engine.no_sync() if action.local else nullcontext():
-                if tokens is None:
-                    engine.idle()
-                else:
-                    engine.module(tokens).backward()
+                engine.module(tokens).backward()
 
         try:
             numbers = run(program, engine.module, engine.optimizer, one_pass)

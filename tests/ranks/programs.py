@@ -38,7 +38,7 @@ class Case:
     steps: int = 3
     passes: int = 1  # per step
     local: bool = False  # all passes but the last one under `no_sync`
-    idle: tuple[int, ...] = ()  # steps in which the last rank has no data
+    idle: tuple[int, ...] = ()  # steps in which the data of the last rank does not count
     mirrored: bool = False  # planned as for a GPU, with host memory in its place
     keys: dict[str, Any] = field(default_factory=dict)
 
@@ -156,17 +156,16 @@ def train(case: Case, folder: str) -> Outcome:
     ):
         for number, step in enumerate(data_of(case, world_size)):
             for index, per_rank in enumerate(step):
-                if number in case.idle and rank == world_size - 1:
-                    engine.idle()
-                    continue
+                idle = number in case.idle and rank == world_size - 1
                 local = case.local and index + 1 < len(step)
                 loss = loss_of(engine.module, per_rank[rank])
                 if local:
                     with engine.no_sync():
                         engine.backward(loss / case.passes)
                 else:
-                    engine.backward(loss / case.passes)
-                losses.append(loss.item())
+                    engine.backward(0 * loss if idle else loss / case.passes)
+                if not idle:
+                    losses.append(loss.item())
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             norms.append(engine.report().gradient_norm or 0.0)

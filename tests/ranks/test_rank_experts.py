@@ -122,7 +122,6 @@ def test_what_does_not_go_with_experts_of_other_ranks_is_said(tmp_path: Path) ->
         assert "ep_size has to be the same on all ranks" in next(says)
         assert "ep_size 2 with mesh=" in next(says)
         assert "give offload.initialize the model around" in next(says)
-        assert "UnsupportedError: idle: blocks.1.moe.experts" in next(says)
         assert ".grad was set to a tensor" in next(says)
         assert "the ranks went different ways" in next(says)
 

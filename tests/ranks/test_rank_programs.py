@@ -34,14 +34,14 @@ BF16_VARIANTS = [
 ]  # fmt: skip
 
 
-def taking(*branches: int | None) -> Pass:
-    """Each rank's branch; None: it is idle."""
+def taking(*branches: int) -> Pass:
+    """Each rank's branch."""
     generator = torch.Generator().manual_seed(len(branches))
     tokens = []
     for branch in branches:
         batch = torch.randint(37, (2, 7), generator=generator)
-        batch[0, 0] = branch or 0
-        tokens.append(None if branch is None else batch)
+        batch[0, 0] = branch
+        tokens.append(batch)
     return Pass(tuple(tokens))
 
 
@@ -57,13 +57,6 @@ PROGRAMS: dict[str, Program] = {
         taking(1, 0), CLEAR, STEP, taking(0, 1), STEP,
     ],
     "cleared, with others' in the same group": [taking(1, 0), Use("clear", BRANCHES[1:]), STEP],
-    "idle before the first step": [
-        taking(0, 0), Use("zero", ("model",)), taking(None, 0), Use("zero", ("model",)),
-        taking(0, 0), STEP,
-    ],
-    "idle at first, with a norm": [
-        taking(0, 0), Use("zero", ("optimizer",)), taking(None, 0), Use("clip norm", (), 0.1), STEP,
-    ],
 }  # fmt: skip
 
 

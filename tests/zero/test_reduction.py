@@ -23,7 +23,6 @@ from offload.swap.states.trace import Trace
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.collectives import Workspace
-from offload.zero.ranks.rank_weights import PassLog
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import ReducedGradients, ReductionMemory, SharedReductions
 from offload.zero.ranks.sharding import Part
@@ -67,8 +66,7 @@ class Rank:
         room = Workspace(*(torch.empty(4 * most, dtype=torch.uint8) for _ in range(2)))
         self.reductions = SharedReductions(
             self.groups, self.ranks, self.ranks.collectives(),
-            ReductionMemory(places.device, room, Fences()), self.dtype, torch.float32, PassLog(),
-            Trace(),
+            ReductionMemory(places.device, room, Fences()), self.dtype, torch.float32, Trace(),
             wait_for_complete_groups=in_backward,
         )  # fmt: skip
 
@@ -163,18 +161,14 @@ def every_rank_in_another_order(folder: Path) -> Given:
 
 
 def branches(folder: Path) -> Given:
-    """Two passes. The first rank never comes to group 1, nobody to the first parameter of group 0,
-    and the last rank has no data in the second pass."""
+    """Two passes. The first rank never comes to group 1, nobody to the first parameter of group
+    0."""
     with rank(folder) as here:
         mine = [place for place in BACKWARD if place != (0, 0)]
         if here.number == 0:
             mine.remove((1, 0))
         here.give(mine, 0)
-        here.reductions.finish()
-        if here.number + 1 == here.ranks.world_size:
-            here.reductions.take_nothing()
-        else:
-            here.give(mine, 50)  # another pass
+        here.give(mine, 50)  # another pass
         return here.step()
 
 

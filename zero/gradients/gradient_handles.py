@@ -166,8 +166,6 @@ class GradientHandles:
         stepper.on_used_up = self._let_go
         self._places = {id(param): key for key, param in self._params.items()}
         self.packed: WholeGradients  # set when they are made
-        self._came: list[Place] = []  # parameters that got gradients since the last forward
-        self._last: list[Place] = []  # ... in the last pass that had any
         self._set: dict[Place, int] = {}  # addresses of tensors that users have put there
         self._taken: set[Place] = set()  # the accumulators hold those tensors' values
         self._agreed = False  # all ranks know which gradients there are
@@ -177,10 +175,6 @@ class GradientHandles:
         """Return whether `gradient` is the handle of a parameter's accumulated gradient."""
         return key in self._sources and gradient is self._handles[key]
 
-    def came(self, key: Place) -> None:
-        """Note that autograd gave a gradient of a parameter."""
-        self._came.append(key)
-
     def is_set(self, key: Place, gradient: torch.Tensor) -> bool:
         """Return whether `gradient` is a user's tensor to which autograd has added."""
         return key in self._set and self._set[key] == local_of(gradient).data_ptr()
@@ -188,7 +182,6 @@ class GradientHandles:
     def note_set(self) -> None:
         """Note, before a pass, the parameters whose `.grad` is a user's tensor. It stays there, as
         in torch: it may be a view of a buffer that the user zeroes or accumulates in."""
-        self._last, self._came = self._came or self._last, []
         self.packed.follow()
         with torch._C.DisableTorchFunctionSubclass():
             found = ((key, param.grad) for key, param in self._params.items())
@@ -314,15 +307,6 @@ class GradientHandles:
                 if passes and key not in self._sources and self._params[key].grad is None:
                     self._put(key)
                     self.packed.came(self._params[key])
-
-    def repeat(self) -> None:
-        """Give the parameters of the last pass gradients, as on other ranks, for a rank without
-        data."""
-        self._agreed = False
-        for key in self._last:
-            if key not in self._sources and self._params[key].grad is None:
-                self._put(key)
-                self.packed.came(self._params[key])
 
     def clear(self, why: str) -> None:
         """Clear every parameter's gradient."""

@@ -128,40 +128,10 @@ class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "__weakref__",
-        "_any_dtensor",
-        "_catch_up",
-        "_classes",
-        "_flat",
-        "_held_for",
-        "_home",
-        "_placeholders",
-        "_places",
-        "_shown",
-        "_users",
-        "_uses",
-        "_views",
-        "_watched",
-        "_written",
-        "check_assigned",
-        "copies",
-        "device",
-        "dtype",
-        "ep_size",
-        "has_masters",
-        "index",
-        "is_lazy",
-        "layout",
-        "name",
-        "on_hold",
-        "on_trial",
-        "params",
-        "pending",
-        "permanent",
-        "residing",
-        "state",
-        "updated_at",
-        "version",
+        "__weakref__", "_any_dtensor", "_catch_up", "_classes", "_flat", "_home", "_placeholders",
+        "_places", "_shown", "_users", "_uses", "_views", "_watched", "_written", "check_assigned",
+        "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy", "layout", "name",
+        "on_trial", "params", "pending", "permanent", "residing", "state", "updated_at", "version",
         "written_at",
     )  # fmt: skip
 
@@ -204,10 +174,8 @@ class ParamGroup:
         self._places = [_Place.of(spec) for spec in layout.params]
         self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
-        self._held_for: set[int] = set()  # users of a pass that is repeated without data
         # refuses a tensor that `.data` of a gathered parameter was set to
         self.check_assigned: Callable[[torch.nn.Parameter, torch.Tensor], None] = lambda *_: None
-        self.on_hold: Callable[[ParamGroup, object, bool], None] | None = None  # True: entered
         self._written = [param._version for param in self.params]  # counters of known writes
         self._placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
         # of a home on the device, which never moves: its bytes, and views of them
@@ -222,7 +190,7 @@ class ParamGroup:
     @property
     def is_entered(self) -> bool:
         """Whether a module's forward or `gathered` has entered and not left."""
-        return bool(self._users or self._held_for)
+        return bool(self._users)
 
     def fall_behind(self, catch_up: Callable[[ParamGroup], None]) -> None:
         """Note that a step was missed: before anything is read, `catch_up` begins its update."""
@@ -352,29 +320,15 @@ class ParamGroup:
         """Note that `user` (a module's call, a `gathered`) needs the parameters; it must call
         `leave`, also if this raises. `calls`: it is a module's call."""
         self._users.add(user)
-        if self.on_hold is not None:
-            self.on_hold(self, user, True)
         if not (calls and self.is_lazy) or torch.is_grad_enabled():
             self.gather()
 
     def leave(self, user: object) -> None:
         """Note that `user` is done; the last one to leave releases. Idempotent."""
         self._users.discard(user)
-        if self.on_hold is not None:
-            self.on_hold(self, user, False)
         if not self._users:
             self.release()
             self.copies.on_last_release()
-
-    def hold(self, user: int) -> None:
-        """Enter for a pass repeated without data: nothing computes with the parameters."""
-        self._held_for.add(user)
-
-    def let_go(self, user: int) -> None:
-        self._held_for.discard(user)
-
-    def let_go_all(self) -> None:
-        self._held_for.clear()
 
     def await_or_unmap(self) -> None:
         """Wait for a submitted update, or unmap parameters: one whose home is used in place must

@@ -132,8 +132,7 @@ class Gatherer:
             self._begin(state)
 
     def begin_pass(self) -> None:
-        """Begin a pass of the model in the same state as every pass, so that a rank without data
-        can repeat the last one."""
+        """Begin a pass of the model, in the same state as every pass."""
         for state in list(self._gathered.values()):
             if not state.is_held():
                 self.give_up(state)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.group import ParamGroup, RankCopies
 from offload.zero.groups.layout import Layout
 from offload.zero.ranks.collectives import Collectives, Workspace
@@ -41,59 +40,6 @@ class SharedMemory:
     fences: Fences
 
 
-Action = Callable[[], object]
-
-# No pass is this long: parts of a model are called for ever, with no forward of the whole.
-_LONGEST = 1 << 16
-
-
-class PassLog:
-    """The collective actions of one pass of the model, for a rank without data to repeat: of the
-    pass under way, and of the last ones that gave gradients, one that reduced them and one that did
-    not."""
-
-    def __init__(self) -> None:
-        self._under_way: list[Action] | None = None  # None: between passes
-        self._reduced: bool | None = None  # ... the one under way; None: it is an evaluation
-        self._last: dict[bool, list[Action]] = {}
-
-    def begin_pass(self) -> None:
-        """Note that the model is called."""
-        self.end_pass()
-        self._under_way = []
-
-    def note(self, action: Action) -> None:
-        """Note `action`, if a pass is in progress."""
-        if self._under_way is None:
-            return
-        self._under_way.append(action)
-        if len(self._under_way) > _LONGEST:
-            self._under_way = None
-
-    def note_gradient(self, *, reduced: bool) -> None:
-        """Note that the pass in progress has a backward."""
-        self._reduced = reduced
-
-    def end_pass(self) -> None:
-        """Note that a step is taken, or the model is called again."""
-        if self._under_way and self._reduced is not None:
-            self._last[self._reduced] = self._under_way
-        self._under_way = self._reduced = None
-
-    def repeat(self, *, reduced: bool) -> None:
-        """Repeat the last pass with gradients, if possible one that reduced them, or did not.
-        Raises StateError if there was none."""
-        self.end_pass()
-        actions = self._last.get(reduced) or self._last.get(not reduced)
-        if not actions:
-            raise StateError(
-                "engine.idle() repeats what this rank did in its last pass, and there was none "
-                "yet; give every rank data in the first step"
-            )
-        for action in actions:
-            action()
-
-
 class RankWeights:
     """The ranks that share a model's weights. This base class is a single rank, which exchanges
     nothing, so that callers need not ask whether there are others."""
@@ -112,8 +58,7 @@ class RankWeights:
         return make(layout.numel, layout.edge, None), RankCopies()
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        """Set all groups, and the order of their uses. Actions on them in a pass are noted, for a
-        rank without data to repeat."""
+        """Set all groups, and the order of their uses."""
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
         """Bring what other ranks have updated up to date, where it is kept whole."""
@@ -176,7 +121,6 @@ class SharedWeights(RankWeights):
         self._itemsize = dtype.itemsize
         room = ranks.least(memory.gather_nbytes)
         self._gatherer = Gatherer(self.collectives, memory.pool, room, ranks.device, memory.fences)
-        self._log = PassLog()
         self._groups: Sequence[ParamGroup] = ()
         self._trace: Trace
 
@@ -199,27 +143,12 @@ class SharedWeights(RankWeights):
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
         self._groups, self._trace = groups, trace
-        for group in groups:
-            group.on_hold = self._note_hold
-
-    def _note_hold(self, group: ParamGroup, user: object, entered: bool) -> None:
-        """Note that a module has entered or left a group: while held, it is not given up."""
-        self._log.note(partial(group.hold if entered else group.let_go, id(user)))
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
         for group in groups:
             group.copies.refresh()
 
     def use(self, group: ParamGroup, *, backward: bool) -> None:
-        self._log.note(partial(self._replay_use, group, backward=backward))
-        self._use(group, backward=backward)
-
-    def _replay_use(self, group: ParamGroup, *, backward: bool) -> None:
-        """Decide as `use` does on the other ranks, from the same state, on a rank without data."""
-        self._trace.use(group.index, backward=backward)
-        self._use(group, backward=backward)
-
-    def _use(self, group: ParamGroup, *, backward: bool) -> None:
         upcoming = self._trace.rest() if backward else self._trace.upcoming()
         groups = (self._groups[index] for index in upcoming if index < len(self._groups))
         self._gather(group, groups)
@@ -239,10 +168,6 @@ class SharedWeights(RankWeights):
         self.finish_pass()
         self.refresh(self._groups)
         self._gatherer.begin_pass()
-        self._log.begin_pass()
-
-    def finish_pass(self) -> None:
-        self._log.end_pass()
 
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:
         return self.ranks.exchange(numbers, what)

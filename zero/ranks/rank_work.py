@@ -32,9 +32,6 @@ class RankWork(RankWeights):
     def refresh_updated(self) -> None:
         """Call `refresh` for groups that the step in progress updates, in the order of use."""
 
-    def idle(self) -> None:
-        """Take part in one forward and backward pass of the other ranks without data."""
-
     def gradients(
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
@@ -47,9 +44,6 @@ class RankWork(RankWeights):
     def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> Reductions:
         """Reduce from now on the gradients that `gradients` has made (see `SharedReductions`)."""
         return self.reductions
-
-    def note_gradient(self) -> None:
-        """Note that the pass in progress has a backward."""
 
     def note(self, what: str) -> None:
         """Note that all ranks should do this now (see `Ranks.note`)."""
@@ -83,30 +77,20 @@ class SharedWork(SharedWeights, RankWork):
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
         super().watch(groups, trace)
         if self.experts is not None:
-            self.experts._groups, self.experts._trace = groups, trace
+            self.experts.watch(groups, trace)
 
-    def _use(self, group: ParamGroup, *, backward: bool) -> None:
+    def use(self, group: ParamGroup, *, backward: bool) -> None:
         if backward:
             self.reductions.reduce_skipped_groups(group.index)
-        super()._use(group, backward=backward)
+        super().use(group, backward=backward)
 
     def finish_pass(self) -> None:
         self.reductions.finish()
-        super().finish_pass()
 
     def refresh_updated(self) -> None:
         self.refresh(self._groups[index] for index in self.reductions.forward_order)
         if self.experts is not None:
             self.experts.refresh_updated()
-
-    def idle(self) -> None:
-        self.finish_pass()
-        try:
-            self._log.repeat(reduced=self.reductions.synchronising)
-            self.reductions.take_nothing()
-        finally:
-            for group in self._groups:
-                group.let_go_all()
 
     def gradients(
         self, index: int, part: Part, own: GradientAccumulator,
@@ -124,8 +108,8 @@ class SharedWork(SharedWeights, RankWork):
         made = SharedReductions(
             self._reduced, self.ranks, self.collectives,
             ReductionMemory(memory.pool, memory.workspace, memory.fences),
-            self._reduce_dtype or dtype, self._reduce_dtype or torch.float32, self._log,
-            self._trace, wait_for_complete_groups=wait_for_complete_groups,
+            self._reduce_dtype or dtype, self._reduce_dtype or torch.float32, self._trace,
+            wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
         made.exchanges_tokens = self._exchanges_tokens
         if self.experts is not None:
@@ -134,9 +118,6 @@ class SharedWork(SharedWeights, RankWork):
             made.experts = theirs
         self.reductions = made
         return made
-
-    def note_gradient(self) -> None:
-        self._log.note_gradient(reduced=self.reductions.synchronising)
 
     def note(self, what: str) -> None:
         self.ranks.note(what)

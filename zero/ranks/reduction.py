@@ -6,7 +6,7 @@
 
 A *round* is one backward pass that is reduced. In it every group that any rank had gradients of in
 the last step is reduced once on every rank, with zeros for what is missing here (a parameter that
-this rank did not use, a batch without data), so that ranks that took different branches stay in
+this rank did not use), so that ranks that took different branches stay in
 step. Gradients that a round leaves out (passes under `no_sync`, unexpected groups, gradients that
 came after their group was reduced) add up locally and are reduced in the step, once all ranks know
 of them. A parameter that no rank has a gradient of is not updated, as on one rank.
@@ -34,7 +34,6 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.gradients.gradients import GradientAccumulator, Gradients, flat_gradient
 from offload.zero.ranks.collectives import Collectives, Workspace
-from offload.zero.ranks.rank_weights import PassLog
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE, BUCKETS, Part, PartOfParam, Sharding
 
@@ -235,9 +234,6 @@ class Reductions:
     def finish(self) -> None:
         """End the backward pass in progress: reduce what is left of its round."""
 
-    def take_nothing(self) -> None:
-        """Take part in a pass in which this rank has no gradients."""
-
     def agree(self, use: str, name: str = "") -> None:
         """Agree once per step, on every rank: all gradients that any rank has are reduced, and all
         ranks know which parameters have some. `use` of them is the same on all ranks; `name` of one
@@ -267,13 +263,12 @@ class SharedReductions(Reductions):
 
     def __init__(
         self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
-        memory: ReductionMemory, dtype: torch.dtype, summed_dtype: torch.dtype, log: PassLog,
-        trace: Trace, *, wait_for_complete_groups: bool,
+        memory: ReductionMemory, dtype: torch.dtype, summed_dtype: torch.dtype, trace: Trace, *,
+        wait_for_complete_groups: bool,
     ) -> None:  # fmt: skip
-        """`dtype` is that of contributions, `summed_dtype` that of sums of several passes. `log` is
-        told what a rank without data has to repeat; `trace` has what this pass has used.
-        `wait_for_complete_groups`: a group is updated as soon as it is reduced, so it should not be
-        reduced before all its gradients are there."""
+        """`dtype` is that of contributions, `summed_dtype` that of sums of several passes. `trace`
+        has what this pass has used. `wait_for_complete_groups`: a group is updated as soon as it is
+        reduced, so it should not be reduced before all its gradients are there."""
         self._groups = groups
         self._of = {group.index: group for group in groups}
         self.experts: Reductions | None = None  # among the ranks with the same ones
@@ -287,7 +282,6 @@ class SharedReductions(Reductions):
         self._dtype = dtype
         self._summed_dtype = summed_dtype
         self._wait_for_complete_groups = wait_for_complete_groups
-        self._log = log
         self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
         self.sharding = ranks.sharding
@@ -320,7 +314,6 @@ class SharedReductions(Reductions):
             group.keep(index, gradient)
             return False
         if group.arrived[index] and not group.summed_over_blocks:
-            self._log.note(self.take_nothing)  # this round's end, on a rank without data
             self.finish()  # another pass has begun
         self._begin_round()
         group.arrived[index] = True
@@ -378,7 +371,7 @@ class SharedReductions(Reductions):
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
         """Note that users clear gradients of these, between rounds. After ranks have agreed all of
         them can see what they clear; later on a gradient may not be known to a rank that has a part
-        of it, for it has taken another branch, or was idle."""
+        of it, for it has taken another branch."""
         group = self._of.get(group_index)
         if group is None:  # an expert that other ranks do not have, or some
             if self.experts is not None:
@@ -530,13 +523,6 @@ class SharedReductions(Reductions):
             group.begin_round()
         self._place = 0
         self._open = False
-
-    def take_nothing(self) -> None:
-        if self.synchronising:
-            self._begin_round()
-            self.finish()
-        else:
-            self._kept_passes = True  # as on the others: what is reduced later is in fp32
 
     def agree(self, use: str, name: str = "") -> None:
         self.finish()

@@ -306,7 +306,6 @@ class Runtime:
     def _take(self, group: int, index: int, param: torch.Tensor) -> None:
         """Take a gradient that autograd has given, or has added to the handle that was there."""
         state, key = self.optimizer_states[group], (group, index)
-        self.gradients.came(key)
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
             gradient = param.grad
             if gradient is None or self.gradients.is_current(key, gradient):
@@ -326,7 +325,6 @@ class Runtime:
                 "engine.scale(loss).backward(), instead of loss.backward(); a GradScaler is not "
                 "needed"
             )
-        self.rank_work.note_gradient()
         group = state.group
         if type(gradient) is not torch.Tensor:
             gradient = spread_as(group.params[index], gradient)
@@ -384,22 +382,6 @@ class Runtime:
         if self.reductions.await_progress(in_backward=in_backward):
             return True
         return self.updates.await_progress()
-
-    def idle(self) -> None:
-        """Take part in a forward and backward pass of the other ranks, without data here."""
-        self.store.check_usable()
-        for group in self.groups:
-            if group.ep_size > 1:
-                raise UnsupportedError(
-                    f"idle: {group.name} is one of experts that are spread over {group.ep_size} "
-                    "ranks, and computes other ranks' tokens; call the model without tokens (an "
-                    "empty batch) and backward() of a loss of 0, or set ep_size=1"
-                )
-        if self.reductions.has_others:
-            self._begin_forward()
-            self.stepper.idled()
-            self.rank_work.idle()
-            self.gradients.repeat()
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:

@@ -105,7 +105,6 @@ class Stepper:
         # told which groups' gradients have no values any more, and why
         self.on_used_up: Callable[[Sequence[int], str], None] = lambda groups, why: None
         self._loss_scale_of_gradients = 1.0  # they were multiplied with it
-        self._idle_passes = 0  # since the last step
         self.checks_passes = True  # False: whoever steps has counted them
         self._short_step: int | None = None  # passes of the last step, if it had less than it says
         self._hyper_ahead: HyperOf | None = None
@@ -300,7 +299,6 @@ class Stepper:
 
     def _forget_passes(self) -> None:
         self._hyper_ahead = None
-        self._idle_passes = 0
         for passes in (*self._passes, *self._arrived):
             passes[:] = 0
 
@@ -364,10 +362,6 @@ class Stepper:
         changes."""
         return self.norms.of(places, self._loss_scale_of_gradients)
 
-    def idled(self) -> None:
-        """Note that this rank took part in a pass without data."""
-        self._idle_passes += 1
-
     def agree(self, use: str, name: str = "") -> None:
         """Apply all ranks' clearing and reduce what is left to reduce, even if no gradient has come
         since the norms were computed."""
@@ -385,7 +379,7 @@ class Stepper:
         nothing, so a loop that counts on that (as with DeepSpeed) would step too often."""
         if not self.checks_passes:
             return
-        passes = self.passes_since_step + self._idle_passes
+        passes = self.passes_since_step
         is_short = 0 < passes < self._rules.passes
         short_before = self._short_step is not None or self.taken + self.skipped == 0
         if is_short and short_before:
