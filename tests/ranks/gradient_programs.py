@@ -74,7 +74,7 @@ def draw(seed: int, ranks: int, *, apart: bool) -> Program:
         for _ in range(chance.randint(1, 3)):
             program.append(_draw_pass(chance, generator, ranks, apart=apart))
             for _ in range(chance.choice([0, 0, 1, 1, 2])):
-                use = _draw_use(chance, writes=not apart and not own)
+                use = _draw_use(chance, apart=apart, writes=not own)
                 cleared = use.what == "zero" and "to zero" not in use.names[0]
                 own = (own and not cleared) or use.what in ("set", "scaled copy")
                 program.append(use)
@@ -98,8 +98,10 @@ def _draw_pass(
     return Pass(tuple(tokens), local=chance.random() < 0.15)
 
 
-def _draw_use(chance: random.Random, *, writes: bool) -> Use:
+def _draw_use(chance: random.Random, *, apart: bool, writes: bool) -> Use:
     some = tuple(sorted(chance.sample(NAMES, chance.randint(1, 4))))
+    if apart:  # each rank sees its own gradients alone: all of them can be cleared
+        return Use("zero", (chance.choice(["optimizer", "model"]),))
     whats = ["clear", "clear", "clear to zero", "zero"]
     what = chance.choice([*READS, "set", *whats] if writes else whats)
     if what == "zero":

@@ -49,14 +49,12 @@ BRANCHES = tuple(f"choice.branches.{number}.weight" for number in range(2))
 STEP, CLEAR = Use("step"), Use("clear", BRANCHES[:1])
 # The first rank has all of both branches, small as they are: also of the one it does not use.
 PROGRAMS: dict[str, Program] = {
-    "cleared amid passes, by a rank that never had it": [
-        taking(1, 0), CLEAR, taking(1, 0), STEP, CLEAR, taking(0, 1), STEP,
+    "all are cleared amid passes, one after a step": [
+        taking(1, 0), Use("zero", ("model",)), taking(1, 0), STEP, CLEAR, taking(0, 1), STEP,
     ],
-    "zeroed amid passes": [taking(1, 0), Use("clear to zero", BRANCHES[:1]), taking(0, 0), STEP],
-    "cleared before the step, and kept for the next one": [
-        taking(1, 0), CLEAR, STEP, taking(0, 1), STEP,
+    "zeroed amid passes of the same branch": [
+        taking(0, 0), Use("clear to zero", BRANCHES[:1]), taking(0, 0), STEP,
     ],
-    "cleared, with others' in the same group": [taking(1, 0), Use("clear", BRANCHES[1:]), STEP],
 }  # fmt: skip
 
 
@@ -76,10 +74,18 @@ def check(program: Program, by_rank: list[list[Outcome]], *, is_fp32: bool = Tru
                 assert distance <= 1e-6, name
 
 
-def test_ranks_forget_what_they_never_saw(tmp_path: Path, long: bool) -> None:
+def test_what_all_ranks_clear_is_gone_on_all(tmp_path: Path, long: bool) -> None:
     programs, variants = list(PROGRAMS.values()), VARIANTS if long else VARIANTS[-1:]
     for program, by_rank in outcomes_of(programs, 2, variants, tmp_path):
         check(program, by_rank)
+
+
+def test_a_gradient_that_some_ranks_clear_and_others_never_had_is_refused(tmp_path: Path) -> None:
+    programs: list[Program] = [[taking(1, 0), CLEAR, STEP]]
+    for _, by_rank in outcomes_of(programs, 2, VARIANTS[-1:], tmp_path):
+        for outcomes in by_rank:
+            assert "different ways" in outcomes[0].error
+            assert f"{BRANCHES[0]}.grad is cleared" in outcomes[0].error
 
 
 def test_drawn_loops_train_as_one_process_does(tmp_path: Path, long: bool) -> None:

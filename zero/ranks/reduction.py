@@ -68,7 +68,6 @@ class ReducedGradients(Gradients):
         count = len(self.specs)
         self.passes = np.zeros(count, dtype=np.int64)  # > 0: some rank has a gradient, this step
         self.had = np.zeros(count, dtype=bool)  # this rank, by the end of the last round
-        self.cleared = np.zeros(count, dtype=bool)  # ... and users have cleared it since
         # of the round under way
         self.arrived = np.zeros(count, dtype=bool)
         self.awaited = np.ones(count, dtype=bool)  # what came here in the last round
@@ -128,14 +127,6 @@ class ReducedGradients(Gradients):
         self.own.drop([self._numbers[index] for index in indices if index in self._numbers])
         if self.local is not None:
             self.local.drop(indices)
-
-    def forget_cleared(self, cleared: np.ndarray) -> None:
-        """Drop, as `drop` does, reduced gradients that users cleared on some rank."""
-        if cleared.any():
-            self._await_update()  # one on trial here has read them
-        self.landed.wait()
-        indices = np.flatnonzero(cleared).tolist()
-        self.own.drop([self._numbers[index] for index in indices if index in self._numbers])
 
     def spend(self) -> None:
         self.landed.wait()
@@ -229,7 +220,8 @@ class Reductions:
         begin()
 
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
-        """Note that users clear gradients of these, between rounds."""
+        """Note that users clear gradients of these, between rounds: all ranks, or the next exchange
+        raises RankError."""
 
     def finish(self) -> None:
         """End the backward pass in progress: reduce what is left of its round."""
@@ -292,7 +284,6 @@ class SharedReductions(Reductions):
         self._place = 0  # in the order: everything before it was issued in this round
         self._arrivals: dict[int, None] = {}  # groups in the order of their last gradients
         self._open = False
-        self._rounds = 0  # since ranks have agreed, and knew the same gradients
         self._kept_passes = False  # some pass of this step was not reduced
         for group in groups:
             group.reductions = self
@@ -349,9 +340,6 @@ class SharedReductions(Reductions):
         self._open = True
         if not self._is_agreed:
             self._agree_on_first_order()
-        if self._rounds:
-            self._agree_on_cleared("another pass", "")
-        self._rounds += 1
 
     def _agree_on_first_order(self) -> None:
         """Set the first order: gradients come in the reverse of the order of first uses, and then
@@ -369,48 +357,15 @@ class SharedReductions(Reductions):
         self._put_in_order(order)
 
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
-        """Note that users clear gradients of these, between rounds. After ranks have agreed all of
-        them can see what they clear; later on a gradient may not be known to a rank that has a part
-        of it, for it has taken another branch."""
         group = self._of.get(group_index)
         if group is None:  # an expert that other ranks do not have, or some
             if self.experts is not None:
                 self.experts.clear(group_index, indices)
             return
-        seen = [index for index in indices if group.had[index]]
-        group.had[seen] = False
-        if self._rounds:
-            group.cleared[seen] = True
-        else:
-            for index in seen:
+        for index in indices:
+            if group.had[index]:
+                group.had[index] = False
                 self._ranks.note(f"{group.specs[index].name}.grad is cleared")
-
-    def _agree_on_cleared(self, use: str, name: str) -> None:
-        """Drop on all ranks the gradients that users cleared on any rank since the last round.
-        Raises RankError if other ranks, which could see it, have not."""
-        any_here = [any(group.cleared.any() for group in self._groups)]
-        what = f"which gradients were cleared before {use}"
-        if not self._ranks.exchange(any_here, f"whether and {what}", name).any():
-            return
-        codes = np.concatenate([2 * group.cleared + group.had for group in self._groups])
-        rows = self._ranks.exchange(codes.tolist(), what, name)
-        start = 0
-        for group in self._groups:
-            stop = start + len(group.specs)
-            self._take_cleared(group, rows[:, start:stop])
-            start = stop
-
-    def _take_cleared(self, group: ReducedGradients, codes: np.ndarray) -> None:
-        cleared, kept = codes == 2, codes == 1  # by rank and parameter
-        for index in np.flatnonzero(cleared.any(axis=0) & kept.any(axis=0)):
-            ranks = np.array(self._ranks.in_world)
-            on, off = (ranks[each[:, index]].tolist() for each in (cleared, kept))
-            raise self._ranks.parted(
-                f"{group.specs[index].name}.grad is cleared on ranks {on} and kept on ranks {off}; "
-                "a gradient is all ranks' together: let all of them clear it"
-            )
-        group.forget_cleared(cleared.any(axis=0))
-        group.cleared[:] = False
 
     def _put_in_order(self, order: list[int]) -> None:
         self._order = order
@@ -526,10 +481,8 @@ class SharedReductions(Reductions):
 
     def agree(self, use: str, name: str = "") -> None:
         self.finish()
-        self._agree_on_cleared(use, name)
         what = f"which gradients there are before {use}"
         self._take_over(self._ranks.exchange(self._what_is_here(), what, name))
-        self._rounds = 0
         for group in self._groups:
             group.landed.wait()
         if self.experts is not None:  # not before: it has the same workspace
@@ -585,7 +538,9 @@ class SharedReductions(Reductions):
             group.when_issued = None  # nothing is updated with it
         self.finish()
         for group in self._groups:
-            self.clear(group.index, range(len(group.specs)))
+            group.had[:] = False
+        if not self._wait_for_complete_groups:
+            self._ranks.note("all gradients are cleared")
         self._kept_passes = False
         self._arrivals.clear()
         if self.experts is not None:
