@@ -350,11 +350,6 @@ class TieredHomes:
             "host to device": device.saved_reads_nbytes,
         }
 
-    def left_nbytes(self) -> int | None:
-        """Return the bytes of RAM that are left, if these are too few; otherwise None."""
-        short = self.guard.short
-        return None if short is None else short.last_nbytes
-
     def check_memory(self) -> None:
         """Raise LowMemoryError if there is too little RAM, and nothing to give up."""
         self.guard.check()

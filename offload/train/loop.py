@@ -244,10 +244,13 @@ class Trainer:
         self.console.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
     def _step_or_save(self, step: int) -> None:
-        """Take a step. If memory is too low, save the steps before it and raise LowMemoryError."""
+        """Take a step. If memory is too low, save the steps before it (on one rank) and raise
+        LowMemoryError."""
         try:
             self._step(step)  # which draws no random numbers
         except LowMemoryError:
+            if self.world.size > 1:  # which go on, and a checkpoint takes all of them
+                raise
             if self.steps_done == step:  # else it was refused in the validation after it
                 self.engine.optimizer.zero_grad()  # of passes before the one that was refused
             self._checkpoint_if_due(now=True)

@@ -10,14 +10,11 @@ it sums squares in fp32, and its norm is farther from the one in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from offload.tiers.errors import LowMemoryError
-from offload.tiers.units import format_bytes
 from offload.zero.gradients.gradients import total_square
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.reduction import Reductions
@@ -47,7 +44,6 @@ class GradientNorms:
             else tensor_parallel.counted_elsewhere(state.group.params)
             for state in states
         ]  # fmt: skip
-        self.alarm = MemoryAlarm(lambda: None)  # goes with what ranks exchange
         self._order: list[Sequence[Place]] = []
         self._places: dict[Place, int] = {}
         self._norms: torch.Tensor | None = None  # of the gradients as they are now
@@ -112,16 +108,15 @@ class GradientNorms:
         """Return the norms in order, the same on every rank; 0 where there is no gradient."""
         if self._norms is None:
             squares = [self._square_of(places) for places in self._order]
-            self.alarm.look()
             if self._reductions.has_others:
-                rows = self.alarm.spread(self._reductions.all_squares, squares)
+                rows = self._reductions.all_squares(squares)
                 sharding = self._reductions.sharding
                 first = sharding.replica * sharding.ranks
                 squares = _added_up(rows[first : first + sharding.ranks])
                 if self._spread:
                     self._count_experts(squares, rows, sharding, loss_scale)
             if self._tensor_parallel is not None:
-                squares = _added_up(self.alarm.spread(self._tensor_parallel.exchange_sums, squares))
+                squares = _added_up(self._tensor_parallel.exchange_sums(squares))
             self._norms = _norms_of(squares, loss_scale)
         return self._norms
 
@@ -185,51 +180,3 @@ def _nonfinite(norms: torch.Tensor) -> list[int]:
 def _added_up(rows: np.ndarray) -> list[float]:
     """Return sums of squares over ranks, one row each."""
     return [total_square(column) for column in rows.T.tolist()]
-
-
-_ENOUGH = -1.0
-
-
-class MemoryAlarm:
-    """Knows which rank is short of memory, as of the last step: all of them know it then, and stop
-    at the same forward.
-
-    What a rank knows goes with the sums of squares of a step's norm, down the columns of a mesh and
-    then along its rows, so that every rank of it is told:
-
-        norms   ▶ among ranks with other data (`Ranks`) ▶ among those with other parts
-    """
-
-    def __init__(self, left_nbytes: Callable[[], int | None]) -> None:
-        """`left_nbytes()` returns the bytes left on this rank, if these are too few."""
-        self._left_nbytes = left_nbytes
-        self._known = _ENOUGH, 0.0  # bytes that are left, and on which rank
-
-    def look(self) -> None:
-        """Begin a round of exchanges with what is known here."""
-        left = self._left_nbytes()
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._known = (_ENOUGH, 0.0) if left is None else (float(left), float(rank))
-
-    def spread(
-        self, exchange: Callable[[list[float]], np.ndarray], numbers: Sequence[float]
-    ) -> np.ndarray:
-        """Return `exchange(numbers)`, one row per rank; what each rank knows goes with them."""
-        rows = exchange([*numbers, *self._known])
-        for left, rank in rows[:, -2:].tolist():
-            if left != _ENOUGH:
-                self._known = left, rank
-                break
-        return rows[:, :-2]
-
-    def check(self) -> None:
-        """Raise LowMemoryError, on all ranks, once after each step in which one is short."""
-        (left, rank), self._known = self._known, (_ENOUGH, 0.0)
-        if left != _ENOUGH:
-            raise LowMemoryError(
-                f"rank {rank:.0f} has {format_bytes(int(left))} of RAM left, the kernel may kill "
-                "it, and it has no copies left to give up; save a checkpoint, on all ranks, close "
-                "other programs there, or go on with less memory: lower budget.host or the batch, "
-                "or move a class to nvme",
-                free_nbytes=int(left),
-            )

@@ -34,7 +34,6 @@ from offload.zero.gradients.gradient_hooks import GradientHooks, refuse_graph
 from offload.zero.gradients.gradient_paths import DevicePartials
 from offload.zero.gradients.gradients import GradientAccumulator, Gradients
 from offload.zero.gradients.loss_scale import LossScale
-from offload.zero.gradients.norms import MemoryAlarm
 from offload.zero.groups.discovery import Discovery, Unit
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
@@ -89,13 +88,8 @@ class Homes(WeightHomes, Protocol):
         """Return memory where the model computes, for buffers that belong to several ranks."""
         ...
 
-    def left_nbytes(self) -> int | None:
-        """Return the bytes of memory that can be taken before this process is killed, if these are
-        few; otherwise None."""
-        ...
-
     def check_memory(self) -> None:
-        """Raise LowMemoryError if these are few."""
+        """Raise LowMemoryError if the next allocations may get this process killed."""
         ...
 
 
@@ -180,8 +174,6 @@ class Runtime:
                 self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
                 shared, self.reductions, tensor_parallel, self.store.tables,
             )  # fmt: skip
-            self._alarm = MemoryAlarm(homes.left_nbytes)
-            self.stepper.norms.alarm = self._alarm
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
                 self._comes_in_parts, self.store.one_thread.check_process,
@@ -279,10 +271,7 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
-        if self.ranks is None and self.tensor_parallel is None:
-            self._homes.check_memory()
-        else:  # all ranks stop at the same forward, or they would wait for each other
-            self._alarm.check()
+        self._homes.check_memory()
         if self.on_forward is not None:
             self.on_forward()
         if not in_backward():  # where a backward that was announced has failed
