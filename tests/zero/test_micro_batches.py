@@ -266,6 +266,13 @@ def test_batch_norm_is_refused_by_name(tmp_path: Path) -> None:
         offload.initialize(model, keys)
 
 
+def test_blocks_that_share_parameters_are_refused(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(*(Residual(WIDTH, WIDTH) for _ in range(2)))
+    model[1].weight = model[0].weight
+    with pytest.raises(UnsupportedError, match=r"micro_batches: 2: 0 shares parameters with"):
+        offload.initialize(model, split(tmp_path, "Residual"))
+
+
 def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="needs repeated blocks"):
         offload.initialize(nn.Linear(4, 4), config(tmp_path, micro_batches=2))

@@ -51,17 +51,13 @@ class Rank:
 
     def __init__(
         self, places: Places, *, stage: int = 2, dtype: Float = Float.FP32,
-        in_backward: bool = False, in_parts: Sequence[int] = (),
+        in_backward: bool = False,
     ) -> None:  # fmt: skip
-        """`in_parts`: groups whose parameters get several gradients in one pass."""
         self.places = places
         self.ranks = Ranks.meet(stage, None, CPU, timeout_s=30)
         self.dtype = torch.bfloat16 if dtype is Float.BF16 else torch.float32
         self.given = Given()
-        self.groups = [
-            self._group(index, numels, dtype, index in in_parts)
-            for index, numels in enumerate(NUMELS)
-        ]
+        self.groups = [self._group(index, numels, dtype) for index, numels in enumerate(NUMELS)]
         most = max(group.numel for group in self.groups)
         room = Workspace(*(torch.empty(4 * most, dtype=torch.uint8) for _ in range(2)))
         self.reductions = SharedReductions(
@@ -70,9 +66,7 @@ class Rank:
             wait_for_complete_groups=in_backward,
         )  # fmt: skip
 
-    def _group(
-        self, index: int, numels: Sequence[int], dtype: Float, in_parts: bool
-    ) -> ReducedGradients:
+    def _group(self, index: int, numels: Sequence[int], dtype: Float) -> ReducedGradients:
         sharding = self.ranks.sharding
         shapes = [ParamShape((f"{index}.{n}",), (numel,)) for n, numel in enumerate(numels)]
         layout = lay_out(shapes, sharding.ranks)
@@ -88,9 +82,8 @@ class Rank:
 
         own = accumulator((each.spec for each in part.trained()), len(part.trainable))
         return ReducedGradients(
-            index, part, own, lambda: accumulator(layout.params, layout.numel), lambda: None,
-            summed_over_blocks=in_parts,
-        )  # fmt: skip
+            index, part, own, lambda: accumulator(layout.params, layout.numel), lambda: None
+        )
 
     @property
     def number(self) -> int:
@@ -181,17 +174,6 @@ def kept_passes(folder: Path) -> Given:
         return here.step()
 
 
-def in_parts(folder: Path) -> Given:
-    """Group 1 gets three gradients in one pass, amid those of the others."""
-    with rank(folder, in_parts=[1]) as here:
-        here.give([(3, 0), (1, 0), (2, 0)], 0)
-        here.give([(1, 0), (0, 0)], 50)
-        here.give([(1, 0), (0, 1)], 100)
-        given = here.step()
-        given.notes = [here.reductions.forward_order]
-        return given
-
-
 def cleared_on_all(folder: Path) -> Given:
     """Of two passes, one gradient is cleared between them and comes again, another does not."""
     with rank(folder) as here:
@@ -258,7 +240,7 @@ def written(folder: Path) -> Given:
 
 
 PROGRAMS: list[Callable[[Path], Given]] = [
-    one_pass, every_rank_in_another_order, branches, kept_passes, in_parts, cleared_on_all,
+    one_pass, every_rank_in_another_order, branches, kept_passes, cleared_on_all,
     skipped_groups, updated_in_backward, written,
 ]  # fmt: skip
 
@@ -359,13 +341,6 @@ def test_passes_that_stay_here_add_up_in_fp32_and_are_reduced_once(
 ) -> None:
     check_averages(found["kept_passes"])
     assert all(len(each.gradients[1, 0]) == 3 for each in found["kept_passes"])
-
-
-def test_a_group_that_gets_several_gradients_in_a_pass_is_reduced_with_all_of_them(
-    found: dict[str, list[Given]],
-) -> None:
-    check_averages(found["in_parts"])
-    assert all(each.notes[0][0] == 1 for each in found["in_parts"]), "the last one to be reduced"
 
 
 def test_a_gradient_that_all_ranks_clear_is_gone(found: dict[str, list[Given]]) -> None:

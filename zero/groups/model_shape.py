@@ -6,7 +6,7 @@ works without torch and without the model's code.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -165,12 +165,6 @@ class ModelShape:
     @cached_property
     def numel_trainable(self) -> int:
         return sum(p.numel for group in self.groups for p in group.params if p.trainable)
-
-    @property
-    def shared(self) -> frozenset[int]:
-        """The groups that several units use: with micro-batches they get a gradient from each."""
-        uses = Counter(index for unit in self.units for index in unit.groups)
-        return frozenset(index for index, count in uses.items() if count > 1)
 
 
 def _unpacked(rows: Sequence[ParamShape]) -> Iterator[ParamShape]:

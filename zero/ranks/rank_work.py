@@ -35,7 +35,6 @@ class RankWork(RankWeights):
     def gradients(
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
-        *, summed_over_blocks: bool,
     ) -> Gradients:  # fmt: skip
         """Return a group's gradients over all ranks, of which `own` accumulates this rank's part
         (see `ReducedGradients`)."""
@@ -95,11 +94,8 @@ class SharedWork(SharedWeights, RankWork):
     def gradients(
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
-        *, summed_over_blocks: bool,
     ) -> Gradients:  # fmt: skip
-        made = ReducedGradients(
-            index, part, own, make_local, await_update, summed_over_blocks=summed_over_blocks
-        )
+        made = ReducedGradients(index, part, own, make_local, await_update)
         self._reduced.append(made)
         return made
 

@@ -46,14 +46,11 @@ class ReducedGradients(Gradients):
     def __init__(
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
-        *, summed_over_blocks: bool,
     ) -> None:  # fmt: skip
         """`await_update` waits until no update reads the last reduction's result. `make_local`
-        makes an accumulator of the whole group, for gradients that are not reduced yet.
-        `summed_over_blocks`: parameters get several gradients in one backward pass."""
+        makes an accumulator of the whole group, for gradients that are not reduced yet."""
         self.index = index
         self.name = own.name
-        self.summed_over_blocks = summed_over_blocks
         self.parts: list[PartOfParam] = list(part.trained())
         self._numbers = {part.index: number for number, part in enumerate(self.parts)}
         self.specs = [spec for spec in part.layout.params if spec.trainable]
@@ -284,7 +281,7 @@ class SharedReductions(Reductions):
         self._place = 0  # in the order: everything before it was issued in this round
         self._arrivals: dict[int, None] = {}  # groups in the order of their last gradients
         self._open = False
-        self._kept_passes = False  # some pass of this step was not reduced
+        self._kept_passes = False  # some pass of this step was not reduced, here as on all ranks
         for group in groups:
             group.reductions = self
 
@@ -304,13 +301,13 @@ class SharedReductions(Reductions):
             self._kept_passes = True
             group.keep(index, gradient)
             return False
-        if group.arrived[index] and not group.summed_over_blocks:
+        if group.arrived[index]:
             self.finish()  # another pass has begun
         self._begin_round()
         group.arrived[index] = True
         self._arrivals.pop(group.index, None)  # also of what comes too late for its place
         self._arrivals[group.index] = None
-        if group.issued or group.summed_over_blocks or group.index not in self._places:
+        if group.issued or group.index not in self._places:
             group.keep(index, gradient)
             return False
         spec = group.specs[index]
@@ -351,7 +348,6 @@ class SharedReductions(Reductions):
         ]  # fmt: skip
         rest = [group.index for group in reversed(self._groups) if group.specs]
         order = list(dict.fromkeys([*reversed(used), *rest]))
-        order.sort(key=lambda index: self._of[index].summed_over_blocks)
         if not self.sharding.parameters:
             order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
         self._put_in_order(order)
@@ -373,7 +369,7 @@ class SharedReductions(Reductions):
         self._is_agreed = True
 
     def _bucket(self, group: ReducedGradients) -> torch.Tensor:
-        dtype = self._summed_dtype if self._folds(group) else self._dtype
+        dtype = self._summed_dtype if self._kept_passes else self._dtype
         if group.bucket is None:
             group.await_last()
             begun = sum(other.bucket is not None for other in self._groups)
@@ -414,18 +410,15 @@ class SharedReductions(Reductions):
         bucket = self._bucket(group)
         for index, spec in enumerate(group.specs):
             place = bucket[spec.offset : spec.stop]
-            here = (
-                group.bucket is not None and group.arrived[index] and not group.summed_over_blocks
-            )
-            kept = (
-                group.local.read(index) if group.local is not None and self._folds(group) else None
-            )
+            here = group.bucket is not None and group.arrived[index]
+            local = group.local if self._kept_passes else None
+            kept = None if local is None else local.read(index)
             if kept is not None:
                 kept = kept.reshape(-1).to(bucket.device)
                 place.copy_(place + kept if here else kept)
             elif not here:
                 place.zero_()
-        if self._folds(group):
+        if self._kept_passes:
             group.forget_local()
         group.issued = group.submitted = True
         self._submit(group, bucket)
@@ -439,10 +432,6 @@ class SharedReductions(Reductions):
             begin()
         else:
             group.when_issued = begin
-
-    def _folds(self, group: ReducedGradients) -> bool:
-        """Return whether kept gradients are reduced in this round: alike on all ranks."""
-        return self._kept_passes or group.summed_over_blocks
 
     def _submit(self, group: ReducedGradients, bucket: torch.Tensor) -> None:
         lease, group.bucket = group.bucket, None
@@ -496,14 +485,14 @@ class SharedReductions(Reductions):
 
     def _order_now(self) -> list[int]:
         """Return the groups in the order of their last gradients; one without any stays behind the
-        group that it was behind. Groups that are only complete when the pass is over come last."""
+        group that it was behind."""
         order = list(self._arrivals)
         before: int | None = None
         for index in self._order or [group.index for group in reversed(self._groups)]:
             if index not in self._arrivals:
                 order.insert(0 if before is None else order.index(before) + 1, index)
             before = index
-        return sorted(order, key=lambda index: self._of[index].summed_over_blocks)
+        return order
 
     def _take_over(self, rows: np.ndarray) -> None:
         """Take over `rows`, the messages of all ranks, by rank."""

@@ -25,6 +25,7 @@ which does not know the choice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -78,16 +79,22 @@ class MicroBatching:
 
 
 def blocks_of(count: int, units: Sequence[Unit]) -> list[Unit]:
-    """Return the blocks that run over `count` pieces. Raises UnsupportedError if there are none, or
-    one holds a batch norm."""
+    """Return the blocks that run over `count` pieces. Raises UnsupportedError if there are none,
+    one holds a batch norm, or one shares parameters with another module."""
     blocks = [unit for unit in units if unit.repeated]
     if not blocks:
         raise UnsupportedError(
             f"micro_batches: {count} needs repeated blocks, and none were found in this model; "
             f"name their class in groups.blocks, or {SMALLER_BATCHES}"
         )
+    users = Counter(group for unit in units for group in unit.groups)
     for unit in blocks:
         refuse_batch_norm(unit, count)
+        if any(users[group] > 1 for group in unit.groups):
+            raise UnsupportedError(
+                f"micro_batches: {count}: {unit.name} shares parameters with another module, whose "
+                f"gradients would come in another pass; give it its own, or {SMALLER_BATCHES}"
+            )
     return blocks
 
 

@@ -159,8 +159,6 @@ class Runtime:
             )  # fmt: skip
             self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
             self.group_of, self.versions = self.store.group_of, self.store.versions
-            shared = discovery.shape().shared if options.micro_batches > 1 else frozenset()
-            self._shared = shared  # used by several blocks, each over all micro-batches
             self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
             self.reductions = self.rank_work.reduce(
                 options.dtype, wait_for_complete_groups=options.step_rules.in_backward
@@ -172,7 +170,7 @@ class Runtime:
             self.store.fetcher.updates = self.updates
             self.stepper = Stepper(
                 self.optimizer_states, self.updates, options.step_rules, self.trace, loss_scale,
-                shared, self.reductions, tensor_parallel, self.store.tables,
+                self.reductions, tensor_parallel, self.store.tables,
             )  # fmt: skip
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
@@ -218,8 +216,7 @@ class Runtime:
         self, index: int, name: str, part: Part, next_read: NextUse, ep_size: int
     ) -> Gradients:
         options = self.options
-        several = index in self._shared
-        accumulate = Float.FP32 if options.accumulate_fp32 or several else self.own
+        accumulate = Float.FP32 if options.accumulate_fp32 else self.own
         specs = [each.spec for each in part.trained()]
         own = GradientAccumulator(
             name, specs, self.own, accumulate,
@@ -245,10 +242,7 @@ class Runtime:
                 self._run_blocks,
             )  # fmt: skip
 
-        return work.gradients(
-            index, part, own, local, lambda: self.groups[index].wait_for_update(),
-            summed_over_blocks=several,
-        )  # fmt: skip
+        return work.gradients(index, part, own, local, lambda: self.groups[index].wait_for_update())
 
     def start(self, model: nn.Module, values: Values, owner: object) -> None:
         """Install the hooks: from here on `model` trains through this runtime, and keeps its
@@ -345,11 +339,10 @@ class Runtime:
         come."""
         assert self._sums is not None, "there are micro-batches"
         groups = [self.groups[index] for index in indices]
-        own = [group for group in groups if group.index not in self._shared]
-        with self._sums.open(own):
+        with self._sums.open(groups):
             with self.store.held(groups):
                 yield
-            for group in own:
+            for group in groups:
                 for index, total in self._sums.totals(group):
                     self._keep_gradient(group, index, total, more=more)
 

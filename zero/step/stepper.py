@@ -80,12 +80,10 @@ class Stepper:
     def __init__(
         self, states: Sequence[OptimizerState], updates: UpdateQueue, rules: StepRules,
         trace: Trace, loss_scale: LossScale | None,
-        summed_over_blocks: frozenset[int] = frozenset(),
         reductions: Reductions | None = None,
         tensor_parallel: TensorParallel | None = None, tables: Sequence[ExpertTable] = (),
     ) -> None:  # fmt: skip
-        """Groups in `summed_over_blocks` get an unknown number of gradients and are never updated
-        ahead. `reductions` are with other ranks that have gradients of the same parameters,
+        """`reductions` are with other ranks that have gradients of the same parameters,
         `tensor_parallel` is there where some have those of other parts. `tables` are the model's
         experts: those of a packed one make a step without a gradient when they are next needed."""
         self._states = states
@@ -109,7 +107,6 @@ class Stepper:
         self._short_step: int | None = None  # passes of the last step, if it had less than it says
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()
-        self._summed_over_blocks = summed_over_blocks
         self._reductions = Reductions() if reductions is None else reductions
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
         self._arrived = [np.zeros_like(state.steps) for state in states]
@@ -156,7 +153,7 @@ class Stepper:
         and the rest comes in the same backward pass."""
         self._unstepped = True
         self.norms.invalidate()
-        if more or state.group.index in self._summed_over_blocks:
+        if more:
             return
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
@@ -169,8 +166,7 @@ class Stepper:
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
         """Note that a parameter got all of its gradient of one backward pass."""
-        if state.group.index not in self._summed_over_blocks:
-            self._passes[state.group.index][index] += 1
+        self._passes[state.group.index][index] += 1
 
     def _follow_loss_scale(self) -> None:
         """Rescale gradients that were multiplied with the scale of an earlier pass."""

@@ -12,8 +12,7 @@ from offload.planning.plan.sizes import ITEMSIZE, class_of, least_nbytes
 from offload.swap.threads.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.ledger import StateClass
-from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes, in_one_unit
+from offload.tiers.units import in_one_unit
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> P
     _check_least(config, model, hardware)
     plan = lay_out_plan(config, model, hardware)
     check_plan(plan, hardware)
-    _tell_of_sums(plan)
     _tell_of_formats(plan, config)
     return plan
 
@@ -74,20 +72,6 @@ def check_plan(plan: Plan, hardware: Hardware) -> None:
 def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
     """Make the plan that the configuration describes, whether or not it fits (see `shortfalls`)."""
     return solve(config, model, hardware).best.plan
-
-
-def _tell_of_sums(plan: Plan) -> None:
-    """Warn of gradient sums that stay on host although the configuration puts them on nvme."""
-    if Tier.NVME not in dict(plan.placements[StateClass.GRADIENTS].shares):
-        return
-    summed = [group for group in plan.groups if group.summed]
-    if summed:
-        _log.warning(
-            "placement.gradients: %d groups that several blocks share get a gradient from each "
-            "under micro_batches; these fp32 sums (%s) stay on host, not on nvme: %s",
-            len(summed), format_bytes(sum(group.gradients for group in summed)),
-            ", ".join(group.name for group in summed[:3]) + (" ..." if len(summed) > 3 else ""),
-        )  # fmt: skip
 
 
 def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.planning.plan.sizes import ITEMSIZE, GroupBytes, largest_unit, late_groups, pages
+from offload.planning.plan.sizes import ITEMSIZE, GroupBytes, largest_unit, pages
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.ranks.sharding import BUCKETS, Sharding
 
@@ -44,11 +44,10 @@ def plan_shared(
     shared = [index for index, group in enumerate(model.groups) if group.ranks * group.replicas > 1]
     layouts = [groups[index].layout for index in shared]
     shard = max((layout.shard_trainable for layout in layouts), default=0)
-    late = late_groups(config, model)
     sent = [
-        groups[index].layout.numel_trainable * sent_nbytes(config, late=summed)
+        groups[index].layout.numel_trainable
+        * sent_nbytes(config, summed=model.groups[index].ep_size > 1)
         for index in shared
-        for summed in (index in late or model.groups[index].ep_size > 1,)
     ]
     contribution = max(sent, default=0)
     return SharedPlan(
@@ -59,12 +58,12 @@ def plan_shared(
     )
 
 
-def sent_nbytes(config: OffloadConfig, *, late: bool) -> int:
-    """The bytes of an element of a gradient in transit."""
+def sent_nbytes(config: OffloadConfig, *, summed: bool = False) -> int:
+    """The bytes of an element of a gradient in transit, or of a sum of several."""
     rounded = config.zero.reduce_dtype
     if rounded != "fp32":
         return ITEMSIZE[rounded]
-    return 4 if late else ITEMSIZE[config.precision]
+    return 4 if summed else ITEMSIZE[config.precision]
 
 
 def _gather_nbytes(

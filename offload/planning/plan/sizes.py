@@ -104,22 +104,12 @@ class Sizes:
         return pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
 
 
-def late_groups(config: OffloadConfig, model: ModelShape) -> frozenset[int]:
-    """The groups whose parameters get several gradients in one backward pass. These are summed in
-    fp32, and the sums are complete at its end."""
-    return model.shared if config.micro_batches > 1 else frozenset()
-
-
 def measure(
     config: OffloadConfig, model: ModelShape, sharding: Sharding = ALONE
 ) -> tuple[GroupBytes, ...]:
     """Compute the bytes of every group's states on one rank. `model` is cut into its shards."""
     sizes = sizes_of(config)
-    late = late_groups(config, model)
-    return tuple(
-        _group_bytes(group, sizes, group.sharding(sharding), several=index in late)
-        for index, group in enumerate(model.groups)
-    )
+    return tuple(_group_bytes(group, sizes, group.sharding(sharding)) for group in model.groups)
 
 
 def record_formats(config: OffloadConfig) -> dict[Tier, RecordFormat]:
@@ -143,13 +133,10 @@ def sizes_of(config: OffloadConfig) -> Sizes:
     )
 
 
-def _group_bytes(
-    group: GroupShape, sizes: Sizes, sharding: Sharding, *, several: bool
-) -> GroupBytes:
-    """The bytes of a group. `several`: it gets more gradients per step than the configuration says.
-    Gradients of experts that are spread over ranks are kept until the step, which reduces them."""
-    layout = group.layout
-    itemsize = 4 if several else sizes.gradient_itemsize
+def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBytes:
+    """The bytes of a group. Gradients of experts that are spread over ranks are kept until the
+    step, which reduces them."""
+    layout, itemsize = group.layout, sizes.gradient_itemsize
     is_kept = group.ep_size > 1 and sharding.world_size > 1
     before = _pages_or_none(layout.numel_trainable * itemsize) if is_kept else 0
     here = layout.shard_numel if sharding.parameters else layout.numel

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.shared_plan import gather_room, sent_nbytes
-from offload.planning.plan.sizes import ITEMSIZE, late_groups
+from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.step.program import Action, StepProgram, Verb, write_program
 from offload.zero.groups.layout import Layout
 from offload.zero.groups.model_shape import ModelShape
@@ -71,17 +71,16 @@ def step_collectives(
         for exchanges in (_gather(layout, itemsize, frozen=sharding.parameters),)
         if group not in own
     ]
-    late = late_groups(config, model)
     ready = [
         action for action in program.actions
         if action.verb is Verb.GRADIENT and action.group not in own
     ]  # fmt: skip
-    ready.sort(key=lambda action: (action.number, action.group in late))
+    ready.sort(key=lambda action: action.number)
+    sent = sent_nbytes(config)
     reductions = [
         Collective(action, action.group, tuple(_reduction(layout, sharding, sent)))
         for action in ready
         for layout in (model.groups[action.group].layout,)
-        for sent in (sent_nbytes(config, late=action.group in late),)
     ]
     return gathers, reductions
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.planning.plan.sizes import late_groups
 from offload.zero.groups.model_shape import ModelShape, UnitShape
 
 if TYPE_CHECKING:
@@ -107,10 +106,9 @@ def write_program(
     forward = _forward_uses(model)
     backward = _backward_uses(model) if model.numel_trainable else {}
     ends = _gradient_ends(model)
-    late = late_groups(config, model)
     used = dict.fromkeys(forward)
     trained = {index for index in used if model.groups[index].layout.numel_trainable}
-    ahead = (trained if config.optimizer.in_backward is True else trained & set(tried)) - late
+    ahead = trained if config.optimizer.in_backward is True else trained & set(tried)
     behind = sorted(trained if begins else trained - ahead, key=_rank(forward, len(trained)))
     uses: list[int] = []
     actions: list[Action] = []
