@@ -155,17 +155,18 @@ def our_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("offload")}
 
 
-def wait_until_closed() -> None:
+def wait_until_closed(folder: Path) -> None:
     """What closes a dropped engine is a thread of its own, after an update that is under way."""
     until = time.monotonic() + 30
-    while (our_threads() or swap_files()) and time.monotonic() < until:
+    while (our_threads() or swap_files(folder)) and time.monotonic() < until:
         gc.collect()
         time.sleep(0.01)
     assert not our_threads()
+    assert not swap_files(folder)
 
 
-def swap_files() -> list[str]:
-    return [link for link in open_files() if link.endswith("(deleted)") and "/pytest" in link]
+def swap_files(folder: Path) -> list[str]:
+    return [link for link in open_files() if link.endswith("(deleted)") and str(folder) in link]
 
 
 @pytest.mark.parametrize("backend", IO_BACKENDS)
@@ -223,7 +224,7 @@ def test_an_engine_dropped_without_close_leaves_nothing_behind(tmp_path: Path) -
     losses_of(engine, batches(2))
     del engine
     gc.collect()
-    wait_until_closed()
+    wait_until_closed(tmp_path)
     assert open_files() == files
     assert list(tmp_path.iterdir()) == []
 
@@ -255,7 +256,7 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
             updates._worker.wake()
         collected.wait(30)
         assert gone() is None
-        wait_until_closed()
+        wait_until_closed(tmp_path)
     finally:
         gc.enable()
 
@@ -272,7 +273,7 @@ def test_a_model_keeps_the_engine_that_it_trains_through(tmp_path: Path) -> None
     gone = weakref.ref(kept)
     del model, kept
     gc.collect()
-    wait_until_closed()
+    wait_until_closed(tmp_path)
     assert gone() is None
 
 
@@ -287,7 +288,7 @@ def test_an_optimizer_keeps_the_engine_it_belongs_to(tmp_path: Path) -> None:
     assert len(optimizer.state_dict()["state"]) > 0
     del optimizer, model
     gc.collect()
-    wait_until_closed()
+    wait_until_closed(tmp_path)
 
 
 def test_two_engines_at_once_do_not_disturb_each_other(make: MakeEngine) -> None:
