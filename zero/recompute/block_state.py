@@ -15,13 +15,11 @@ object of its own, a tensor in a list) are not covered.
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import is_
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,34 +41,6 @@ class ValuesUnknown:
 
 
 _CONTAINERS = frozenset({list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter})
-# most attributes are of these; nothing inside of them changes
-_FIXED = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.Size}
-)
-
-
-@functools.lru_cache(maxsize=4096)
-def _state_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those names in a module's `vars` that are its state: the same in most calls."""
-    return tuple(name for name in names if name not in _NOT_STATE)
-
-
-def modules_of(block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return what `named_modules` does, whose nested generators take longer than all else here."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    waiting: list[tuple[str, nn.Module]] = [("", block)]
-    while waiting:
-        path, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append((path, module))
-        start = f"{path}." if path else ""
-        for name, child in reversed(module._modules.items()):
-            if child is not None:
-                waiting.append((start + name, child))
-    return found
 
 
 @dataclass(slots=True)
@@ -79,43 +49,31 @@ class _ModuleState:
     path: str
     attributes: dict[str, Any]
     buffers: dict[str, torch.Tensor | None]
-    exchangeable: list[str]  # attributes that may be tensors or containers
-    count: int  # of all that its `vars` have
 
     @classmethod
     def of(cls, module: nn.Module, path: str) -> _ModuleState:
         """Return the state that a module has now."""
-        own = vars(module)
-        attributes = {name: own[name] for name in _state_names(tuple(own))}
-        exchangeable = [
-            k for k, v in attributes.items() if type(v) not in _FIXED and _is_exchangeable(v)
-        ]
-        return cls(module, path, attributes, dict(module._buffers), exchangeable, len(own))
+        attributes = {name: v for name, v in vars(module).items() if name not in _NOT_STATE}
+        return cls(module, path, attributes, dict(module._buffers))
 
     def exchanged(self, new: Callable[[Any], Any]) -> _ModuleState:
-        attributes = self.attributes | {k: new(self.attributes[k]) for k in self.exchangeable}
+        attributes = {name: new(value) for name, value in self.attributes.items()}
         buffers = {name: new(value) for name, value in self.buffers.items()}
-        return _ModuleState(
-            self.module, self.path, attributes, buffers, self.exchangeable, self.count
-        )  # fmt: skip
+        return _ModuleState(self.module, self.path, attributes, buffers)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        attributes = ((name, self.attributes[name]) for name in self.exchangeable)
-        for name, value in (*self.buffers.items(), *attributes):
+        for name, value in (*self.buffers.items(), *self.attributes.items()):
             if isinstance(value, torch.Tensor):
                 yield f"{self.path}.{name}" if self.path else name, value
 
     def put(self) -> None:
         """Give the module this state, and remove everything else."""
         own = vars(self.module)
-        now = map(own.get, self.attributes, repeat(self))
-        if len(own) != self.count or not all(map(is_, now, self.attributes.values())):
-            for name in own.keys() - self.attributes.keys() - _NOT_STATE:
-                del own[name]
-            own.update(self.attributes)
-        if self.buffers or self.module._buffers:
-            self.module._buffers.clear()
-            self.module._buffers.update(self.buffers)
+        for name in own.keys() - self.attributes.keys() - _NOT_STATE:
+            del own[name]
+        own.update(self.attributes)
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
 
 
 @dataclass(slots=True)
@@ -131,13 +89,12 @@ class BlockState:
     """Buffers and attributes of a block's modules as they are when this is made."""
 
     def __init__(self, block: nn.Module) -> None:
-        modules = modules_of(block)
-        self._modules = [_ModuleState.of(each, path) for path, each in modules]
+        self._modules = [_ModuleState.of(each, path) for path, each in block.named_modules()]
         self._exchange(_without_graph)
         uncopied = [(name, t) for name, t in self._tensors() if not _is_copied(t)]
         self._watched = [
             _Watched(name, tensor, tensor._version)
-            for name, tensor in (*_parameters_of(modules), *uncopied)
+            for name, tensor in (*block.named_parameters(), *uncopied)
             if not tensor.is_inference()
         ]
         self._kept: dict[int, torch.Tensor] = {}  # copies, by the id of what they are copies of
@@ -169,42 +126,22 @@ class BlockState:
         copies = _copies(tensor for _, tensor in self._tensors())
         try:
             for each in self._modules:
-                changing = each.exchangeable or each.buffers
-                state = each.exchanged(lambda value: _copied(value, copies)) if changing else each
-                state.put()
+                each.exchanged(lambda value: _copied(value, copies)).put()
             yield
         finally:
             for each in now:
                 each.put()
 
     def _exchange(self, new: Callable[[Any], Any]) -> None:
-        self._modules = [
-            each.exchanged(new) if each.exchangeable or each.buffers else each
-            for each in self._modules
-        ]
+        self._modules = [each.exchanged(new) for each in self._modules]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor once, with one of its names."""
         seen: set[int] = set()
-        some = [each.tensors() for each in self._modules if each.exchangeable or each.buffers]
-        for name, tensor in chain.from_iterable(some):
+        for name, tensor in chain.from_iterable(each.tensors() for each in self._modules):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor
-
-
-def _parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
-    """Return what `named_parameters` does: every parameter once, with its first name."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for path, module in modules:
-        for name, param in module._parameters.items():
-            if param is not None and id(param) not in found:
-                found[id(param)] = f"{path}.{name}" if path else name, param
-    return list(found.values())
-
-
-def _is_exchangeable(value: Any) -> bool:
-    return type(value) in _CONTAINERS or isinstance(value, torch.Tensor)
 
 
 def _without_graph(value: Any) -> Any:

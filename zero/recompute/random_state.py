@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from offload.tiers import accelerator
-from offload.zero.recompute.block_state import modules_of
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -47,7 +46,7 @@ def named_generators(module: nn.Module, device: torch.device) -> dict[str, Gener
 def _own_generators(module: nn.Module) -> dict[str, Generator]:
     return {
         f"module {path}.{name}": value
-        for path, each in modules_of(module)
+        for path, each in module.named_modules()
         for name, value in vars(each).items()
         if type(value) not in _OTHERS and is_generator(value)
     }

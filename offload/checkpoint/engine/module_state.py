@@ -21,7 +21,6 @@ from torch import nn
 
 from offload.checkpoint.engine.model import check_tensors, other_tensors
 from offload.tiers.errors import CheckpointError
-from offload.zero.recompute.block_state import modules_of
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
@@ -77,7 +76,7 @@ def refusal_of(error: Exception) -> str:
 def with_extra_state(model: nn.Module) -> list[str]:
     """The paths of the modules that take an extra state."""
     own = nn.Module.set_extra_state
-    return [path for path, each in modules_of(model) if type(each).set_extra_state is not own]
+    return [path for path, each in model.named_modules() if type(each).set_extra_state is not own]
 
 
 def _state_dict(engine: Trained) -> Mapping[str, Any]:
