@@ -132,12 +132,6 @@ class RankWatch:
             self._doing.append(watched)
         return watched, timedelta(seconds=max(left, min(self.timeout_s, _LEAST_WAIT_S)))
 
-    @property
-    def waiting(self) -> list[str]:
-        """The collectives that this rank is in."""
-        with self._lock:
-            return [each.activity.what for each in self._doing]
-
     def _end(self, watched: _Watched) -> None:
         activity = watched.activity
         with self._lock:

@@ -151,12 +151,21 @@ class Ranks:
     def exchange(
         self, numbers: Sequence[int], what: str = "what each rank has", name: str = ""
     ) -> np.ndarray:
-        """Return every rank's numbers, one row each (int32). Raises RankError, on every rank,
+        """Return every rank's numbers, one row each (int64). Raises RankError, on every rank,
         unless all of them ask for `what`, of as many numbers. `name` is for that error."""
         few = len(numbers) <= _FEW
         with self._together(f"the all-gather of {what}", numbers, name) as rows:
-            found = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int32))
+            found = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int64))
         return found[:, : len(numbers)]
+
+    def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
+        """Return the numbers of each rank, one row each (fp64)."""
+        bits = np.array(mine, dtype=np.float64).view(np.int64)
+        return self.exchange(bits.tolist(), "gradient norms").view(np.float64)
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers."""
+        return int(self.exchange([number], "the least number").min())
 
     def _gather(self, numbers: torch.Tensor) -> np.ndarray:
         mine = numbers.to(self._control_device)
@@ -174,8 +183,8 @@ class Ranks:
         with self._during(what):
             asked = "\n".join([what, *self.notes])
             few = [*numbers[:_FEW], *[0] * (_FEW - len(numbers))]
-            question = [crc32(asked.encode()) >> 1, len(numbers), *few]
-            rows = self._gather(torch.tensor(question, dtype=torch.int32))
+            question = [crc32(asked.encode()), len(numbers), *few]
+            rows = self._gather(torch.tensor(question, dtype=torch.int64))
             if (rows[:, :2] != rows[0, :2]).any():
                 self._refuse_to_part(f"{what}{name and f' ({name})'}")
             self.notes.clear()
@@ -186,32 +195,20 @@ class Ranks:
             what += f", after {len(self.notes)} changes, the last one: {self.notes[-1]}"
         texts = zip(self.in_world, self._texts(what), strict=True)
         asked = "; ".join(f"rank {rank} wants {each}" for rank, each in texts)
-        raise self.parted(
+        # A rank that leaves closes its connections, and what a slower one has received but not yet
+        # looked at would be an error there: so no rank leaves before all have come.
+        with suppress(RuntimeError):  # a rank has left already: then all had come
+            self._gather(torch.zeros(1, dtype=torch.int32))
+        raise self.watch.parted(
             f"the ranks went different ways: {asked}. Steps, and what is done with param.grad, are "
             "for all ranks alike: take them out of what only one rank runs"
         )
-
-    def parted(self, why: str) -> RankError:
-        """Return the error of all ranks, each of which comes here for the same reason. A rank that
-        leaves closes its connections, and what a slower one has received but not yet looked at
-        would be an error there: so no rank leaves before all have come."""
-        with suppress(RuntimeError):  # a rank has left already: then all had come
-            self._gather(torch.zeros(1, dtype=torch.int32))
-        return self.watch.parted(why)
 
     def _texts(self, mine: str) -> list[str]:
         """Return every rank's text."""
         said = mine.encode()[:_MOST_TEXT_NBYTES].ljust(_MOST_TEXT_NBYTES, b"\0")
         rows = self._gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-    def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
-        """Return the numbers of each rank, one row each."""
-        sums = torch.tensor(mine, dtype=torch.float64, device=self._control_device)
-        rows = sums.new_empty(self.world_size * len(mine))
-        with self._together("the all-gather of gradient norms"):
-            all_gather_flat(rows, sums, self.control)
-        return rows.cpu().numpy().reshape(-1, len(mine))
 
     def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
         """Return the whole of the tensor `name`, of which each rank of this shard group has its
@@ -238,8 +235,8 @@ class Ranks:
     def as_on_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the first rank's values of each floating-point tensor. Tensors with the same bits
         on all ranks already (a model made under one seed, files that were copied) are not sent."""
-        rows = self.exchange([half for each in tensors for half in _digest(each)], "first values")
-        alike = (rows == rows[0]).all(axis=0).reshape(len(tensors), 2).all(axis=1)
+        rows = self.exchange([_digest(each) for each in tensors], "first values")
+        alike = (rows == rows[0]).all(axis=0)
         return [
             tensor if same else self.from_first(tensor.float())
             for tensor, same in zip(tensors, alike, strict=True)
@@ -270,13 +267,6 @@ class Ranks:
         with self._together("the all-gather of what went wrong"):
             texts = enumerate(self._texts(text))
         return next(f"rank {rank}: {words}" for rank, words in texts if words)
-
-    def least(self, number: int) -> int:
-        """Return the least of all ranks' numbers."""
-        mine = torch.tensor([number], dtype=torch.int64, device=self._control_device)
-        with self._together("the all-reduce of the least number"):
-            dist.all_reduce(mine, dist.ReduceOp.MIN, group=self.control)
-        return int(mine)
 
     def _during(self, what: str) -> AbstractContextManager[timedelta]:
         return self.watch.during("control", what, self.control)
@@ -316,11 +306,10 @@ class Ranks:
             end_world()
 
 
-def _digest(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a digest of a tensor's format and values, as two int32."""
+def _digest(tensor: torch.Tensor) -> int:
+    """Return a digest of a tensor's format and values, of 63 bits."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    digest = xxhash.xxh3_64_intdigest(flat.numpy().data) ^ crc32(str(tensor.dtype).encode())
-    return (digest >> 33), digest & 0x7FFFFFFF
+    return (xxhash.xxh3_64_intdigest(flat.numpy().data) ^ crc32(str(tensor.dtype).encode())) >> 1
 
 
 def start_world(device: torch.device, timeout_s: float) -> bool:
@@ -355,8 +344,8 @@ def data_ranks(members: DeviceMesh | None) -> list[int]:
 
 def _check_alike(alike: Mapping[str, str], control: Group, device: torch.device) -> None:
     """Raise ConfigError, on every rank, for the first key with another value on another rank."""
-    digests = [crc32(value.encode()) >> 1 for value in alike.values()]
-    mine = torch.tensor(digests, dtype=torch.int32, device=control_device(device, control))
+    digests = [crc32(value.encode()) for value in alike.values()]
+    mine = torch.tensor(digests, dtype=torch.int64, device=control_device(device, control))
     rows = mine.new_empty(control.size() * len(digests))
     if digests:
         all_gather_flat(rows, mine, control)
