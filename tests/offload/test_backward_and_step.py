@@ -75,52 +75,6 @@ def test_losses_of_two_forwards_may_go_back_in_any_order(make: MakeEngine) -> No
     check(make, TinyLM, loss_of, batches(2))
 
 
-def test_evaluation_without_gradients_does_not_change_the_trajectory(make: MakeEngine) -> None:
-    plain = make(seeded(TinyLM))
-    expected = losses_of(plain, batches(4))
-    engine = make(seeded(TinyLM))
-    losses = []
-    for number, tokens in enumerate(batches(4)):
-        losses += losses_of(engine, [tokens])
-        engine.module.eval()
-        context = torch.inference_mode() if number % 2 else torch.no_grad()
-        with context:
-            for other in batches(2, seed=9):
-                assert tokens_loss(engine.module, other).isfinite()
-        engine.module.train()
-    assert losses == expected
-    assert_same_bits(states_of(engine), states_of(plain))
-
-
-def test_gradients_kept_over_a_step_are_added_to_as_in_torch(make: MakeEngine) -> None:
-    data = batches(4)
-    model = seeded(TinyLM).to(ON)
-    optimizer = plain_optimizer(model)
-    engine = make(seeded(TinyLM))
-    for tokens in data:
-        tokens_loss(model, tokens).backward()
-        optimizer.step()  # no zero_grad
-        tokens_loss(engine.module, tokens).backward()
-        engine.optimizer.step()
-    assert_close(parameters_of(engine), dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize("round_number", range(3))
-def test_two_steps_in_a_row_use_the_same_gradients_twice_as_in_torch(
-    make: MakeEngine, round_number: int
-) -> None:
-    model = seeded(TinyLM, round_number).to(ON)
-    optimizer = plain_optimizer(model)
-    engine = make(seeded(TinyLM, round_number))
-    for tokens in batches(3):
-        for trained, each in ((model, optimizer), (engine.module, engine.optimizer)):
-            tokens_loss(trained, tokens).backward()
-            each.step()
-            each.step()
-            each.zero_grad()
-    assert_close(parameters_of(engine), dict(model.named_parameters()))
-
-
 @pytest.mark.parametrize(
     ("precision", "skip", "skipped"),
     [("fp16", "auto", True), ("fp32", True, True), ("fp32", "auto", False)],
@@ -154,16 +108,6 @@ def test_a_step_without_gradients_changes_nothing(make: MakeEngine) -> None:
     before = states_of(engine)
     engine.optimizer.step()
     assert_same_bits(states_of(engine), before)
-
-
-def test_zero_grad_before_the_step_drops_the_gradients(make: MakeEngine) -> None:
-    engine = make(seeded(TinyLM))
-    before = parameters_of(engine)
-    tokens_loss(engine.module, batches(1)[0]).backward()
-    engine.optimizer.zero_grad()
-    engine.optimizer.step()
-    assert gradients_of(engine) == {}
-    assert_same_bits(parameters_of(engine), before)
 
 
 def test_backward_of_a_graph_older_than_a_step_is_an_error(make: MakeEngine) -> None:

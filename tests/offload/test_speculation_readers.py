@@ -88,6 +88,7 @@ READERS: dict[str, Callable[[offload.Engine], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", READERS)
 def test_a_reader_sees_the_state_before_the_trial(
     tmp_path: Path, how: str, expected: dict[str, torch.Tensor]
@@ -165,6 +166,7 @@ OTHERS: dict[str, Callable[[offload.Engine], Any]] = {
 }
 
 
+@pytest.mark.sample("settle")
 @pytest.mark.parametrize("how", OTHERS)
 def test_another_thread_takes_a_trial_back_while_the_step_decides(
     tmp_path: Path, how: str, expected: dict[str, torch.Tensor]

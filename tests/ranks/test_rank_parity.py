@@ -37,7 +37,7 @@ MIXED: dict[str, Any] = {
     "optimizer": {"host": "40%", "nvme": "60%"},
 }
 SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
-WORLDS = [2, 3, 4]
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 BF16 = {"precision": "bf16"}
 HOST_SUMS = {**NVME, "gradients": "host"}  # sums in fp32 are refused on nvme
 
@@ -86,27 +86,17 @@ FAMILIES: dict[str, list[Case]] = {
     "idle": every_stage(Case(3, HOST, idle=(1, 2))),
 }  # fmt: skip
 # What more than two ranks could change, in `make test`; `make test-long` takes all families.
-OF_WORLD = {
-    2: tuple(FAMILIES),
-    3: ("no_sync", "branches apart", "idle"),
-    4: ("int8",),
-}
+OF_WORLD = {2: tuple(FAMILIES), 3: ("no_sync", "branches apart", "idle")}
 World = tuple[int, tuple[str, ...], list[dict[int, Outcome]]]
 
 
-# What these are about is alike where gradients are sharded and parameters are not.
-WITHOUT_STAGE_2 = (
-    "branches", "experts", "in backward", "micro-batches", "recomputed", "int8", "mirrored", "idle",
-)  # fmt: skip
-
-
 def cases_of(family: str, *, every: bool) -> list[Case]:
-    """`make test`: all stages with the first placement, with the others those that shard most; of
-    fp32 those that shard least, too."""
+    """`make test`: stages 0, 1 and 3 with the first placement, with the others the one that shards
+    most; of fp32 every stage, and with the others those that shard least, too."""
     cases = FAMILIES[family]
     if every:
         return cases
-    first = [case for case in cases[:4] if case.stage != 2 or family not in WITHOUT_STAGE_2]
+    first = [case for case in cases[:4] if case.stage != 2 or family == "fp32"]
     return first + [c for c in cases[4:] if c.stage == 3 or (c.stage == 1 and family == "fp32")]
 
 

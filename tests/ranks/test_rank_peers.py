@@ -28,7 +28,7 @@ from tests.offload.engine_cases import (
 from tests.ranks.processes import run_ranks
 from tests.ranks.programs import BUDGET, OPTIMIZER, Case, Outcome, train_all
 
-STEPS, CLIP = 6, 0.5
+STEPS, CLIP = 4, 0.5
 NUMBERS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
@@ -79,7 +79,7 @@ def everybody(folder: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
         "ddp": peer(DistributedDataParallel(WithLoss(seeded(TinyLM)))),
         "fsdp2": peer(sharded),
     }
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 3):  # others have the same bits
         keys = config(
             Path(folder), HOST, budget=BUDGET, clip_grad_norm=CLIP, zero={"stage": stage},
             optimizer={**NUMBERS, "chunk": 2048},
@@ -96,11 +96,8 @@ def everybody(folder: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ddp_and_fsdp2_have_the_same_losses(tmp_path: Path, world_size: int, long: bool) -> None:
-    if world_size == 2 and not long:
-        pytest.skip("as with three ranks, whose shards are uneven: --long")
-    for outcomes in run_ranks(world_size, tmp_path, everybody, str(tmp_path)):
+def test_ddp_and_fsdp2_have_the_same_losses(tmp_path: Path) -> None:
+    for outcomes in run_ranks(3, tmp_path, everybody, str(tmp_path)):  # with uneven shards
         losses, params = outcomes["ddp"]
         for name, (found, values) in outcomes.items():
             assert found == pytest.approx(losses, rel=1e-6), name

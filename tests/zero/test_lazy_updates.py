@@ -429,12 +429,12 @@ def test_in_backward_a_group_that_is_not_updated_ahead_misses_the_step(make: Mak
 
 # ------------------------------------------------------------------ all at once
 @pytest.mark.parametrize("in_file", [False, True], ids=["memory", "file"])
-def test_two_hundred_drawn_steps(make: Make, in_file: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(lazy_updates, "MAX_MISSED", 50)
+def test_many_drawn_steps(make: Make, in_file: bool, monkeypatch: Any, long: bool) -> None:
+    monkeypatch.setattr(lazy_updates, "MAX_MISSED", 20)
     kept = RecordFormat(Master.SPLIT, state_format=StateFormat.BF16)
     pair = make(own=Float.BF16, kept=kept, in_file=in_file, skip_nonfinite=True)
     draw = random.Random(17)
-    for step in range(200):
+    for step in range(400 if long else 60):
         lr, decay = 10 ** draw.uniform(-4, -1), draw.choice([0.0, 0.1])
         touched = {0, *(index for index in range(1, EXPERTS) if draw.random() < 0.15)}
         passes, took_part = draw.choice([1, 1, 2]), draw.random() < 0.9

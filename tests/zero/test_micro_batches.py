@@ -59,19 +59,7 @@ class WrittenUnevenly(Written):
     sizes = (1, 2, 2)
 
 
-def test_gradients_are_bit_for_bit_those_of_plain_pytorch(tmp_path: Path) -> None:
-    data = tokens(1, 4)[0]
-    plain = seeded(Written).to(ON)
-    plain.loss(data).backward()
-    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    model = seeded(TinyLM)
-    with offload.initialize(model, config(tmp_path, micro_batches=2)) as engine:
-        model.loss(data).backward()
-        assert_same_bits(gradients_of(engine), expected)
-
-
-@pytest.mark.parametrize("keys", [HOST, NVME], ids=["host", "nvme"])
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(("keys", "in_backward"), [(HOST, False), (NVME, True)], ids=str)
 def test_training_is_that_of_the_written_out_model(
     tmp_path: Path, keys: dict[str, Any], in_backward: bool
 ) -> None:
@@ -138,24 +126,6 @@ def test_bytes_moved_fall_with_the_number_of_micro_batches(tmp_path: Path) -> No
     with_it = moved(4, micro_batches=4)
     without = moved(1, gradient_accumulation_steps=4)
     assert with_it <= 0.5 * without, (with_it, without)  # prefetching makes it vary
-
-
-def test_dropout_draws_the_numbers_of_the_written_out_model(tmp_path: Path) -> None:
-    def build(kind: type[TinyLM]) -> Callable[[], TinyLM]:
-        def make() -> TinyLM:
-            model = kind()
-            for block in model.blocks:
-                block.mlp.append(nn.Dropout(0.3))  # type: ignore[operator, union-attr]
-            return model
-
-        return make
-
-    def run(kind: type[TinyLM], **keys: Any) -> list[float]:
-        with offload.initialize(seeded(build(kind)), config(tmp_path, **keys)) as engine:
-            torch.manual_seed(5)
-            return losses_of(engine, tokens(3, 4))
-
-    assert run(TinyLM, micro_batches=2) == run(Written)
 
 
 def test_evaluation_and_small_batches_without_gradients_work(tmp_path: Path) -> None:
@@ -316,17 +286,15 @@ class Rows:
     rows: Tensor
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda x: Rows(x), "cannot join a Rows"),
         (lambda x: (x, [Rows(x)]), "cannot join a Rows"),
         (lambda x: (x, x.detach().sum().item()), "cannot join outputs that differ between pieces"),
     ],
 )  # fmt: skip
 def test_an_output_that_is_no_tensor_is_refused_by_its_type(
-    tmp_path: Path, returned: Any, message: str, training: bool
+    tmp_path: Path, returned: Any, message: str
 ) -> None:
     class Block(nn.Linear):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
@@ -339,13 +307,11 @@ def test_an_output_that_is_no_tensor_is_refused_by_its_type(
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
-                found = block(x)
-                x = found.rows if isinstance(found, Rows) else found[0]
+                x, _ = block(x)
             return x
 
     with (
         offload.initialize(Model(), split(tmp_path, "Block")) as engine,
-        torch.set_grad_enabled(training),
         pytest.raises(UnsupportedError, match=message),
     ):
         engine.module(torch.randn(4, WIDTH, device=ON))
@@ -393,11 +359,8 @@ class Drawing(nn.Linear):
         return y + torch.randn_like(y)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_block_that_draws_random_numbers_draws_them_for_each_piece(
-    tmp_path: Path, training: bool
-) -> None:
-    model = stack(lambda: Drawing(WIDTH, WIDTH)).train(training)
+def test_a_block_that_draws_random_numbers_draws_them_for_each_piece(tmp_path: Path) -> None:
+    model = stack(lambda: Drawing(WIDTH, WIDTH))
     x = torch.randn(4, WIDTH, device=ON)
     with offload.initialize(model, split(tmp_path, "Drawing")) as engine:
         torch.manual_seed(5)
@@ -470,13 +433,11 @@ class Masked(nn.Module):
         return x, mask
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_mask_that_is_passed_on_requires_no_gradient(tmp_path: Path, causal: bool) -> None:
+def test_a_mask_that_is_passed_on_requires_no_gradient(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 40, WIDTH, generator=generator).to(ON)
     mask = torch.randn(4, 40, 40, generator=generator).to(ON)
-    if causal:
-        mask = mask.masked_fill(torch.ones(40, 40, device=ON).triu(1).bool(), -float("inf"))
+    mask = mask.masked_fill(torch.ones(40, 40, device=ON).triu(1).bool(), -float("inf"))
     plain = seeded(Masked).to(ON)
     expected, _ = plain.run(x, mask, 2)
     expected.square().sum().backward()
@@ -599,9 +560,8 @@ def test_a_shared_table_as_long_as_the_batch_is_found_out_at_any_call(
             engine.module(torch.randn(4, 4, WIDTH, device=ON))
 
 
-@pytest.mark.parametrize("passes", [1, 2])
 def test_a_gradient_that_comes_in_parts_is_neither_read_nor_changed_amid_them(
-    tmp_path: Path, passes: int
+    tmp_path: Path,
 ) -> None:
     """A hook on a parameter is called for each part."""
     uses: list[Callable[[Tensor], object]] = [torch.Tensor.norm, torch.Tensor.clone]
@@ -609,8 +569,7 @@ def test_a_gradient_that_comes_in_parts_is_neither_read_nor_changed_amid_them(
     for use in uses:
         model = seeded(TinyLM)
         with offload.initialize(model, config(tmp_path, micro_batches=2)):
-            for batch in tokens(passes - 1, 4):
-                model.loss(batch).backward()
+            model.loss(tokens(1, 4, 2)[0]).backward()
             weight = model.blocks[0].mlp[0].weight
             weight.register_post_accumulate_grad_hook(lambda param, use=use: use(param.grad))
             with pytest.raises(StateError, match=r"not complete.*come in parts"):
