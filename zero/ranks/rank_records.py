@@ -6,7 +6,7 @@
 
 The store is that of the process group, which every rank has reached before. A record is replaced by
 the next one (a `FileStore` alone keeps all of them: some 20 MB per rank and day). While all is well
-no rank reads them, only whether a rank has left because of an error: the store may go with it.
+no rank reads them.
 """
 
 from __future__ import annotations
@@ -72,12 +72,6 @@ def _activity(raw: dict[str, Any]) -> Activity:
     return Activity(**{**raw, "members": tuple(raw["members"])})
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
-    rank: int
-    why: str
-
-
 class RankRecords:
     """The records of all ranks that made the same engine. Calls may block for as long as the
     process behind the store is stopped, and raise RuntimeError once it is gone."""
@@ -92,20 +86,9 @@ class RankRecords:
         # the process group.
         self._publishing, self._reading = _client(self.store), _client(self.store)
 
-    def publish(self, record: RankRecord) -> Departure | None:
-        """Publish a record. Returns the last rank that left for an error. For one thread."""
+    def publish(self, record: RankRecord) -> None:
+        """Publish a record. For one thread."""
         self._publishing.set(f"{self._prefix}/{self._rank}", record.to_text())
-        key = f"{self._prefix}/departure"
-        if record.left and not record.blames:
-            self._publishing.set(key, json.dumps([self._rank, record.left]))
-        if not self._publishing.check([key]):
-            return None
-        return Departure(*json.loads(self._publishing.get(key)))
-
-    @property
-    def is_hosted_here(self) -> bool:
-        """Whether the store ends with this process."""
-        return self.host() == self._rank
 
     def host(self) -> int | None:
         """Return the rank whose process hosts the store; None if no rank does."""

@@ -36,7 +36,7 @@ from offload.swap.threads.lanes import Lane, WaitFor
 from offload.tiers import accelerator
 from offload.tiers.errors import RankError
 from offload.zero.ranks.rank_findings import Findings, find_missing
-from offload.zero.ranks.rank_records import Activity, Departure, RankRecord, RankRecords
+from offload.zero.ranks.rank_records import Activity, RankRecord, RankRecords
 
 _log = logging.getLogger("offload")
 
@@ -75,7 +75,6 @@ class RankWatch:
         self._doing: list[_Watched] = []
         self._done: dict[str, Activity] = {}
         self._left: str | None = None
-        self._departure: Departure | None = None
         self._failure: RankError | None = None
         self._closing = self._aborting = False
         self._unheard = False  # the store is gone or hangs
@@ -207,14 +206,9 @@ class RankWatch:
 
     def _store_is_gone(self, how: str) -> Findings:
         """Return findings without the store: no rank can be asked, but it is known which one hosted
-        it, and which have left."""
+        it."""
         self._unheard = True
         self._told_all.set()  # no thread has to wait for that any more
-        if self._departure is not None:
-            return Findings(
-                (self._departure.rank,), f"rank {self._departure.rank} has left: "
-                f"{self._departure.why}"
-            )  # fmt: skip
         text = f"the store of the process group {how}, so the others could not be asked; "
         host = self._records.host()
         if host is None:
@@ -239,7 +233,7 @@ class RankWatch:
             self._wake.clear()
             leaving, closing = self._left is not None, self._closing
             try:
-                self._note(self._records.publish(self._record()))
+                self._records.publish(self._record())
             except RuntimeError as error:  # its host has ended: perhaps all have
                 _log.debug("rank %d cannot be heard any more: %s", self._rank, error)
                 closing = True
@@ -249,15 +243,9 @@ class RankWatch:
                 return
             self._look_at_device()
 
-    def _note(self, departure: Departure | None) -> None:
-        if departure is not None and self._departure is None and departure.rank != self._rank:
-            self._departure = departure
-            # a collective that waits for it may do so until the connections are closed
-            _log.error("rank %d has left: %s", departure.rank, departure.why)
-
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank takes part in nothing any more, and why: `error`, or the
-        exception that is being handled. The first call counts. Blocks for 2.5 s at most."""
+        exception that is being handled. The first call counts. Blocks for 1.5 s at most."""
         error = error or sys.exception()
         with self._lock:
             if self._left is not None:
@@ -267,8 +255,6 @@ class RankWatch:
                 self._failure = error
         self._wake.set()
         self._told_all.wait(1.5)
-        if self._left and self._records.is_hosted_here:
-            time.sleep(2 * BEAT_S)  # the others read it, before the store is gone
 
     def leave_after_error(self) -> None:
         """Call `leave`, if an exception is being handled."""
