@@ -376,7 +376,7 @@ class GradientHandles:
         return self.value(row, self._states[key[0]], key[1])
 
     def norm_of(self, sources: Sequence[GradientSource]) -> torch.Tensor:
-        """Return the norm of several rows together, as `norm` does."""
+        """Return the 2-norm of a whole gradient, of all rows of a packed one, 0-dim, fp32."""
         for source in sources:
             self._check(source)
             self._agree(source)
@@ -496,15 +496,6 @@ class GradientHandles:
             self._stepper.drop(source.state, [source.index])
             source.zeroed = True
 
-    def norm(self, source: GradientSource) -> torch.Tensor:
-        """Return the 2-norm of the whole gradient, 0-dim, fp32."""
-        self._check(source)
-        device = source.state.group.device
-        self._agree(source)
-        if source.zeroed:
-            return torch.zeros((), device=device)
-        return self._stepper.gradient_norm_of([source.key]).to(device)
-
     def _is_shared(self, key: Place) -> bool:
         """Return whether other ranks have gradients of this parameter, too."""
         return isinstance(self._states[key[0]].gradients, ReducedGradients)
@@ -579,7 +570,7 @@ def _norm(s: GradientSource, table: GradientHandles, args: Any, kwargs: Any) -> 
     rest = [*args[1:], *(v for k, v in kwargs.items() if k not in ("ord", "p"))]
     if order != 2 or any(each not in (None, False, [], torch.float32) for each in rest):
         return NotImplemented
-    return table.norm(s)
+    return table.norm_of([s])
 
 
 def _mul(s: GradientSource, table: GradientHandles, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -22,6 +21,7 @@ from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import Unit
 from offload.zero.recompute.block_state import BlockState
 from offload.zero.recompute.random_state import RandomState, default_generators, generators_of
+from offload.zero.recompute.recompute import is_in_checkpoint
 
 SMALLER_BATCHES = (
     "set micro_batches: 1 and give the model smaller batches (to train, with "
@@ -71,8 +71,7 @@ def refuse_output(what: str, name: str) -> NoReturn:
 
 def refuse_outer_checkpoint(unit: Unit) -> None:
     """Raise UnsupportedError if the model itself recomputes the block that is being called."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
+    if is_in_checkpoint():
         raise UnsupportedError(
             f"{unit.name}: the model checkpoints its blocks itself, around all micro-batches; turn "
             "that off and set placement.activations.checkpoint: true, which works within them"

@@ -96,7 +96,7 @@ class _RecomputedBlock(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return self.own(*args, **kwargs)  # in backward: an outer checkpoint computes it again
-        if _in_checkpoint():
+        if is_in_checkpoint():
             self._owner.say_nested(self._unit.name)
             return self.own(*args, **kwargs)
         self._refuse_caches((*args, *kwargs.values()))
@@ -184,6 +184,7 @@ class _Call:
         self.as_it_was: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def _in_checkpoint() -> bool:
+def is_in_checkpoint() -> bool:
+    """Return whether this is the forward of a `torch.utils.checkpoint` that saves nothing."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
