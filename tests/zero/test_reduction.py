@@ -23,8 +23,9 @@ from offload.swap.states.trace import Trace
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.collectives import Workspace
+from offload.zero.ranks.rank_weights import SharedMemory
 from offload.zero.ranks.ranks import Ranks
-from offload.zero.ranks.reduction import ReducedGradients, ReductionMemory, SharedReductions
+from offload.zero.ranks.reduction import ReducedGradients, SharedReductions
 from offload.zero.ranks.sharding import Part
 from tests.ranks.processes import run_ranks
 from tests.swap.state_conformance import Places, make_places
@@ -62,7 +63,7 @@ class Rank:
         room = Workspace(*(torch.empty(4 * most, dtype=torch.uint8) for _ in range(2)))
         self.reductions = SharedReductions(
             self.groups, self.ranks, self.ranks.collectives(),
-            ReductionMemory(places.device, room, Fences()), self.dtype, torch.float32, Trace(),
+            SharedMemory(places.device, 0, room, Fences()), self.dtype, torch.float32, Trace(),
             wait_for_complete_groups=in_backward,
         )  # fmt: skip
 

@@ -32,7 +32,8 @@ MakeHome = Callable[[int, int, int | None], State]
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Memory where the model computes, for what belongs to several ranks."""
+    """Memory where the model computes, for what belongs to several ranks: whole parameters, and
+    gradients that wait for other ranks'."""
 
     pool: SlotPool
     gather_nbytes: int  # room for whole parameters

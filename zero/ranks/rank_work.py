@@ -14,7 +14,6 @@ from offload.zero.ranks.rank_weights import RankWeights, SharedMemory, SharedWei
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import (
     ReducedGradients,
-    ReductionMemory,
     Reductions,
     SharedReductions,
 )
@@ -100,10 +99,9 @@ class SharedWork(SharedWeights, RankWork):
         return made
 
     def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> SharedReductions:
-        memory = self._memory
         made = SharedReductions(
             self._reduced, self.ranks, self.collectives,
-            ReductionMemory(memory.pool, memory.workspace, memory.fences),
+            self._memory,
             self._reduce_dtype or dtype, self._reduce_dtype or torch.float32, self._trace,
             wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip

@@ -16,16 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from offload.kernels.floats import Float
-from offload.swap.device.fences import Fences
 from offload.swap.device.streams import mark_here
-from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.ordered import OrderedWork
@@ -33,7 +30,8 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.gradients.gradients import GradientAccumulator, Gradients, flat_gradient
-from offload.zero.ranks.collectives import Collectives, Workspace
+from offload.zero.ranks.collectives import Collectives
+from offload.zero.ranks.rank_weights import SharedMemory
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE, BUCKETS, Part, PartOfParam, Sharding
 
@@ -55,8 +53,6 @@ class ReducedGradients(Gradients):
         self._numbers = {part.index: number for number, part in enumerate(self.parts)}
         self.specs = [spec for spec in part.layout.params if spec.trainable]
         self.numel = part.layout.numel_trainable
-        starts = [*(spec.offset for spec in self.specs[1:]), self.numel]
-        self._gaps = [(spec.stop, start) for spec, start in zip(self.specs, starts, strict=False)]
         self.own = own
         self._make_local = make_local
         self._await_update = await_update
@@ -158,11 +154,6 @@ class ReducedGradients(Gradients):
             self.local.state.close()
             self.local = None
 
-    def clear_gaps(self, bucket: torch.Tensor) -> None:
-        """Zero the gaps between parameters: codes must not take their scales from them."""
-        for start, stop in self._gaps:
-            bucket[start:stop].zero_()
-
     def await_last(self) -> None:
         """Wait until what was reduced before has landed and is not read by an update any more."""
         self._await_update()
@@ -178,15 +169,6 @@ class ReducedGradients(Gradients):
             self.awaited = self.arrived.copy()
         self.arrived[:] = False
         self.issued = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReductionMemory:
-    """The memory for gradients that wait for other ranks', where the model computes."""
-
-    pool: SlotPool
-    workspace: Workspace
-    fences: Fences
 
 
 class Reductions:
@@ -252,7 +234,7 @@ class SharedReductions(Reductions):
 
     def __init__(
         self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
-        memory: ReductionMemory, dtype: torch.dtype, summed_dtype: torch.dtype, trace: Trace, *,
+        memory: SharedMemory, dtype: torch.dtype, summed_dtype: torch.dtype, trace: Trace, *,
         wait_for_complete_groups: bool,
     ) -> None:  # fmt: skip
         """`dtype` is that of contributions, `summed_dtype` that of sums of several passes. `trace`
@@ -383,7 +365,6 @@ class SharedReductions(Reductions):
             for mark in self._memory.fences.claim(group.bucket.extent):
                 mark.before_compute()
             group.landed = Transfer(f"the reduction of {group.name}", self._thread.lane)
-            group.clear_gaps(group.bucket.tensor.view(dtype))
         return group.bucket.tensor.view(dtype)[: group.numel]
 
     def _issue_ready(self) -> None:
