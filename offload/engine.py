@@ -156,7 +156,6 @@ class Engine(TieredModel):
         parameters: ParamGroups | None = None, weights: StrPath | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
-        self._asked = config
         config = config.settled()
         self.made_at = time.perf_counter()
         self.watching: Watch | None = None
@@ -210,7 +209,8 @@ class Engine(TieredModel):
         self.optimizer = self._make_optimizer(trained, self.config.optimizer)
         self._give_out_values()
         self._attach_experts()
-        self._prepare_optimizer(self._runtime)
+        self._watch_structure(self._runtime)
+        self.optimizer.serve(self)
         self._keep_activations(config, discovery, self._runtime)
         self._runtime.start(self.module, self.values, self)  # which the model keeps
         self._refuse(refuse_foreign_optimizers)
@@ -297,59 +297,6 @@ class Engine(TieredModel):
         else:
             params = given
         return optimizer_class(config.type)(self._runtime, self.values, params, config)
-
-    # ---------------------------------------------------------------- beginning anew
-    def serves(self, config: OffloadConfig) -> bool:
-        """Return whether this engine could have been made of its model, in its present state, with
-        `config`, except for the numbers of the optimizer."""
-        ours, theirs = self._asked.optimizer, config.optimizer
-        if self.is_closed or self._open().store.unusable is not None:
-            return False
-        if ours.type != theirs.type or ours.state_names != theirs.state_names:
-            return False
-        numbers = {"optimizer": set(ours.numbers)}
-        if self._asked.model_dump(exclude=numbers) != config.model_dump(exclude=numbers):
-            return False
-        store, here = self.store, [p for p in self.module.parameters() if managed(p)]
-        specs = [store.spec_of(param) for param in here]
-        as_planned = all(
-            spec is not None and spec.trainable == param.requires_grad
-            for param, spec in zip(here, specs, strict=True)
-        )
-        return as_planned and len({id(p) for p in here}) == len(self._given_back(store))
-
-    def begin_anew(
-        self, parameters: ParamGroups | None, config: OptimizerConfig, *, keeps_states: bool = False
-    ) -> None:
-        """Train as a new engine of the same model: without gradients, optimizer states, step
-        counts, or what was registered. `optimizer` is another object, with the numbers of `config`;
-        the one before can step no more. `keeps_states`: of the optimizer's states.
-
-        What `initialize` raises for `parameters` and numbers, and nothing is changed."""
-        runtime = self._open()
-        numbers = self.config.optimizer.model_copy(update=config.numbers)
-        optimizer = self._make_optimizer(_listed(parameters), numbers)
-        self._saves.wait()
-        for call in reversed(self._to_be_called()):
-            call()
-        self.values.adopt_changes()
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in self.module.parameters():
-                param.grad = None
-        runtime.begin_anew(_loss_scale(self.config))
-        if not keeps_states:
-            for param in self.module.parameters():
-                if runtime.store.spec_of(param) is not None:
-                    self.values.write_state(param, {})
-        self.config = self.config.model_copy(update={"optimizer": numbers})
-        self.carried, self.last_checkpoint = {}, None
-        self._told_of_scheduler = False
-        self.optimizer = optimizer
-        self._prepare_optimizer(runtime)
-
-    def _prepare_optimizer(self, runtime: Runtime) -> None:
-        self._watch_structure(runtime)
-        self.optimizer.serve(self)
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor) -> None:

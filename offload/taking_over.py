@@ -40,24 +40,16 @@ def _owners(model: nn.Module) -> Iterator[TieredModel]:
 
 def engine_for(
     model: nn.Module, config: OffloadConfig, *, parameters: ParamGroups | None = None,
-    weights: str | Path | None = None, continues: bool = False,
+    weights: str | Path | None = None,
 ) -> Engine:  # fmt: skip
     """Return an engine as `offload.initialize` does, for a model that may be in tiers already: its
-    weights stay, and the optimizer begins anew. An existing engine of the same configuration is
-    used again, with other numbers of its optimizer if need be; any other gives the parameters back
-    to RAM.
+    weights go through RAM, and the optimizer begins anew. `weights` are for a model on the meta
+    device.
 
-    `continues`: an engine that is used again keeps the optimizer's states. `weights` are for a
-    model on the meta device.
-
-    Raises the errors of `initialize` and `close`; those of `close` leave everything unchanged.
+    Raises the errors of `initialize` and `close`; those of `close` (no room for the weights in RAM)
+    leave everything unchanged.
     """
-    open_ones = tiers_of(model)
-    for engine in open_ones:
-        if isinstance(engine, Engine) and engine.module is model and engine.serves(config):
-            engine.begin_anew(parameters, config.optimizer, keeps_states=continues)
-            return engine
-    for each in open_ones:
+    for each in tiers_of(model):
         each.close("host")
     on_meta = any(param.is_meta for param in model.parameters())
     return initialize(model, config, parameters=parameters, weights=weights if on_meta else None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,7 @@ class _EngineMaker:
             return current
         self.engine = engine_for(
             module, loaded, parameters=None if client is None else client.groups,
-            weights=self._weights, continues=client is not None and client.is_lent_to(current),
+            weights=self._weights,
         )  # fmt: skip
         return self.engine
 
@@ -153,8 +153,6 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         super().__init__(**kwargs)
         self._maker = _EngineMaker(config, weights)
         self._states: Path | None = None  # of the checkpoint that is being loaded
-        # lets schedulers have the program's optimizer, with which another Trainer may be given them
-        self._detach: Callable[[], None] = lambda: None
 
     @property
     def engine(self) -> Engine:
@@ -250,10 +248,13 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
                 "loop of your own"
             )
         client = ClientOptimizer.of(self.optimizers[0])
+        if client.was_lent:
+            raise UnsupportedError(
+                "configure_optimizers returned the optimizer of an earlier fit, whose states went "
+                "with its engine; make a new one there, and pass ckpt_path= to go on"
+            )
         engine = self._make(trainer, client)
-        schedulers = [each.scheduler for each in self.lr_scheduler_configs]
-        client.lend(engine, schedulers)
-        self._detach = partial(client.detach, schedulers)
+        client.lend(engine, [each.scheduler for each in self.lr_scheduler_configs])
         self.optimizers = [engine.optimizer]
 
     def _make(self, trainer: Any, client: ClientOptimizer | None) -> Engine:
@@ -305,7 +306,6 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Leave the model in the engine's tiers."""
-        self._detach()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -448,13 +448,3 @@ def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
 
 
 StrategyRegistry.register("offload", OffloadStrategy, "offload, with its defaults", override=True)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "OffloadFabricStrategy":
-        raise UnsupportedError(
-            "OffloadFabricStrategy is not supported: a loop of Fabric needs no strategy; call "
-            "engine = offload.initialize(model, CONFIG), fabric.setup(model, engine.optimizer), "
-            "and engine.save_checkpoint instead of fabric.save"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -74,8 +74,7 @@ class ClientOptimizer:
 
     def lend(self, engine: Trained, schedulers: Sequence[Any] = ()) -> None:
         """Let the engine's optimizer replace the given one. A program that kept that one changes
-        the engine's param groups, and so do its `schedulers`, until the engine is closed or begins
-        anew. `detach` lets schedulers have the given optimizer again."""
+        the engine's param groups, and so do its `schedulers`, until the engine is closed."""
         given, optimizer = self.given, engine.optimizer
         if given.state:
             optimizer.load_state_dict(given.state_dict())
@@ -85,30 +84,22 @@ class ClientOptimizer:
             _Attached(optimizer)
         for scheduler in schedulers:
             _attach(scheduler, optimizer)
-        _lent[given] = weakref.ref(optimizer)
+        _lent.add(given)
 
         def take_back() -> None:
             given.param_groups = [{**given.defaults, **group} for group in given.param_groups]
-            self.detach(schedulers)
+            for scheduler in schedulers:
+                _attach(scheduler, given)
 
         engine.before_close(take_back)
 
-    def detach(self, schedulers: Sequence[Any]) -> None:
-        """Return `schedulers` to the given optimizer, which they were made with. They change the
-        same param groups."""
-        for scheduler in schedulers:
-            _attach(scheduler, self.given)
-
-    def is_lent_to(self, engine: Trained | None) -> bool:
-        """Return whether the given optimizer's states are those of this engine's optimizer."""
-        lent = _lent.get(self.given)
-        return engine is not None and lent is not None and lent() is engine.optimizer
+    @property
+    def was_lent(self) -> bool:
+        """Whether an engine's optimizer took its place before: its states went there."""
+        return self.given in _lent
 
 
-# optimizers that were lent, and the engine's optimizer in their place
-_lent: weakref.WeakKeyDictionary[
-    torch.optim.Optimizer, weakref.ref[torch.optim.Optimizer]
-] = weakref.WeakKeyDictionary()  # fmt: skip
+_lent: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class _Attached(LRScheduler):

@@ -68,20 +68,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         this = weakref.ref(self)  # the runtime must not keep the engine alive
         self._runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
 
-    def _check_serves(self) -> None:
-        if self.engine is not None and self.engine.optimizer is not self:
-            raise StateError(
-                "this optimizer's model was given to another trainer since, and trains with the "
-                "optimizer of that (offload.engine_of(model).optimizer)"
-            )
-
     def _new_entries(self) -> OptimizerEntries:
         return OptimizerEntries(self._values, self._managed, self._kept_or_none)
 
     @property
     def state(self) -> Any:
         """The states of each parameter, read when asked for: see `optimizer_entries`."""
-        self._check_serves()
         return self._entries
 
     @state.setter
@@ -89,7 +81,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         before = self._entries
         if entries is before or not hasattr(self, "param_groups"):  # torch.optim is making it
             return
-        self._check_serves()
         self._entries = self._new_entries()
         if sys.getrefcount(before) > 2:  # the program has it, too, and it keeps the values of now
             before.part()
@@ -181,7 +172,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @defer_signals
     @torch.no_grad()
     def _step(self) -> None:
-        self._check_serves()
         self.last_step = self._runtime.step(self.hyper_of())
         self._runtime.stepper.nonfinite.check()
 
@@ -206,7 +196,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         They are whole in RAM: `engine.save_checkpoint` streams instead.
         """
-        self._check_serves()
         index = 0
         packed_groups, state = [], {}
         for group in self.param_groups:
@@ -227,7 +216,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises ValueError or UnsupportedError, and changes nothing, if it is of another kind, or of
         other parameters.
         """
-        self._check_serves()
         check_sizes(self.param_groups, state_dict)
         numbers, states = [], []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -443,18 +443,6 @@ class Runtime:
                             "gradient now; set requires_grad before offload.initialize"
                         )
 
-    def begin_anew(self, loss_scale: LossScale | None) -> None:
-        """Count steps from the beginning, with that scale, once all gradients are cleared. Updates
-        that were made in backward stay."""
-        self.settle()
-        if not self.stepper.is_ahead:
-            self.drop_cleared_gradients()  # what the program holds keeps its values
-        self.stepper.begin_anew()
-        self.drop_cleared_gradients()
-        if self.loss_scale is not None and loss_scale is not None:
-            self.loss_scale.scale = loss_scale.scale
-            self.loss_scale.good_steps = loss_scale.good_steps
-
     # ---------------------------------------------------------------- the whole
     def lanes(self) -> list[Lane]:
         """Return the lanes that the model's thread waits for, beside its states."""

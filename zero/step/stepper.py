@@ -324,17 +324,6 @@ class Stepper:
         if state.gradients.holds_any:
             state.gradients.clear()
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether updates have begun ahead of a step."""
-        return bool(self._ahead)
-
-    def begin_anew(self) -> None:
-        """Begin anew, as before any step and without gradients. For settled states."""
-        self.forget("training began anew since")
-        self.taken = self.skipped = 0
-        self.nonfinite = NonfiniteSteps(self._rules.max_skipped_steps)
-
     def forget(self, why: str = "a checkpoint was loaded since") -> None:
         """Forget all gradients and the updates begun ahead of a step: a load is about to replace
         the weights that they changed. For settled states."""

@@ -159,7 +159,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     @staticmethod
     def _serves(own: OffloadOptimizer, model: nn.Module) -> bool:
         engine: Engine = own.engine
-        return not engine.is_closed and engine.module is model and engine.optimizer is own
+        return not engine.is_closed and engine.module is model
 
     def _ask(self, model: nn.Module) -> None:
         """Call `create_optimizer`, in which the arguments have the configuration's numbers."""
