@@ -20,7 +20,6 @@ import offload
 from offload.errors import ChecksumError, NoSpaceError, StorageError, StuckError
 from offload.planning.plan import plan
 from offload.swap.activations import activations
-from tests.aio import needs_libaio
 from tests.faults.faulty_files import FATAL, KINDS, MENDED, FaultyFiles
 from tests.offload.engine_cases import (
     HOST,
@@ -37,7 +36,6 @@ pytestmark = pytest.mark.sample(3)
 
 DATA = batches(4)
 SAVED, CALLS = 2, 320  # steps before the first save; most calls from there to the end
-NOT_OF_LIBAIO = ("slow", "stuck", "ragged")  # of its waits, see tests/swap/test_stuck.py
 HITS: Counter[str] = Counter()
 SAYS = {"ENOSPC": NoSpaceError, "flip": ChecksumError, "torn": ChecksumError, "stuck": StuckError}
 
@@ -52,7 +50,6 @@ class Case:
     precision: str = "fp32"
     clips: bool = True
     always: bool = False  # and all that follow
-    backend: str = "threads"
     parks: bool = False  # activations are on nvme, too
 
     @classmethod
@@ -73,7 +70,7 @@ class Case:
         keys = config(
             folder, placement, budget={"host": host, "nvme": "64MiB"},
             # buffered: with O_DIRECT half a piece would be refused as no whole number of blocks
-            nvme={"paths": [str(folder)], "direct": False, "backend": self.backend},
+            nvme={"paths": [str(folder)], "direct": False, "backend": "threads"},
             precision=self.precision, clip_grad_norm=1.0 if self.clips else None,
             optimizer={"lr": 1e-2, "chunk": 1024},
         )  # fmt: skip
@@ -134,7 +131,7 @@ def meet(
         finally:
             files.release()
     if files.hit:
-        HITS[f"{case.backend}: {files.hit.rpartition(' at ')[0]}"] += 1
+        HITS[files.hit.rpartition(" at ")[0]] += 1
     if caught is not None:
         assert str(folder) in str(caught), files.hit
         for path, steps in ((saved, rest), (later, rest[1:])):
@@ -168,26 +165,11 @@ def test_drawn_faults_leave_the_bits_or_an_error(
     assert error is None or case.kind in FATAL, files.hit
 
 
-@needs_libaio
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_OF_LIBAIO])
-def test_with_libaio_it_ends_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: bool
-) -> None:
-    draw = random.Random(kind)
-    for number in range(100 if long else 1):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        case = Case(kind, draw.randrange(CALLS), backend="libaio", always=draw.random() < 0.2)
-        error, files = meet(case, folder, monkeypatch)
-        assert error is None or kind in FATAL or case.always, files.hit
-
-
-@pytest.mark.parametrize("parks", [False, True])
 @pytest.mark.parametrize("kind", MENDED)
 def test_what_can_be_mended_changes_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, parks: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    error, files = meet(Case(kind, 5, parks=parks), tmp_path, monkeypatch)
+    error, files = meet(Case(kind, 5), tmp_path, monkeypatch)
     assert error is None
     assert files.hit
 
@@ -199,11 +181,10 @@ def test_activations_on_nvme_are_met_too(tmp_path: Path) -> None:
     assert moved["activations parked"] > 0
 
 
-@pytest.mark.parametrize("parks", [False, True])
 @pytest.mark.parametrize("kind", FATAL)
 def test_what_cannot_be_mended_is_an_error_of_its_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, parks: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    error, files = meet(Case(kind, 0, always=True, parks=parks), tmp_path, monkeypatch)
+    error, files = meet(Case(kind, 0, always=True), tmp_path, monkeypatch)
     assert files.hit
     assert isinstance(error, SAYS.get(kind, StorageError))
