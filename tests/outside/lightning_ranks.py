@@ -11,7 +11,7 @@ import torch
 
 from offload.integrations.lightning import OffloadStrategy
 from tests.offload.engine_cases import seeded
-from tests.outside.test_lightning_strategy import Lit, keys_for, rows
+from tests.outside.test_lightning import Lit, keys_for, rows
 from tests.outside.trainer_cases import values_of
 
 

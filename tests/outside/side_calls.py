@@ -20,8 +20,6 @@ from torch.nn.utils import parametrizations
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import torch.ao.nn.qat as qat
-    import torch.ao.nn.quantizable as quantizable
     from torch.testing._internal.common_modules import module_db
 
 
@@ -157,21 +155,6 @@ def _layer(**how: Any) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, **how)
 
 
-def _quantised(build: Callable[[], nn.Module], kinds: set[Any]) -> nn.Module:
-    class WithNorm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-            self.inner = build()
-
-        def forward(self, x: Tensor) -> Any:
-            return self.inner(self.norm(x))
-
-    from torch.ao.quantization import quantize_dynamic
-
-    return quantize_dynamic(WithNorm().eval(), kinds, dtype=torch.qint8)
-
-
 class _OverWeights(nn.Module):
     """Computes with functions over its parameters."""
 
@@ -284,17 +267,4 @@ def own_recipes() -> Iterator[Recipe]:
             nn.BatchNorm1d(16), nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(4, 16)
         ), _one(6, 16),
     )  # fmt: skip
-    yield Recipe(
-        "quantised linear", lambda: _quantised(lambda: nn.Linear(8, 4), {nn.Linear}), _one(3, 8)
-    )
-    yield Recipe(
-        "quantised LSTM", lambda: _quantised(lambda: nn.LSTM(8, 4), {nn.LSTM}), _one(5, 3, 8)
-    )
-    config = torch.ao.quantization.get_default_qat_qconfig("x86")
-    yield Recipe("qat", lambda: qat.Linear(16, 8, qconfig=config), _one(3, 16))
-    yield Recipe(
-        "quantizable attention", lambda: quantizable.MultiheadAttention(16, 4, batch_first=True),
-        lambda: ((_x(3, 7, 16),) * 3, {}),
-    )  # fmt: skip
-    yield Recipe("quantizable LSTM", lambda: quantizable.LSTM(16, 8, 2), _one(5, 3, 16))
     yield Recipe("functions", _OverWeights, lambda: ((_x(3, 7, 16), _ids(3, 4)), {}))

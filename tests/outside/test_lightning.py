@@ -1,25 +1,35 @@
-"""Lightning's Trainer and Fabric train through an engine as without one.
+"""Lightning's Trainer with offload's strategy trains as with its own, a loop of Fabric without one.
 
 Lightning is not among what `make test` installs; this file is run by hand (CONTRIBUTING.md). Last
-run with lightning 2.6.6 and torch 2.13.0.
+run with lightning 2.6.6 and torch 2.11.0.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import offload
+from offload.errors import (
+    CheckpointError,
+    ConfigError,
+    OffloadError,
+    PathError,
+    UnsupportedError,
+)
+from tests.offload.engine_cases import assert_same_bits, assert_scheduler_is_saved, seeded
+from tests.outside.memory import assert_streams
 from tests.outside.trainer_cases import (
     ACCUMULATE,
     CLIP,
     PLACEMENTS,
-    STEPS,
     Rows,
     assert_close,
     plain_optimizer,
@@ -30,6 +40,9 @@ from tests.outside.trainer_cases import (
 )
 
 lightning = pytest.importorskip("lightning")
+strategies = pytest.importorskip("offload.integrations.lightning")
+
+EPOCHS, PER_EPOCH = 3, 2  # steps per epoch
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +51,328 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def rows() -> DataLoader[dict[str, Tensor]]:
-    return DataLoader(Rows(2 * ACCUMULATE * STEPS, seed=1), batch_size=2)
+def rows(seed: int = 1, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Rows(2 * ACCUMULATE * PER_EPOCH, seed), batch_size=2, shuffle=shuffle)
 
 
+class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self, decay: bool = True, optimizer: str = "AdamW", rate: float = 3e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = tiny_llama()
+        self.losses: list[float] = []
+        self.evaluated: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        loss = self.model(**batch).loss
+        self.evaluated.append(loss.item())
+        self.log("val_loss", loss)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        groups = [
+            {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        kinds: dict[str, Any] = {"SGD": {"momentum": 0.9}, "Adagrad": {}}
+        keys = {"lr": self.hparams.rate, **kinds.get(self.hparams.optimizer, {})}
+        optimizer = getattr(torch.optim, self.hparams.optimizer)(groups, **keys)
+        schedules = torch.optim.lr_scheduler
+        warm = schedules.LinearLR(optimizer, total_iters=2)
+        scheduler = schedules.SequentialLR(
+            optimizer, [warm, schedules.CosineAnnealingLR(optimizer, 8)], milestones=[2]
+        )
+        return {
+            "optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }  # fmt: skip
+
+
+def keys_for(folder: Path, placement: str = "nvme", **keys: Any) -> dict[str, Any]:
+    """Without an optimizer: that is the module's."""
+    found = settings(folder, PLACEMENTS[placement], **keys)
+    return found if "optimizer" in keys else {k: v for k, v in found.items() if k != "optimizer"}
+
+
+def trainer_for(folder: Path, strategy: Any = "auto", **keys: Any) -> Any:
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=folder, save_top_k=-1, filename="{epoch}", save_last=True
+    )
+    keys = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, **keys}
+    return lightning.Trainer(
+        accelerator="cpu", devices=1, callbacks=[saving, *keys.pop("callbacks", [])],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        strategy=strategy, **{"logger": False, **keys},
+    )  # fmt: skip
+
+
+def fit(
+    folder: Path, strategy: Any = "auto", module: Any = None, *, resume: Any = None, **keys: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    module = seeded(Lit) if module is None else module
+    trainer = trainer_for(folder, strategy, **keys)
+    trainer.fit(module, rows(), rows(2), ckpt_path=None if resume is None else str(resume))
+    return module, trainer
+
+
+def assert_equal_runs(found: Any, expected: Any) -> None:
+    assert_close(found.losses, expected.losses)
+    assert_close(found.evaluated, expected.evaluated)
+    assert_close(values_of(found), values_of(expected))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
+    placement: str, tmp_path: Path
+) -> None:
+    clip = {"gradient_clip_val": CLIP}
+    expected, _ = fit(tmp_path / "plain", **clip)
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path, placement))
+    found, trainer = fit(tmp_path / "ours", strategy, **clip)
+    assert_equal_runs(found, expected)
+    assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
+    losses, weights = found.losses, values_of(found)
+    assert_scheduler_is_saved(strategy.engine)
+    strategy.engine.close()
+
+    again = strategies.OffloadStrategy(keys_for(tmp_path, placement))
+    saved = tmp_path / "ours" / "epoch=0.ckpt"
+    resumed, _ = fit(tmp_path / "again", again, resume=saved, **clip)
+    assert resumed.losses == losses[len(losses) // EPOCHS :]
+    assert_same_bits(values_of(resumed), weights)
+    again.engine.close()
+
+
+def test_a_plain_checkpoint_is_loaded_and_a_folder_becomes_one(tmp_path: Path) -> None:
+    expected, _ = fit(tmp_path / "plain")
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    resumed, trainer = fit(tmp_path / "ours", strategy, resume=tmp_path / "plain" / "epoch=0.ckpt")
+    assert_close(resumed.losses, expected.losses[len(expected.losses) // EPOCHS :])
+    assert_close(values_of(resumed), values_of(expected))
+    # after fit: saved again, tested, and made a file of Lightning's own
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    trainer.test(resumed, rows(2), verbose=False)
+    weights = values_of(resumed)
+    strategy.engine.close()
+    strategies.consolidate(tmp_path / "final.ckpt", tmp_path / "final.file")
+    loaded = Lit.load_from_checkpoint(tmp_path / "final.file", map_location="cpu")
+    assert loaded.hparams.rate == 3e-3
+    assert_same_bits(values_of(loaded), weights)
+    (states,) = (tmp_path / "final.ckpt").glob("states-*")
+    file = states / "parameters/000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=r"000\.safetensors is damaged"):
+        strategies.consolidate(tmp_path / "final.ckpt", tmp_path / "damaged.file")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+class Meta(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = tiny_llama()
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    found, _ = fit(tmp_path / "ours", strategy, Meta())
+    losses, weights = found.losses, values_of(found)
+    strategy.engine.close()
+    again = strategies.OffloadStrategy(keys_for(tmp_path))
+    saved = tmp_path / "ours" / "epoch=1.ckpt"
+    resumed, _ = fit(tmp_path / "again", again, Meta(), resume=saved)
+    assert resumed.losses == losses[len(losses) * 2 // EPOCHS :]
+    assert_same_bits(values_of(resumed), weights)
+    again.engine.close()
+    # its parameters' folder as weights=
+    (states,) = saved.glob("states-*")
+    third = strategies.OffloadStrategy(keys_for(tmp_path), weights=states / "parameters")
+    module = Meta()
+    trainer_for(tmp_path / "third", third).validate(module, rows(2), verbose=False)
+    assert module.evaluated == found.evaluated[-2 * len(module.evaluated) : -len(module.evaluated)]
+    third.engine.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_precisions_are_the_engines(precision: str, tmp_path: Path) -> None:
+    ours = {"bf16-true": "bf16", "16-true": "fp16"}[precision]
+    found = []
+    for name, trainers, keys in [("a", precision, {}), ("b", None, {"precision": ours})]:
+        strategy = strategies.OffloadStrategy(keys_for(tmp_path, "host", **keys))
+        module, _ = fit(tmp_path / name, strategy, precision=trainers)
+        assert strategy.engine.config.precision == ours
+        found.append(module.losses)
+        strategy.engine.close()
+    assert found[0] == found[1]
+    assert found[0][-1] < found[0][0]
+
+
+class Manual(Lit):
+    automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        loss = self.model(**batch).loss
+        self.losses.append(loss.item())
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    keys = {"accumulate_grad_batches": 1}
+    expected, _ = fit(tmp_path / "plain", module=seeded(Manual), **keys)
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    found, _ = fit(tmp_path / "ours", strategy, seeded(Manual), **keys)
+    assert_equal_runs(found, expected)
+    strategy.engine.close()
+
+
+def test_an_optimizer_of_parameters_outside_the_module_is_refused(tmp_path: Path) -> None:
+    class Outside(Lit):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([*self.parameters(), nn.Parameter(torch.ones(3))])
+
+    with pytest.raises(OffloadError, match=r"shape \(3,\)"):
+        fit(tmp_path, strategies.OffloadStrategy(keys_for(tmp_path)), seeded(Outside))
+
+
+def test_two_processes_train_as_ddp_does(tmp_path: Path) -> None:
+    """Begun by `torchrun`."""
+    import subprocess
+    import sys
+
+    for name in ("ddp", "offload"):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+            "-m", "tests.outside.lightning_ranks", name, str(tmp_path),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env=environment
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("ddp", "offload"))
+    assert_close(found, expected)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "precision": (
+        ConfigError, {"precision": "bf16"}, {"precision": "16-true"},
+        "precision: bf16.*precision='16-true'",
+    ),
+    "autocast": (
+        ConfigError, {"precision": "bf16"}, {"precision": "bf16-mixed"}, "bf16-mixed",
+    ),
+    "double": (UnsupportedError, {}, {"precision": "64-true"}, "DoublePrecision"),
+    "clipping": (
+        ConfigError, {"clip_grad_norm": 1.0}, {"gradient_clip_val": 0.5},
+        "clip_grad_norm: 1.0.*gradient_clip_val=0.5",
+    ),
+    "device": (ConfigError, {"device": "cuda"}, {}, "device: cuda"),
+    "lr": (
+        ConfigError, {"optimizer": {"type": "adamw", "lr": 0.5}}, {}, "optimizer.lr: 0.5.*lr=0.003",
+    ),
+    "type": (ConfigError, {"optimizer": {"type": "lion"}}, {}, "optimizer.type: lion"),
+    "sync": (UnsupportedError, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
+    "io": (
+        UnsupportedError, {},
+        {"plugins": [lightning.pytorch.plugins.io.AsyncCheckpointIO()]}, "AsyncCheckpointIO",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_named_twice_is_refused(case: str, tmp_path: Path) -> None:
+    error, ours, theirs, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        fit(tmp_path, strategies.OffloadStrategy(keys_for(tmp_path, **ours)), **theirs)
+
+
+class Rms(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.RMSprop(self.parameters())
+
+
+class Two(Manual):
+    def configure_optimizers(self) -> Any:
+        half = list(self.parameters())
+        return torch.optim.SGD(half[:3], lr=0.1), torch.optim.SGD(half[3:], lr=0.1)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Rms, "RMSprop has no rule"), (Two, "2 optimizers")])
+def test_optimizers_without_a_rule_are_refused(kind: Any, message: str, tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    with pytest.raises(UnsupportedError, match=message):
+        fit(tmp_path, strategy, kind(), accumulate_grad_batches=1)
+
+
+def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    module, trainer = fit(tmp_path / "ours", strategy)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    with pytest.raises(PathError, match="something else"):
+        trainer.save_checkpoint(tmp_path / "mine")
+    with pytest.raises(PathError, match="local folder"):
+        trainer.save_checkpoint("s3://bucket/x.ckpt")
+    with pytest.raises(CheckpointError, match=r"no state\.ckpt"):
+        trainer.fit(module, rows(), ckpt_path=str(tmp_path / "mine"))
+    (states,) = (tmp_path / "ours" / "last.ckpt").glob("states-*")
+    states.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is missing"):
+        trainer.fit(module, rows(), ckpt_path=str(tmp_path / "ours" / "last.ckpt"))
+    strategy.engine.close()
+
+
+def test_a_save_that_is_cut_short_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
+    module, trainer = fit(tmp_path / "ours", strategy)
+    saved, weights = tmp_path / "ours" / "last.ckpt", values_of(module)
+    with torch.no_grad():
+        module.model.lm_head.weight.zero_()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(strategies.streamed_folder.torch, "save", fail)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save_checkpoint(saved)
+    assert len(list(saved.glob("states-*"))) == 2
+    trainer.test(module, rows(2), ckpt_path=str(saved), verbose=False)
+    assert_same_bits(values_of(module), weights)
+    trainer.save_checkpoint(saved)
+    assert len(list(saved.glob("states-*"))) == 1
+    strategy.engine.close()
+
+
+def test_saving_and_loading_stream(tmp_path: Path) -> None:
+    assert_streams("trainer", tmp_path)
+
+
+# ---------------------------------------------------------------- without a strategy
 def fabric(model: Any, optimizer: Any) -> tuple[list[float], list[float]]:
     made = lightning.Fabric(accelerator="cpu")
     made.launch()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.cli import main
-from offload.errors import CheckpointError, ConfigError, OffloadError
+from offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from tests.deepspeed.known_files import KNOWN
 from tests.offload.engine_cases import (
     assert_same_bits,
@@ -190,6 +190,40 @@ def test_a_model_in_an_engine_is_taken_over_and_the_engine_itself_is_refused(
         assert engine.is_closed
         assert trainer.engine is not engine
         trainer.engine.close()
+
+
+# --------------------------------------------------------------------------- plain Trainer
+@pytest.mark.sample("nvme")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_plain_trainer_trains_with_an_engines_optimizer_and_resumes(
+    placement: str, plain: Any, tmp_path: Path
+) -> None:
+    keys = settings(tmp_path, placement, optimizer={"lr": 3e-3, "weight_decay": 0.1})
+    runs = []
+    for folder, resume in ("whole", None), ("again", str(tmp_path / "whole/checkpoint-8")):
+        model = tiny_llama()
+        groups = [  # as Trainer makes them
+            {"params": [p for p in model.parameters() if p.ndim > 1]},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        with offload.initialize(model, keys, parameters=groups) as engine:
+            trainer = make(
+                transformers.Trainer, tmp_path / folder, model, optimizers=(engine.optimizer, None)
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            runs.append((logged(trainer), values_of(model)))
+    (whole, weights), again = runs
+    assert_close(whole, plain[1])
+    assert_close(weights, plain[2])
+    assert again[0] == whole
+    assert_same_bits(again[1], weights)
+
+
+def test_plain_trainer_with_an_optimizer_of_its_own_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    refusal = pytest.raises(UnsupportedError, match=r"optimizers=\(engine.optimizer, None\)")
+    with offload.initialize(model, settings(tmp_path)), refusal:
+        make(transformers.Trainer, tmp_path / "run", model, **SHORT).train()
 
 
 # --------------------------------------------------------------------------- precision
