@@ -298,6 +298,11 @@ class Engine(TieredModel):
             params = given
         return optimizer_class(config.type)(self._runtime, self.values, params, config)
 
+    def check_numbers(self, parameters: list[Any], config: OptimizerConfig) -> None:
+        """Raise what `initialize` raises for the numbers of these param groups."""
+        groups = [each for each in parameters if isinstance(each, dict)] or [{}]
+        self._make_optimizer([{**each, "params": []} for each in groups], config)
+
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor) -> None:
         """Call `loss.backward()` in every precision; scales `loss` (one element) under fp16. It is

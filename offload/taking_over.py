@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -47,9 +48,14 @@ def engine_for(
     device.
 
     Raises the errors of `initialize` and `close`; those of `close` (no room for the weights in RAM)
-    leave everything unchanged.
+    and of numbers in param groups leave everything unchanged.
     """
-    for each in tiers_of(model):
+    open_ones = tiers_of(model)
+    groups: Any = None if parameters is None else list(parameters)
+    for each in open_ones:
+        if isinstance(each, Engine) and each.module is model:
+            each.check_numbers(groups or [], config.optimizer)
+    for each in open_ones:
         each.close("host")
     on_meta = any(param.is_meta for param in model.parameters())
-    return initialize(model, config, parameters=parameters, weights=weights if on_meta else None)
+    return initialize(model, config, parameters=groups, weights=weights if on_meta else None)

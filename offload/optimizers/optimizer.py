@@ -230,7 +230,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._entries.forget(param)
                 self._values.write_state(param, state)
         except BaseException:
-            self._runtime.store.unusable = (
+            self._runtime.store.unusable = self._runtime.store.unusable or (
                 "loading an optimizer's state dict failed half-way, so states are a mixture; "
                 "load a checkpoint, or make a new engine"
             )
