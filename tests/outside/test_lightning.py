@@ -360,7 +360,6 @@ def test_a_save_that_is_cut_short_leaves_the_checkpoint_before(
         patched.setattr(strategies.streamed_folder.torch, "save", fail)
         with pytest.raises(KeyboardInterrupt):
             trainer.save_checkpoint(saved)
-    assert len(list(saved.glob("states-*"))) == 2
     trainer.test(module, rows(2), ckpt_path=str(saved), verbose=False)
     assert_same_bits(values_of(module), weights)
     trainer.save_checkpoint(saved)
