@@ -26,7 +26,7 @@ from offload.checkpoint.format.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
-from offload.checkpoint.format.plain_values import check_plain
+from offload.checkpoint.format.user_state import packed
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.saved import LoopState, imported_run, last_tag, write_latest
@@ -240,12 +240,12 @@ def _loop_state(found: ZeroCheckpoint) -> LoopState:
 
 
 def _client(about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of the client state that need no pickling; the others are logged."""
+    """Yield the entries of the client state that a checkpoint can keep; the others are logged."""
     for key, value in about.items():
         if key in _THEIRS:
             continue
         try:
-            check_plain(value, key)
+            packed(value, key)
         except UnsupportedError as error:
             _log.warning("left out of the client state: %s", error)
             continue

@@ -356,7 +356,7 @@ DATA_TYPES = (
 CHECKPOINT = (
     *_unneeded("ranks compare what they are about to save", "tag_validation"),
     *_unneeded(
-        "the first rank streams all of a checkpoint; nothing is pickled",
+        "the first rank streams all of a checkpoint, as safetensors files",
         "checkpoint_serialization", "writer", "use_node_local_storage", "parallel_write",
     ),
     _refused(

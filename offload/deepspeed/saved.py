@@ -21,9 +21,8 @@ from offload.checkpoint.foreign.exporting import export
 from offload.checkpoint.format.disk import entries, is_folder, is_there, make_call, storage_errors
 from offload.checkpoint.format.folder import adopt, discard
 from offload.checkpoint.format.manifest import RunRecord
-from offload.checkpoint.format.plain_values import check_plain
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.user_state import run_of, state_in
+from offload.checkpoint.format.user_state import packed, run_of, state_in
 from offload.engine import Engine
 from offload.runs.metrics import write_whole
 from offload.swap.io.maker_marks import marked
@@ -74,12 +73,12 @@ def save_all(
     engine: Engine, folder: Path, tag: str, state: LoopState, *, save_latest: bool
 ) -> None:
     """Write a checkpoint with the loop's state; see `EngineModule.save_checkpoint`. Raise
-    UnsupportedError for values that would have to be pickled."""
+    UnsupportedError for values that a checkpoint cannot keep."""
     path = folder / tag
     with _agreed(engine, f"{path} was not saved"):
         if _is_first_rank(engine):
-            check_plain(state.lr_scheduler, "lr_scheduler.state_dict()")
-            check_plain(state.client_state, "client_state")
+            packed(state.lr_scheduler, "lr_scheduler.state_dict()")
+            packed(state.client_state, "client_state")
     engine.save_checkpoint(path, state=state.entry if _is_first_rank(engine) else {})
     with _agreed(engine, f"{path} was not saved"):
         if _is_first_rank(engine) and save_latest:

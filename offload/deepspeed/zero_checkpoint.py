@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from offload.checkpoint.foreign.model_files import own_file
-from offload.checkpoint.foreign.torch_files import Opaque, load_file
+from offload.checkpoint.format.torch_files import Opaque, load_file
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from offload.checkpoint.foreign.exporting import check_new, pending_output
-from offload.checkpoint.foreign.torch_files import refusals
 from offload.checkpoint.format.disk import check_room
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.checkpoint.format.torch_files import refusals
 from offload.display.plain_text import plain
 from offload.tiers.errors import CheckpointError, NoCheckpointError, PathError
 from offload.zero.groups.bits import DTYPE_NAMES

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint import latest, prune, step_path
-from offload.checkpoint.engine.run_restoring import saved_run
+from offload.checkpoint.engine.run_state import saved_run
 from offload.checkpoint.format.disk import make_folder, rename, storage_errors, sync_folder
 from offload.checkpoint.format.locks import OpenFolder, lock_folder, unlock
 from offload.checkpoint.format.steps import has_steps

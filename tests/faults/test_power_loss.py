@@ -14,6 +14,7 @@ import offload
 import offload.deepspeed as deepspeed
 from offload import checkpoint
 from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.user_state import state_in
 from offload.config import OffloadConfig
 from offload.integrations import streamed_folder
 from offload.runs.folder import RunFolder
@@ -81,8 +82,7 @@ def saved(where: str) -> Read:
             return None
         with CheckpointReader(left / where) as reader:
             reader.check(contents=True)
-            run = reader.manifest.run
-        return str(run.sections["state"] if run is not None else "whole")
+            return str(state_in(reader) if reader.manifest.run is not None else "whole")
 
     return read
 

@@ -14,7 +14,7 @@ import torch
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.fit import match
 from offload.checkpoint.engine.pieces import PieceAccess, elements_of, overlaps
-from offload.checkpoint.engine.run_restoring import Restoring
+from offload.checkpoint.engine.run_state import Restoring
 from offload.checkpoint.engine.shards import on_all, own_ranges, shifted, whole_state
 from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.manifest import ParameterRecord
@@ -61,7 +61,7 @@ def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
             raise
         with on_all(runtime.ranks, failed):
             beside.apply()
-        return beside.state or {}
+        return beside.state
 
 
 def _open(engine: Trained, path: Path, stack: ExitStack) -> tuple[_Loader, Restoring]:

@@ -1,44 +1,68 @@
 """The state of a run beside the engine: random numbers, registered objects, the user's own.
 
-    section     JSON
-    config      the engine's configuration, every `auto` resolved
-    random      a list, one entry per rank: generator -> its state
-    objects     name -> a list of what `state_dict()` gave: one per rank, or one for all
-    extra       module -> what its `get_extra_state()` gave
-    entries     key of the state dict -> what modules have there that is no tensor
-    versions    module -> the metadata of its state dict, where that is not just version 1
-    state       what `save_checkpoint(state=)` was given
+Each is an archive of `torch.save` (see `user_state`) in the checkpoint's file `RUN`:
 
-Tensors are not in the JSON: they lie in the checkpoint's file `RUN`, and what stands for one names
-it.
+    random/RANK           generator -> its state
+    objects/RANK/NAME     what `state_dict()` gave; of rank 0 alone where all ranks have the same
+    extra/MODULE          what its `get_extra_state()` gave
+    entries/KEY           what modules have at this key of the state dict that is no tensor
+    versions              module -> the metadata of its state dict, where that is not just version 1
+    state                 what `save_checkpoint(state=)` was given
+
+The configuration, every `auto` resolved, is in the manifest.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from zlib import crc32
 
 import numpy as np
 import torch
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
 from torch import nn
 
-from offload.checkpoint.engine.module_state import ModuleState
-from offload.checkpoint.engine.run_merging import check_names, merged, on_first
+from offload.checkpoint.engine.module_state import ModuleLoading, ModuleState, with_extra_state
 from offload.checkpoint.engine.shards import on_all
-from offload.checkpoint.format.manifest import RunRecord
-from offload.checkpoint.format.user_state import Packer
-from offload.process import bounded_json
+from offload.checkpoint.format.manifest import BufferRecord, RunRecord
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.user_state import (
+    STATE,
+    buffers_of,
+    packed,
+    state_in,
+    tensor_records,
+    value_of,
+)
 from offload.swap.threads.shield import defer_signals
-from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.recompute.random_state import Generator, is_generator, named_generators, state_of
+from offload.tiers.errors import CheckpointError, StateError, UnsupportedError
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.recompute.random_state import (
+    Generator,
+    is_generator,
+    named_generators,
+    set_state,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
 
 _log = logging.getLogger("offload")
+_RANDOM, _OBJECTS, _EXTRA, _ENTRIES, _VERSIONS = "random", "objects", "extra", "entries", "versions"
+_MALFORMED = (
+    KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError,
+)  # fmt: skip
+_MOST_NAMES = 8  # in one line
+
+Archives = dict[str, torch.Tensor]
 
 
 @runtime_checkable
@@ -61,7 +85,7 @@ def check_carried(name: str, value: object) -> None:
             "checkpoint; save others yourself, or give their state_dict() to `state=`"
         )
     if (isinstance(value, Stateful) and not isinstance(value, type)) or is_generator(value):
-        Packer(0).packed("objects", _state_of(value, name), f"{name}.state_dict()")  # type: ignore[arg-type]
+        _check_state(name, value)  # type: ignore[arg-type]
         return
     hint = "give it state_dict() and load_state_dict(), or put what counts into `state=`"
     if isinstance(value, torch.utils.data.DataLoader):
@@ -71,6 +95,20 @@ def check_carried(name: str, value: object) -> None:
     )
 
 
+def _check_state(name: str, value: Carried) -> None:
+    state = _state_of(value)
+    packed(state, f"{name}.state_dict()")
+    if isinstance(value, Stateful):
+        return
+    try:
+        set_state(_another(value), state)
+    except _MALFORMED:
+        raise UnsupportedError(
+            f"{name} is a {type(value).__name__} with a getstate() of its own kind; give it "
+            "state_dict() and load_state_dict()"
+        ) from None
+
+
 def check_unnamed(carried: Mapping[str, Carried], new: Mapping[str, object]) -> None:
     """Raise StateError for a name that another object has."""
     for name, value in new.items():
@@ -78,94 +116,259 @@ def check_unnamed(carried: Mapping[str, Carried], new: Mapping[str, object]) -> 
             raise StateError(f"{name} is registered already, for another object; take another name")
 
 
+def _state_of(value: Carried) -> Any:
+    # it may be a generator all the same
+    return value.state_dict() if isinstance(value, Stateful) else state_of(value)
+
+
+# --------------------------------------------------------------------------- saving
 class RunState:
     """The state of a run that a checkpoint keeps, from the moment at which this was made."""
 
     def __init__(
-        self, others: dict[str, torch.Tensor], record: RunRecord,
-        tensors: Mapping[str, torch.Tensor],
+        self, others: dict[str, torch.Tensor], config: dict[str, Any], archives: Archives
     ) -> None:  # fmt: skip
         """`others` are the model's tensors that are not in tiers, live."""
         self.others = others
-        self.record = record
-        self.tensors = tensors
+        self.tensors = archives
+        self.record = RunRecord(config=config, tensors=tensor_records(archives))
 
     @classmethod
     def of(cls, engine: Trained, state: Mapping[str, Any] | None) -> RunState:
         """The state of all ranks, which call it together; that of the first rank has everything.
 
-        UnsupportedError, with the name, for a value that is not plain."""
+        UnsupportedError, with the name, for a value that cannot be kept."""
         ranks = engine.runtime.ranks
-        own = Packer(0 if ranks is None else ranks.rank)
         with on_all(ranks, "no checkpoint was saved"):
             modules = ModuleState.of(engine)
-            values = _values_of(engine, state, own, modules)
+            own = _own_archives(engine, state, modules)
         if ranks is not None:
-            check_names(ranks, engine.carried)
-        found = [(values, own.tensors)] if ranks is None else on_first(ranks, values, own.tensors)
-        record, tensors = merged(found) if found else (RunRecord(sections={}), {})
-        return cls(modules.tensors, record, tensors)
+            _check_names(ranks, engine.carried)
+        every = [own] if ranks is None else _on_first(ranks, own)
+        with defer_signals:  # pydantic takes a Ctrl-C for an error of its own
+            config = engine.config.to_dict()
+        return cls(modules.tensors, config, _merged(every) if every else {})
 
 
-def _values_of(
-    engine: Trained, state: Mapping[str, Any] | None, to: Packer, modules: ModuleState
-) -> dict[str, Any]:
+def _own_archives(
+    engine: Trained, state: Mapping[str, Any] | None, modules: ModuleState
+) -> Archives:
+    """This rank's archives: random numbers and objects without the number of the rank."""
     generators = named_generators(engine.module, engine.device)
-    with defer_signals:  # pydantic takes a Ctrl-C for an error of its own
-        config = engine.config.to_dict()
-    values = {
-        "config": config,
-        "objects": {
-            name: to.packed("objects", _state_of(each, name), f"{name}.state_dict()")
-            for name, each in engine.carried.items()
-        },
-        "extra": _packed_where_plain(modules.extra, to, "extra", "{}.get_extra_state()"),
-        "entries": _packed_where_plain(modules.values, to, "entries", "{} of the state dict"),
-        "versions": to.packed("versions", modules.versions, "the versions of state dicts"),
-        "state": None if state is None else to.packed("state", dict(state), "state"),
-    }  # fmt: skip
-    # last: what the others do for it may draw
-    values["random"] = {
-        name: to.packed("random", _state_of(each, name), f"the state of the generator {name}")
-        for name, each in generators.items()
+    found = {
+        f"{_OBJECTS}/{name}": packed(_state_of(each), f"{name}.state_dict()")
+        for name, each in engine.carried.items()
     }
-    _check_size(values)
-    return values
+    found |= _where_plain(_EXTRA, modules.extra, "{}.get_extra_state()")
+    found |= _where_plain(_ENTRIES, modules.values, "{} of the state dict")
+    if modules.versions is not None:
+        found[_VERSIONS] = packed(modules.versions, "the versions of state dicts")
+    if state is not None:
+        found[STATE] = packed(dict(state), STATE)
+    # last: what the others do for it may draw
+    states = {name: _state_of(each) for name, each in generators.items()}
+    found[_RANDOM] = packed(states, "the state of the generators")
+    return found
 
 
-def _check_size(values: dict[str, Any]) -> None:
-    """Raise UnsupportedError for values too large for a manifest, before anything is written."""
-    try:
-        bounded_json.check_size(json.dumps(values).encode())
-    except ValueError as error:
-        raise UnsupportedError(
-            f"the states of what is registered, and `state`, are too large: {error}; keep long "
-            "lists in tensors"
-        ) from None
-
-
-def _packed_where_plain(
-    values: Mapping[str, Any], to: Packer, section: str, name: str
-) -> dict[str, Any]:
+def _where_plain(section: str, values: Mapping[str, Any], name: str) -> Archives:
     found = {}
     for key, value in values.items():
         try:
-            found[key] = to.packed(section, value, name.format(key))
+            found[f"{section}/{key}"] = packed(value, name.format(key))
         except UnsupportedError as error:
             _log.warning("the checkpoint leaves it out: %s", error)
     return found
 
 
-def _state_of(value: Carried, name: str) -> Any:
-    if isinstance(value, Stateful):  # it may be a generator all the same
-        return value.state_dict()
-    if not isinstance(value, random.Random):
-        return state_of(value)
-    try:
-        version, key, gauss = value.getstate()
-        return {"version": version, "key": np.array(key, dtype=np.uint64), "gauss": gauss}
-    except (TypeError, ValueError, OverflowError, NotImplementedError):
-        raise UnsupportedError(
-            f"{name} is a {type(value).__name__} with a getstate() of its own kind; give it "
-            "state_dict() and load_state_dict()"
-        ) from None
+def _check_names(ranks: Ranks, names: Iterable[str]) -> None:
+    """Raise StateError, on all ranks, unless all have registered the same names."""
+    mine = crc32("\n".join(sorted(names)).encode()) >> 1
+    if len({*ranks.exchange([mine], "what is registered")[:, 0].tolist()}) > 1:
+        raise StateError(
+            f"ranks have registered different names for checkpoints (here: "
+            f"{', '.join(names) or 'none'}); register the same on all of them"
+        )
+
+
+def _on_first(ranks: Ranks, own: Archives) -> list[Archives]:
+    """The archives of every rank, on the first rank; an empty list on the others."""
+    raw = save_bytes(own)
+    sizes = ranks.exchange([len(raw)], "the states of a run")[:, 0].tolist()
+    if ranks.rank:
+        ranks.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 0)
+        return []
+    came = [
+        ranks.receive(size, torch.uint8, source).numpy().tobytes()
+        for source, size in enumerate(sizes[1:], start=1)
+    ]
+    return [own, *map(load_bytes, came)]
+
+
+def _merged(every: Sequence[Archives]) -> Archives:
+    """The random numbers and objects of every rank, and the rest of the first one's."""
+    merged = {}
+    for name, first in every[0].items():
+        section, _, rest = name.partition("/")
+        if section not in (_RANDOM, _OBJECTS):
+            merged[name] = first
+            continue
+        each = [own[name] for own in every]
+        if section == _OBJECTS and all(torch.equal(first, other) for other in each):
+            each = each[:1]
+        ending = f"/{rest}" if rest else ""
+        merged |= {f"{section}/{rank}{ending}": one for rank, one in enumerate(each)}
+    return merged
+
+
+# --------------------------------------------------------------------------- restoring
+class Restoring:
+    """The part of a checkpoint's run to restore: found, read and tried before anything is changed.
+
+    CheckpointError if a registered object has no state there, or one of another number of ranks."""
+
+    def __init__(self, engine: Trained, reader: CheckpointReader) -> None:
+        self._engine, self._reader = engine, reader
+        self._sets: list[tuple[str, Callable[[], object]]] = []
+        self.state: dict[str, Any] = {}
+        ranks = engine.runtime.ranks
+        self._rank, self._ranks = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+        buffers = {n: t.to(engine.device) for n, t in buffers_of(reader).items()}
+        try:
+            saved = self._prepare(reader.manifest.run or RunRecord(), buffers)
+        except _MALFORMED as error:
+            self._refuse(
+                f"its state of the run is malformed: {type(error).__name__}: {error!s:.99}"
+            )
+        self.modules = ModuleLoading(engine, reader.path, saved)
+
+    def apply(self) -> None:
+        """Set everything but `modules`, after weights and states were loaded."""
+        for name, put in self._sets:
+            try:
+                put()
+            except Exception as error:
+                error.add_note(f"{self._reader.path} is loaded, but for {name}, and what follows")
+                raise
+
+    def _refuse(self, why: str) -> None:
+        raise CheckpointError(f"{self._reader.path} was not loaded: {why}")
+
+    def _prepare(self, run: RunRecord, buffers: dict[str, torch.Tensor]) -> ModuleState:
+        """Prepare all sections; returns all that modules have saved, `buffers` included."""
+        extra = self._extra_of(run.named(_EXTRA))
+        self._prepare_objects(run)
+        self._prepare_random(run.named(_RANDOM))  # last: what is set before may draw
+        self.state = state_in(self._reader)
+        values = {key: self._value(record) for key, record in run.named(_ENTRIES).items()}
+        versions = next((self._value(r) for r in run.tensors if r.name == _VERSIONS), None)
+        if versions is not None:
+            versions = {path: dict(each) for path, each in versions.items()}
+        return ModuleState(buffers, values, extra, versions)
+
+    def _value(self, record: BufferRecord) -> Any:
+        return value_of(self._reader, record)
+
+    def _prepare_random(self, saved: Mapping[str, BufferRecord]) -> None:
+        path = self._reader.path
+        if not saved:  # no engine has saved it
+            _log.warning("%s has no state of random numbers: they go on as they are", path)
+            return
+        if str(self._rank) not in saved:
+            _log.warning(
+                "%s was saved by %d ranks: the random numbers of rank %d go on as they are",
+                path, len(saved), self._rank,
+            )  # fmt: skip
+            return
+        if self._rank == 0 and len(saved) > self._ranks:
+            _log.info(
+                "%s was saved by %d ranks: the random numbers of the last %d are not taken over",
+                path, len(saved), len(saved) - self._ranks,
+            )  # fmt: skip
+        own = dict(self._value(saved[str(self._rank)]))
+        mine = named_generators(self._engine.module, self._engine.device)
+        self._tell_left(own, mine, "state of the generators", "there are no such generators here")
+        for name, generator in mine.items():
+            if name in own:
+                self._add(f"the generator {name}", generator, own[name])
+        missing = [name for name in mine if name not in own]
+        if missing:
+            _log.warning(
+                "%s has no state of the generators %s: they go on as they are", path,
+                _listed(missing),
+            )  # fmt: skip
+
+    def _extra_of(self, saved: Mapping[str, BufferRecord]) -> dict[str, Any]:
+        mine = with_extra_state(self._engine.module)
+        self._tell_left(saved, mine, "extra state of the modules", "none by that name has one here")
+        missing = [path for path in mine if path not in saved]
+        if missing:
+            _log.warning("%s has no extra state of %s", self._reader.path, _listed(missing))
+        return {path: self._value(saved[path]) for path in mine if path in saved}
+
+    def _prepare_objects(self, run: RunRecord) -> None:
+        mine = self._engine.carried
+        saved: dict[str, list[BufferRecord]] = defaultdict(list)
+        for key, record in run.named(_OBJECTS).items():
+            saved[key.partition("/")[2]].append(record)
+        self._tell_left(saved, mine, "state of", "nothing is registered by that name here")
+        for name, each in mine.items():
+            if name not in saved:
+                self._refuse(
+                    f"it has no state of {name}; load it before that is registered, or register "
+                    f"what was saved ({', '.join(saved) or 'nothing'})"
+                )
+            self._add(name, each, self._value(self._own(name, saved[name])))
+
+    def _add(self, name: str, value: Carried, state: Any) -> None:
+        if isinstance(value, Stateful):
+            put = partial(value.load_state_dict, state)
+            self._sets.append((f"{name}.load_state_dict()", put))
+            return
+        set_state(_another(value), state)  # whether it can be set
+        self._sets.append((name, partial(set_state, value, state)))
+
+    def _tell_left(
+        self, saved: Collection[str], mine: Collection[str], what: str, why: str
+    ) -> None:
+        left = [name for name in saved if name not in mine]
+        if left:
+            _log.warning(
+                "%s has the %s %s, which is not taken over: %s", self._reader.path, what,
+                _listed(left), why,
+            )  # fmt: skip
+
+    def _own(self, name: str, saved: Sequence[BufferRecord]) -> BufferRecord:
+        if len(saved) not in (1, self._ranks):
+            self._refuse(
+                f"{name} has another state on each of the {len(saved)} ranks that saved it, and "
+                f"there are {self._ranks} now; load it before that is registered, and set its "
+                "state yourself"
+            )
+        return saved[0 if len(saved) == 1 else self._rank]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _another(generator: Generator) -> Generator:
+    """A new generator of the same kind."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device)
+    if isinstance(generator, np.random.Generator):
+        return np.random.Generator(type(generator.bit_generator)())
+    if isinstance(generator, np.random.RandomState):
+        return np.random.RandomState(type(generator._bit_generator)())
+    return random.Random()
+
+
+def saved_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration and the `state=` of a checkpoint. CheckpointError if it has no run of its
+    own."""
+    with CheckpointReader(path) as reader:
+        record = reader.manifest.run
+        if record is None or record.config is None:
+            raise CheckpointError(f"{path} has no state of a run: no engine has saved it")
+        return record.config, state_in(reader)

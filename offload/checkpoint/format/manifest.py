@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 PARAMETERS, OPTIMIZER, BUFFERS = "parameters", "optimizer", "buffers.safetensors"
 RUN = "run.safetensors"
 FORMAT = "offload checkpoint"
-VERSION = 3
+VERSION = 4
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
@@ -153,23 +153,27 @@ class ModelRecord(_Record):
 class RunRecord(_Record):
     """The state of a run beside the engine: random numbers, schedules, the user's own state.
 
-    Each section's owner defines its JSON. Tensors lie in the file `RUN`; those of a section have
-    names that begin with its name and a slash."""
+    `tensors` are archives in the file `RUN`; their names begin with a section and a slash."""
 
-    sections: dict[str, Any]
+    config: dict[str, Any] | None = None
     tensors: Listed[BufferRecord] = []
+
+    def named(self, section: str) -> dict[str, BufferRecord]:
+        """The records of a section, by the rest of their names."""
+        start = f"{section}/"
+        return {r.name.removeprefix(start): r for r in self.tensors if r.name.startswith(start)}
 
     @property
     def described(self) -> str:
         """The contents in one line."""
-        found = self.sections.get("random")
-        ranks = len(found) if isinstance(found, list) else 0
+        ranks = len(self.named("random"))
         parts = [f"random numbers of {ranks} rank{'' if ranks == 1 else 's'}"]
-        titles = {"objects": "registered", "extra": "extra state", "state": "state"}
-        for section, title in titles.items():
-            found = self.sections.get(section)
-            if isinstance(found, dict) and found:
-                parts.append(f"{title}: {', '.join(found)}")
+        registered = dict.fromkeys(key.partition("/")[2] for key in self.named("objects"))
+        for title, names in (
+            ("registered", [*registered]), ("extra state", [*self.named("extra")]),
+        ):  # fmt: skip
+            if names:
+                parts.append(f"{title}: {', '.join(names)}")
         return "; ".join(parts)
 
 

@@ -1,45 +1,66 @@
-"""The `state=` of a checkpoint without an engine: read from one, or put into one that is composed.
+"""Values of a run as archives of `torch.save`: the state of a checkpoint, random numbers and the
+states of registered objects.
 
-The state that an engine saves and loads itself is in `run_state`."""
+Only what `torch.load(weights_only=True)` reads is written, so nothing that is read runs code:
+numbers, text, containers, tensors and NumPy's arrays of numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.utils._pytree import tree_map_only
 
 from offload.checkpoint.format.manifest import BufferRecord, RunRecord
-from offload.checkpoint.format.plain_values import packed, unpacked
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import StoredTensor
+from offload.checkpoint.format.torch_files import refusals
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.groups.bits import DTYPE_NAMES, DTYPES
 
+STATE = "state"  # the name of the user's own state in a run's file
+_CODES = "?" + np.typecodes["AllInteger"] + "efd"
+_SAFE: list[Any] = [  # beside what torch takes for safe: with which NumPy's values are made again
+    frozenset, np.ndarray, np.dtype, np.zeros(1).__reduce__()[0], np.float64(1).__reduce__()[0],
+    *{type(np.dtype(code)) for code in _CODES},
+]  # fmt: skip
 
-class Packer:
-    """One rank's values as JSON, and their tensors separately."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.tensors: dict[str, torch.Tensor] = {}
+def packed(value: Any, name: str) -> torch.Tensor:
+    """The archive of a value (1D uint8). UnsupportedError, with the name, for objects of other
+    classes, and for tensors without values of their own."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(tree_map_only(torch.Tensor, _whole, value), buffer)
+        with safe_globals(_SAFE):
+            refused = get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getbuffer()))
+    except Exception as error:  # what pickling an object raises is the object's to choose
+        raise UnsupportedError(f"{name} cannot be kept in a checkpoint: {error!s:.200}") from error
+    if refused:
+        raise UnsupportedError(
+            f"{name} holds {', '.join(refused)[:200]}, which a checkpoint cannot keep: what "
+            "is read may run no code; keep numbers, text, tensors and containers of them there, "
+            "and save other objects yourself"
+        )
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
-    def packed(self, section: str, value: Any, name: str) -> Any:
-        """A value of a section of the run's record. UnsupportedError, with the name, for one that
-        is not plain."""
 
-        def aside(tensor: torch.Tensor, what: str) -> dict[str, Any]:
-            if tensor.dtype not in DTYPE_NAMES:
-                raise UnsupportedError(
-                    f"{what} is a tensor of {tensor.dtype}, which cannot be in a safetensors file"
-                )
-            key = f"{section}/{self._rank}/{len(self.tensors)}"
-            # a copy: it may be changed while it is written
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self.tensors[key] = whole.copy_(tensor.detach())
-            return {"name": key}
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own in RAM: an archive would have all that a view is a part of."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return whole.copy_(tensor.detach())
 
-        return packed(value, name, aside)
+
+def unpacked(archive: torch.Tensor, what: str) -> Any:
+    """The value that was `packed`. CheckpointError, naming it as `what`, for anything else."""
+    with refusals(what), safe_globals(_SAFE):
+        stream = io.BytesIO(archive.numpy().data)
+        return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def tensor_records(tensors: Mapping[str, torch.Tensor]) -> list[BufferRecord]:
@@ -52,27 +73,15 @@ def tensor_records(tensors: Mapping[str, torch.Tensor]) -> list[BufferRecord]:
 
 def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
     """A run that has nothing but this state, and the tensors of its record, in order.
-    UnsupportedError for a value that is not plain."""
-    packer = Packer(0)
-    sections = {
-        "objects": {}, "extra": {}, "entries": {}, "versions": None, "random": [],
-        "state": packer.packed("state", state, "state"),
-    }  # fmt: skip
-    record = RunRecord(sections=sections, tensors=tensor_records(packer.tensors))
-    return record, [*packer.tensors.values()]
+    UnsupportedError for a value that cannot be kept."""
+    tensors = {STATE: packed(dict(state), STATE)}
+    return RunRecord(tensors=tensor_records(tensors)), [*tensors.values()]
 
 
-def tensors_of(
-    run: RunRecord, reader: CheckpointReader
-) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """A function that reads a tensor that the sections of a run refer to."""
-    records = {each.name: each for each in run.tensors}
-
-    def read(value: dict[str, Any]) -> torch.Tensor:
-        record = records[value["name"]]
-        return _read(reader, record, reader.run_tensor(record))
-
-    return read
+def value_of(reader: CheckpointReader, record: BufferRecord) -> Any:
+    """A value of a run. CheckpointError if it is malformed."""
+    archive = _read(reader, record, reader.run_tensor(record))
+    return unpacked(archive, f"{reader.path}: {record.name}")
 
 
 def buffers_of(reader: CheckpointReader) -> dict[str, torch.Tensor]:
@@ -90,13 +99,10 @@ def _read(reader: CheckpointReader, record: BufferRecord, stored: StoredTensor) 
 def state_in(reader: CheckpointReader) -> dict[str, Any]:
     """The state that a checkpoint was saved with, or an empty one. CheckpointError if malformed."""
     run = reader.manifest.run
-    saved = None if run is None else run.sections.get("state")
-    if run is None or saved is None:
+    record = next((each for each in run.tensors if each.name == STATE), None) if run else None
+    if record is None:
         return {}
-    try:
-        found = unpacked(saved, tensors_of(run, reader))
-    except CheckpointError as error:
-        raise CheckpointError(f"{reader.path}: {error}; load another checkpoint") from None
+    found = value_of(reader, record)
     if not isinstance(found, dict):
         raise CheckpointError(f"{reader.path}: its state is no dict; load another checkpoint")
     return found
