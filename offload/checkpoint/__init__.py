@@ -73,12 +73,12 @@ def load(engine: Trained, path: StrPath) -> dict[str, Any]:
     persistent buffers, random numbers and registered objects; forgets gradients. Training then
     goes on bit for bit as it would have.
 
-    Everything is read once, and each block is compared with its hash as it comes; one that fails is
-    read again first. Whether the checkpoint is of this engine, and has all files and tensors, is
-    known before: such a CheckpointError leaves the engine as it was. A damaged block, a
-    StorageError, or a module whose `load_state_dict` refuses its buffers or extra state is met
-    half-way and leaves a mixture, so the engine then refuses to train, read or save (StateError)
-    until a load succeeds. `offload checkpoint verify` looks without loading.
+    Everything is read once, and each block is compared with its hash as it comes. Whether the
+    checkpoint is of this engine, and has all files and tensors, is known before: such a
+    CheckpointError leaves the engine as it was. A damaged block, a StorageError, or a module whose
+    `load_state_dict` refuses its buffers or extra state is met half-way and leaves a mixture, so
+    the engine then refuses to train, read or save (StateError) until a load succeeds. `offload
+    checkpoint verify` looks without loading.
     """
     from offload.checkpoint.engine.loading import load_engine
 

@@ -64,15 +64,12 @@ def inspect(path: Folder) -> None:
 @checkpoint_app.command()
 def verify(path: Folder) -> None:
     """Compare every byte of PATH with its hash. The exit code is 1, and the damage is named, if a
-    byte differs or PATH was saved as another step."""
+    byte differs."""
     from offload.checkpoint.format.reader import CheckpointReader
-    from offload.checkpoint.format.steps import other_step
     from offload.tiers.units import format_bytes
 
     with CheckpointReader(path) as reader:
         problems = list(reader.problems(contents=True))
-        renamed = other_step(path.resolve(), reader.manifest.saved_as)
-        problems += [] if renamed is None else [renamed]
         files, nbytes = len(reader.manifest.files), reader.manifest.nbytes
     for problem in problems:
         print_error(problem)

@@ -74,7 +74,7 @@ def import_checkpoint(
         reader = _Importer(found, kind, dict(tied or {}))
     target = out / folder.name
     with _as_deepspeed_writes(folder), PendingFolder(target) as pending:
-        reader.write(pending.path, target.name)
+        reader.write(pending.path)
         pending.commit()
     write_latest(out, folder.name)
     return target
@@ -155,8 +155,8 @@ class _Importer:
         return listed
 
     # ---------------------------------------------------------------- writing
-    def write(self, folder: Path, name: str) -> None:
-        """Write every file, the manifest last. `name`: the final name of the folder."""
+    def write(self, folder: Path) -> None:
+        """Write every file, the manifest last."""
         made = Composer(folder, self._manifest, self._format)
         fields = {field: self._found.tensors(field) for field in self._format.states}
         for param, master in self._found.tensors("master"):
@@ -173,7 +173,7 @@ class _Importer:
         made.add_buffers(self._found.buffers.values())
         if self._run_tensors:
             made.add_run(self._run_tensors)
-        made.finish(name)
+        made.finish()
 
     def _buffers(self) -> list[BufferRecord]:
         return [

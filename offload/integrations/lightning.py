@@ -432,7 +432,7 @@ def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
     the optimizer's states.
 
     The weights are those that the model computed with, all names of tied ones, each compared with
-    its hash; the disk of `file` needs room for them twice. Raise CheckpointError if a part of it
+    its hash; they are all in RAM meanwhile. Raise CheckpointError if a part of it
     is missing or damaged, or if Lightning's part has objects beside tensors and plain values
     (hyperparameters of a class, a callback's) and `trust` is not set: reading them runs code that
     the file names, so set it for a trusted author only.
@@ -443,7 +443,7 @@ def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
     )
     state.pop("optimizer_states", None)
     with pending_output(file, replaces=True) as pending:
-        weights = streamed_folder.weights_of(states, file.absolute().parent)
+        weights = streamed_folder.weights_of(states)
         torch.save({**state, "state_dict": weights}, pending)
 
 

@@ -10,18 +10,16 @@ renamed last, says which.
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,14 +50,12 @@ from offload.tiers.errors import (
     PathError,
     StorageError,
 )
-from offload.tiers.units import round_up
 from offload.zero.groups.bits import DTYPES
 
 if TYPE_CHECKING:
     from offload.engine import Engine
 
 _STATES = "offload_states"
-_ALIGNED_NBYTES, _PIECE_NBYTES = 64, 4 << 20
 _STATES_NAME = re.compile("states-[0-9a-f]{8}")
 
 
@@ -232,78 +228,57 @@ def load_weights(engine: Engine, states: Path) -> None:
 
     Raise CheckpointError unless `states` has them all, in the model's shapes, and no others.
     """
-    params = dict(engine.module.named_parameters(remove_duplicate=False))
+    own = dict(engine.module.named_parameters(remove_duplicate=False))
     others = model.other_tensors(engine)
     with CheckpointReader(states) as reader:
         reader.check(contents=True)
-        manifest = reader.manifest
-        saved = {name: each for each in manifest.parameters for name in each.names}
-        buffers = {each.name: each for each in manifest.buffers}
-        absent = sorted((saved.keys() | buffers.keys()) - (params | others).keys())
-        if absent:
-            more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-            raise CheckpointError(
-                f"{states} has {', '.join(absent[:3])}{more}, which the model does not have; it is "
-                "of another model"
-            )
-        for name, tensor in (params | others).items():
-            found = buffers.get(name) or saved.get(name)
-            if found is None or tuple(found.shape) != tuple(tensor.shape):
-                has = "not there" if found is None else f"of shape {tuple(found.shape)}"
-                raise CheckpointError(
-                    f"{states}: {name} {tuple(tensor.shape)} is {has}; it is of another model"
-                )
-
-        def value(like: torch.Tensor, record: Any, stored: Any, number: int = 0) -> torch.Tensor:
-            read = torch.empty(like.shape, dtype=DTYPES[record.dtype])
-            if read.numel():
-                view = read.reshape(-1).view(torch.uint8).numpy().data
-                reader.read_into(stored, number * read.nbytes, view)
-            return read
-
+        saved = {name: stored for names, stored in reader.weights() for name in names}
+        _check_fit(states, saved, own | others)
         with torch.no_grad():
             for name, param in engine.module.named_parameters():
                 if name not in others:
-                    record = saved[name]
                     for number, row in enumerate(engine.runtime.store.rows_of(param)):
                         with engine.gathered(row):
-                            row.copy_(value(row, record, reader.parameter(record), number))
+                            row.copy_(_value(reader, saved[name], row.shape, number))
             for name, tensor in others.items():
-                tensor.copy_(value(tensor, buffers[name], reader.buffer(buffers[name])))
+                tensor.copy_(_value(reader, saved[name], tensor.shape))
 
 
-def weights_of(states: Path, beside: Path) -> dict[str, torch.Tensor]:
-    """Return a state dict of parameters and persistent buffers, by all their names, compared with
-    their hashes. They are copied to an unnamed file in the folder `beside`, and their memory is
-    mapped from it: RAM that the system can reclaim."""
+def _check_fit(
+    states: Path, saved: Mapping[str, StoredTensor], own: Mapping[str, torch.Tensor]
+) -> None:
+    absent = sorted(saved.keys() - own.keys())
+    if absent:
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        raise CheckpointError(
+            f"{states} has {', '.join(absent[:3])}{more}, which the model does not have; it is "
+            "of another model"
+        )
+    for name, tensor in own.items():
+        found = saved.get(name)
+        if found is None or found.info.shape != tuple(tensor.shape):
+            has = "not there" if found is None else f"of shape {found.info.shape}"
+            raise CheckpointError(
+                f"{states}: {name} {tuple(tensor.shape)} is {has}; it is of another model"
+            )
+
+
+def _value(
+    reader: CheckpointReader, stored: StoredTensor, shape: Sequence[int], number: int = 0
+) -> torch.Tensor:
+    """A tensor, or one of its rows (the `number`th), of which each has this shape."""
+    value = torch.empty(shape, dtype=DTYPES[stored.info.dtype])
+    if value.numel():
+        raw = value.reshape(-1).view(torch.uint8).numpy().data
+        reader.read_into(stored, number * value.nbytes, raw)
+    return value
+
+
+def weights_of(states: Path) -> dict[str, torch.Tensor]:
+    """Return a state dict of parameters and persistent buffers in RAM, by all their names, compared
+    with their hashes."""
     found: dict[str, torch.Tensor] = {}
-    with (
-        CheckpointReader(states) as reader,
-        storage_errors("writing", beside),
-        TemporaryFile(dir=beside) as file,
-    ):
-        tensors = [
-            (names, stored, _copied(reader, stored, file)) for names, stored in reader.weights()
-        ]
-        file.flush()
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if file.tell() else b""
-    for names, stored, start in tensors:
-        dtype, shape = DTYPES[stored.info.dtype], stored.info.shape
-        value = torch.empty(shape, dtype=dtype)
-        if value.numel():
-            flat = torch.frombuffer(mapped, dtype=dtype, count=value.numel(), offset=start)
-            value = flat.reshape(shape)
-        found |= dict.fromkeys(names, value)
+    with CheckpointReader(states) as reader:
+        for names, stored in reader.weights():
+            found |= dict.fromkeys(names, _value(reader, stored, stored.info.shape))
     return found
-
-
-def _copied(reader: CheckpointReader, stored: StoredTensor, file: IO[bytes]) -> int:
-    """Copy a tensor to `file`, and return its offset there."""
-    start = round_up(file.tell(), _ALIGNED_NBYTES)
-    file.seek(start)
-    buffer = memoryview(bytearray(min(_PIECE_NBYTES, stored.info.nbytes)))
-    for at in range(0, stored.info.nbytes, _PIECE_NBYTES):
-        piece = buffer[: stored.info.nbytes - at]
-        reader.read_into(stored, at, piece)
-        file.write(piece)
-    return start

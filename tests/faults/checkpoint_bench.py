@@ -19,7 +19,6 @@ from torch import Tensor
 
 import offload
 from offload import checkpoint
-from offload.checkpoint.format.checked_files import TRIES
 from offload.checkpoint.format.folder import recover
 from offload.errors import CheckpointError, OffloadError, RankError, StorageError
 from tests.faults.faulty_calls import UNSEEN, FaultyCalls, kinds_of
@@ -172,8 +171,8 @@ class Bench:
     def _look(self) -> None:
         folder = self.path.parent
         found = checkpoint.latest(folder)
-        if found is None:  # each time something else was read than was written
-            assert self.calls.hits > TRIES
+        if found is None:  # something else was read than was written
+            assert self.calls.hits
         else:
             assert found in (self.path, self.kept)
         checkpoint.prune(folder, keep_last=2)

@@ -54,6 +54,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------- resume
+@pytest.mark.sample("nvme-host-bf16", "nvme-nvme-fp32-accumulated", "mixed-host-fp16-accumulated")
 @pytest.mark.parametrize(
     ("before", "after", "precision", "accumulate"),
     [
@@ -99,6 +100,7 @@ def test_training_goes_on_bit_for_bit_under_another_placement_and_chunk_size(
         engine.check_integrity()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -206,6 +208,7 @@ def test_persistent_buffers_and_integer_parameters_are_saved_and_others_are_not(
 
 
 # ------------------------------------------------------------------------- saving
+@pytest.mark.sample("nvme")
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_saving_changes_nothing(tmp_path: Path, placement: dict[str, Any]) -> None:
     def run(save: bool) -> tuple[list[float], dict[str, Tensor]]:
@@ -257,6 +260,7 @@ def test_loading_forgets_gradients(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path / "saved")
 
 
+@pytest.mark.sample("nvme")
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_inside_gathered_neither_saving_nor_loading_works(
     tmp_path: Path, placement: dict[str, Any]
@@ -271,6 +275,7 @@ def test_inside_gathered_neither_saving_nor_loading_works(
 
 
 # ------------------------------------------------------------------------- half-way
+@pytest.mark.sample("nvme")
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_after_a_load_that_failed_half_way_nothing_trains_until_one_succeeds(
     tmp_path: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -346,7 +346,7 @@ def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callab
         "dispatch": lambda: offload.dispatch(seeded(TinyLM), keys_of(out), weights=saved),
         "export": lambda: export(saved, out / "out.safetensors"),
         "read whole": lambda: read_whole(saved),
-        "consolidate": lambda: weights_of(saved, out),
+        "consolidate": lambda: weights_of(saved),
         "weights alone": lambda: load_weights(engine, saved),
     }
 

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 import offload
-from offload import checkpoint
 from offload.checkpoint.format import blocks, manifest
 from offload.checkpoint.format.locks import lock_folder, unlock
 from offload.checkpoint.format.manifest import FileRecord, Manifest
@@ -107,24 +106,13 @@ def test_a_load_reads_every_byte_once(engine: offload.Engine, saved: Path) -> No
 
 
 @pytest.mark.parametrize("fault", [flipped, failed])
-def test_a_read_that_fails_once_gives_the_same_bits(
-    originals: tuple[Path, Any], engine: offload.Engine, saved: Path, fault: Change, long: bool
-) -> None:
-    """Blocks and manifests are read again."""
-    reads, _ = loaded(engine, saved, fault, range(0))
-    for number in range(reads) if long else sorted({0, 1, 2, *range(3, reads, 11)}):
-        loaded(engine, saved, fault, range(number, number + 1))
-        assert_same_bits(states_of(engine), originals[1])
-
-
-@pytest.mark.parametrize("fault", [flipped, failed])
-def test_a_read_that_fails_every_time_is_an_error_and_nothing_trains(
+def test_a_read_that_fails_is_an_error_and_nothing_trains(
     originals: tuple[Path, Any], engine: offload.Engine, saved: Path, fault: Change
 ) -> None:
     reads, _ = loaded(engine, saved, fault, range(0))
     for number in range(0, reads, 13):
         with pytest.raises((CheckpointError, StorageError), match=r"damaged|EIO"):
-            loaded(engine, saved, fault, range(number, 10 * reads))
+            loaded(engine, saved, fault, range(number, number + 1))
         engine.load_checkpoint(saved)
     assert_same_bits(states_of(engine), originals[1])
 
@@ -254,23 +242,6 @@ def test_what_is_of_another_save_is_found(originals: tuple[Path, Any], saved: Pa
     signed(saved, {**content, "files": older["files"]})
     with CheckpointReader(saved) as reader:
         assert all(data_problems(reader, name) for name in names)
-
-
-def test_an_older_checkpoint_under_a_newer_name_is_said_and_not_the_latest(
-    originals: tuple[Path, Any], engine: offload.Engine, tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    shutil.copytree(originals[0] / "step-1", tmp_path / "step-000003")
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
-    assert "was saved as step-1" in caplog.text
-    shutil.copytree(originals[0] / "step-2", tmp_path / "step-000002")  # the same number
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000002"
-    caplog.clear()
-    engine.load_checkpoint(tmp_path / "step-000002")
-    assert caplog.text == ""
-    engine.load_checkpoint(tmp_path / "step-000003")
-    assert "was saved as step-1" in caplog.text
-    engine.load_checkpoint(Path(shutil.copytree(originals[0] / "step-2", tmp_path / "best")))
 
 
 # ------------------------------------------------------------------------- weights=

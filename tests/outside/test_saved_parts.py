@@ -185,10 +185,8 @@ def assert_saved(model: Any, plain: Any, shape: Shape, folder: Path, **keys: Any
 
 
 @pytest.mark.sample(
-    "a part-opened-nvme-shards", "an untied part-opened-host-whole", "a block-opened-nvme-whole",
-    "a part-opened-dispatched-whole", "of two-opened-nvme-shards", "two parts-opened-host-whole",
-    "one's own-opened-nvme-whole", "a reward model-opened-dispatched-shards",
-    "a classifier-opened-nvme-whole", "experts-opened-nvme-shards",
+    "a part-opened-nvme-shards", "a part-opened-dispatched-whole", "two parts-opened-host-whole",
+    "a reward model-opened-dispatched-shards", "experts-opened-nvme-shards",
 )  # fmt: skip
 @pytest.mark.parametrize("keys", [{}, {"max_shard_size": "20KB"}], ids=["whole", "shards"])
 @pytest.mark.parametrize("how", ["host", "nvme", "dispatched"])

@@ -72,7 +72,6 @@ class _Work:
 
     saver: Saver
     folder: PendingFolder
-    name: str
     numbers: dict[int, int]  # of saved groups, by the index of each of their groups
     gate: SaveGate
     held: ExitStack
@@ -136,7 +135,7 @@ class BackgroundSave:
         gate.close(_held(engine, saver, snapshots), room)
         numbers = {g.index: n for n, saved in enumerate(saver.saved) for g in saved.groups}
         saver.came = self._check
-        return _Work(saver, folder, path.name, numbers, gate, held)
+        return _Work(saver, folder, numbers, gate, held)
 
     @property
     def has_ended(self) -> bool:
@@ -193,7 +192,7 @@ class BackgroundSave:
             del left[number]
             for group in work.saver.saved[number].groups:
                 work.gate.passed(group.index)
-        work.saver.finish(work.folder.path, work.name)
+        work.saver.finish(work.folder.path)
         self._check(0)
 
     def _check(self, nbytes: int) -> None:

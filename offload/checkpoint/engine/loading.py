@@ -19,7 +19,6 @@ from offload.checkpoint.engine.shards import on_all, own_ranges, shifted, whole_
 from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.manifest import ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.steps import other_step
 from offload.display.progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError
@@ -71,9 +70,6 @@ def _open(engine: Trained, path: Path, stack: ExitStack) -> tuple[_Loader, Resto
     reader = stack.enter_context(CheckpointReader(path))
     reader.check(contents=False)
     reader.check_headers()
-    renamed = other_step(path, reader.manifest.saved_as)
-    if renamed is not None:
-        _log.warning("%s", renamed)
     loader = _Loader(engine, reader, match(engine, reader.manifest, path))
     return loader, Restoring(engine, reader)
 

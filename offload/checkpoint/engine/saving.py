@@ -222,7 +222,7 @@ class Saver:
             for number in range(len(self._saved)):
                 self._write_weights(folder, number)
                 self._write_records(folder, number)
-            self.finish(folder, name)
+            self.finish(folder)
 
     # ---------------------------------------------------------------- in steps of their own
     def begin(self, folder: Path, behind: WriteBehind) -> None:
@@ -252,13 +252,13 @@ class Saver:
         self._access.expect(pieces_of(self._records_in(saved)))
         self._write_records(folder, number)
 
-    def finish(self, folder: Path, name: str) -> None:
+    def finish(self, folder: Path) -> None:
         """Wait until all files are on the device, and write the manifest last."""
         self._behind.finish()
         names = [(group.parameters, group.optimizer) for group in self._groups]
         order = [*(file for both in names for file in both if file is not None), BUFFERS, RUN]
         files = {file: self._files[file] for file in order}
-        manifest = self._manifest.model_copy(update={"files": files, "saved_as": name})
+        manifest = self._manifest.model_copy(update={"files": files})
         write_text(folder / MANIFEST, manifest.to_json())
 
     # ---------------------------------------------------------------- what each file holds

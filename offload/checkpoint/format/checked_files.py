@@ -8,7 +8,6 @@ once.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,15 +16,13 @@ from dataclasses import dataclass
 from offload.checkpoint.format.blocks import BLOCK_NBYTES, DIGITS, block_hash
 from offload.checkpoint.format.disk import OpenFile
 from offload.checkpoint.format.manifest import Manifest, SectionRecord
-from offload.tiers.errors import CheckpointError, StorageError
+from offload.tiers.errors import CheckpointError
 from offload.tiers.units import format_bytes
 
 REMEDY = "load another checkpoint, or restore this one from a copy"
 _AHEAD_NBYTES = 16 << 20
 _KEPT_NBYTES = 8 * BLOCK_NBYTES  # of blocks read in part: one of each field of an optimizer
 _MOST_OPEN = 4
-TRIES = 3  # to read a block, or the manifest
-_log = logging.getLogger("offload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +69,12 @@ class _File:
             yield (self._block(index, number) for number in range(count))
 
     def fill(self, into: memoryview, block: _Block) -> str | None:
-        """Read a whole block, again from the device if its content is wrong. Returns what is wrong
-        with it then, or None. StorageError if each of the reads failed."""
-        found = ""
-        for tries in range(1, TRIES + 1):
-            try:
-                self.file.read_ahead(block.start + _AHEAD_NBYTES, block.nbytes)
-                self.file.read_all(into, block.start)
-                found = block_hash(into, self._bound_to, block.start)
-                if found == block.xxh3:
-                    return None
-                why = f"XXH3 {found}"
-            except StorageError as error:
-                if tries == TRIES:
-                    raise
-                why = str(error)
-            if tries < TRIES:
-                _log.warning("%s: %s is read again, after %s", self.file.path, block, why)
-                self.file.forget(block.start, block.nbytes)
+        """Read a whole block. Returns what is wrong with it, or None."""
+        self.file.read_ahead(block.start + _AHEAD_NBYTES, block.nbytes)
+        self.file.read_all(into, block.start)
+        found = block_hash(into, self._bound_to, block.start)
+        if found == block.xxh3:
+            return None
         return f"{self.file.path} is damaged: {block} has XXH3 {found} instead of {block.xxh3}"
 
 

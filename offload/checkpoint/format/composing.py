@@ -121,10 +121,10 @@ class Composer:
                 _append(writer, value)
             self._files[file] = writer.finish()
 
-    def finish(self, name: str) -> None:
+    def finish(self) -> None:
         """Write the manifest, after everything was added. CheckpointError if the manifest is
-        inconsistent. `name`: the final name of the folder."""
-        manifest = self._manifest.model_copy(update={"files": self._files, "saved_as": name})
+        inconsistent."""
+        manifest = self._manifest.model_copy(update={"files": self._files})
         text = manifest.to_json()
         Manifest.from_json(text.encode(), str(self._folder / MANIFEST))
         write_text(self._folder / MANIFEST, text)

@@ -205,9 +205,9 @@ class OpenFile:
         """Let the device begin to read a range into the page cache; does not wait for it."""
         self._advise(offset_bytes, nbytes, os.POSIX_FADV_WILLNEED)
 
-    def forget(self, offset_bytes: int = 0, nbytes: int = 0) -> None:
-        """Let the page cache drop a range (0: up to the end): the next read asks the device."""
-        self._advise(offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
+    def forget(self) -> None:
+        """Let the page cache drop the file."""
+        self._advise(0, 0, os.POSIX_FADV_DONTNEED)
 
     def _advise(self, offset_bytes: int, nbytes: int, advice: int) -> None:
         with storage_errors("reading", self.path):

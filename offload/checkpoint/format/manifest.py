@@ -196,7 +196,6 @@ class Manifest(_Record):
     files: Annotated[dict[str, FileRecord], BeforeValidator(_file_records)]
     model: ModelRecord | None = None
     generation: str = Field(default_factory=new_generation, max_length=64)
-    saved_as: str | None = None  # the name that the folder was given
     run: RunRecord | None = None
 
     def bound_to(self, file: str) -> str:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import xxhash
 
-from offload.checkpoint.format.checked_files import REMEDY, TRIES, CheckedFiles
+from offload.checkpoint.format.checked_files import REMEDY, CheckedFiles
 from offload.checkpoint.format.disk import (
     OpenFile,
     entries,
@@ -38,7 +38,7 @@ from offload.checkpoint.format.safetensors_file import (
 )
 from offload.display.progress import progress
 from offload.process.bounded_json import MOST_NBYTES
-from offload.tiers.errors import CheckpointError, NoCheckpointError, StorageError
+from offload.tiers.errors import CheckpointError, NoCheckpointError
 from offload.tiers.units import format_bytes
 
 _NOT_THERE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # for this user
@@ -72,7 +72,6 @@ class CheckpointReader:
         self._files = CheckedFiles(self.manifest, self._open_data)
 
     def _read_manifest(self) -> Manifest:
-        """The manifest; if invalid, it is read again from the device, unless it is the same."""
         path = self.path / MANIFEST
         try:
             file = self._open(MANIFEST)
@@ -88,22 +87,11 @@ class CheckpointReader:
                     f"{path} has {format_bytes(nbytes)}, no manifest has more than "
                     f"{format_bytes(MOST_NBYTES)}; {REMEDY}"
                 )
-            raw, before = bytearray(nbytes), b""
-            for tries in range(1, TRIES + 1):
-                try:
-                    file.read_all(memoryview(raw), 0)
-                    manifest = Manifest.from_json(raw, str(path))
-                    self.digest = xxhash.xxh3_64_intdigest(raw)
-                    return manifest
-                except StorageError:
-                    if tries == TRIES:
-                        raise
-                except CheckpointError:
-                    if tries == TRIES or raw == before:
-                        raise
-                    before = bytes(raw)
-                file.forget(0, nbytes)
-            raise AssertionError("the last try returns or raises")
+            raw = bytearray(nbytes)
+            file.read_all(memoryview(raw), 0)
+        manifest = Manifest.from_json(raw, str(path))
+        self.digest = xxhash.xxh3_64_intdigest(raw)
+        return manifest
 
     def _open(self, name: str) -> OpenFile:
         """Open a file. CheckpointError unless it is a regular file in this very folder."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from enum import Enum, auto
 from pathlib import Path
 
 from offload.checkpoint.format.disk import entries, is_folder, is_link, storage_errors
@@ -35,8 +34,7 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
 
     Adopts a checkpoint that a killed writer had finished. Every file is there in full length;
     hashes are checked by the load. A torn checkpoint (a partial copy, say) is passed over with a
-    warning, and so is one that was saved as another step, unless there are no others. StorageError
-    where checkpoints exist, and the disk lets none be read.
+    warning. StorageError where checkpoints exist, and the disk lets none be read.
     """
     folder = path_of(folder, "folder")
     if not _is_folder(folder):
@@ -45,24 +43,18 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
         recover(folder)
     except OSError as error:  # a read-only file system
         _log.info("leftovers in %s stay: %s", folder, error.strerror)
-    renamed: Path | None = None
     unread: StorageError | None = None
     for path in reversed(_steps(folder, before)):
         try:
             with CheckpointReader(path) as reader:
                 reader.check(contents=False)
-                problem = other_step(path, reader.manifest.saved_as)
+            return path
         except (CheckpointError, StorageError) as error:
             _log.warning("passed over %s: %s", path, error)
             unread = error if isinstance(error, StorageError) else unread
-            continue
-        if problem is None:
-            return path
-        _log.warning("taken only if there is no other: %s", problem)
-        renamed = renamed or path
-    if renamed is None and unread is not None:  # None would have a run begin again
+    if unread is not None:  # None would have a run begin again
         raise unread
-    return renamed
+    return None
 
 
 def has_steps(folder: Path) -> bool:
@@ -70,20 +62,10 @@ def has_steps(folder: Path) -> bool:
     return _is_folder(folder) and bool(_steps(folder))
 
 
-def other_step(path: Path, saved_as: str | None) -> str | None:
-    """The message about a checkpoint that was saved as another step than its folder's name says, or
-    None: an older one that was copied over a newer one would set a run back unnoticed."""
-    here, there = step_of(path), None if saved_as is None else step_of(Path(saved_as))
-    if here is None or there is None or here == there:
-        return None
-    return f"{path} was saved as {saved_as}; give it that name again, or one that is no step's"
-
-
 def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> list[Path]:
     """Remove all but the `keep_last` (at least 1) highest steps that are whole, and of the others
     those of each `keep_every`-th step; returns the removed, oldest first. Torn ones do not count;
-    those below the lowest of the last steps are removed, too. One that was saved as another step
-    does not count and stays, as `latest` does not trust it.
+    those below the lowest of the last steps are removed, too.
 
     A folder that only has such a name, or holds other files as well, stays, with a warning.
     StorageError, and nothing is removed, where the disk does not say which are whole.
@@ -95,9 +77,8 @@ def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> lis
     folder = path_of(folder, "folder")
     if not _is_folder(folder):
         return []
-    found = {path: _condition(path) for path in _steps(folder)}
-    steps = [path for path, condition in found.items() if condition is not _Condition.RENAMED]
-    whole = [path for path in steps if found[path] is _Condition.WHOLE]
+    steps = _steps(folder)
+    whole = [path for path in steps if _is_whole(path)]
     if not whole:
         return []
     stays = {path for path in whole if keep_every and not (step_of(path) or 0) % keep_every}
@@ -105,23 +86,13 @@ def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> lis
     return [path for path in older if path not in stays and _discard(path)]
 
 
-class _Condition(Enum):
-    WHOLE = auto()
-    TORN = auto()  # it goes with those around it
-    RENAMED = auto()  # it was saved as another step
-
-
-def _condition(path: Path) -> _Condition:
+def _is_whole(path: Path) -> bool:
     try:
         with CheckpointReader(path) as reader:
-            problem = other_step(path, reader.manifest.saved_as)
-            if problem is not None:
-                _log.warning("not counted and not removed: %s", problem)
-                return _Condition.RENAMED
             reader.check(contents=False)
     except CheckpointError:
-        return _Condition.TORN
-    return _Condition.WHOLE
+        return False
+    return True
 
 
 def _discard(path: Path) -> bool:
