@@ -26,7 +26,6 @@ import torch
 from offload.checkpoint.engine import model
 from offload.checkpoint.foreign.model_files import own_file
 from offload.checkpoint.format.disk import (
-    OpenFile,
     entries,
     is_folder,
     is_there,
@@ -36,6 +35,7 @@ from offload.checkpoint.format.disk import (
     remove_file,
     rename,
     storage_errors,
+    sync_file,
     sync_folder,
 )
 from offload.checkpoint.format.folder import discard
@@ -118,12 +118,13 @@ class _PendingState:
         """Create the file. Raise StorageError."""
         self._folder, self._states = folder, folder / states
         self._path = folder / marked(f".{STATE}.{states}")
-        self._file = new_file(self._path)
+        new_file(self._path).close()
 
     def write(self, state: dict[str, Any]) -> None:
         """Write the state, and move the file to its final name, durably."""
-        torch.save(state, _Stream(self._file))  # type: ignore[arg-type]  # it writes, and no more
-        self._file.sync()
+        with storage_errors("writing", self._path), self._path.open("wb") as file:
+            torch.save(state, file)
+        sync_file(self._path)
         with storage_errors("writing", self._folder):
             rename(self._path, self._folder / STATE)
             sync_folder(self._folder)
@@ -135,30 +136,12 @@ class _PendingState:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._file.close()
         if error is None:
             return
         with suppress(OSError, OffloadError):  # the first error counts
             if is_there(self._path):  # else it has its name
                 discard(self._states)
                 remove_file(self._path)
-
-
-class _Stream:
-    """The stream that `torch.save` writes to."""
-
-    def __init__(self, file: OpenFile) -> None:
-        self._file = file
-        self._at = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data)
-        self._file.write_all(view, self._at)
-        self._at += view.nbytes
-        return view.nbytes
-
-    def flush(self) -> None:
-        """Do nothing: writes are not buffered."""
 
 
 def _all_states(folder: Path) -> list[Path]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,16 +15,10 @@ from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards
 from torch import Tensor
 
 from offload.checkpoint.engine.weights import stream_weights
+from offload.checkpoint.foreign.exporting import pending_output
 from offload.checkpoint.foreign.model_files import INDEX, SINGLE
-from offload.checkpoint.format.disk import (
-    check_room,
-    rename,
-    replace_text,
-    storage_errors,
-    sync_folder,
-)
+from offload.checkpoint.format.disk import check_room, replace_text
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
-from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.groups.layout import ParamSpec
@@ -101,9 +94,8 @@ def write_shards(
         get_storage_size=get_torch_storage_size,
         get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,  # its own knows no meta
     )  # fmt: skip
-    with _Files(folder, split.filename_to_tensors, saved.tensors) as files:
-        saved.write(files.append)
-        files.finish()
+    with _files(folder, split.filename_to_tensors, saved.tensors) as write:
+        saved.write(write)
     if split.is_sharded:
         index = {
             "metadata": {**(metadata or {}), **split.metadata},
@@ -128,55 +120,23 @@ def named(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
-class _Files:
-    """A context manager: safetensors files filled in parallel. `finish` gives them their names."""
-
-    def __init__(
-        self, folder: Path, names: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
-    ) -> None:
-        sections = {file: _sections(held, tensors) for file, held in names.items()}
-        check_room(folder, sum(file_nbytes(each, _METADATA) for each in sections.values()))
-        self._folder = folder
-        self._final: dict[Path, Path] = {}
-        self._file_of: dict[str, SafetensorsWriter] = {}
-        self._open = ExitStack()
-        self._open.callback(self._remove)
-        with ExitStack() as failed:
-            failed.callback(self._open.close)
-            for file, each in sections.items():
-                pending = folder / marked(f".{file}")
-                self._final[pending] = folder / file
-                writer = SafetensorsWriter(pending, each, _METADATA)
-                self._open.enter_context(writer)
-                self._file_of.update(dict.fromkeys(names[file], writer))
-            failed.pop_all()
-
-    def append(self, name: str, raw: Tensor) -> None:
-        """Append bytes to a tensor."""
-        self._file_of[name].append(f"={name}", raw.numpy().data)
-
-    def finish(self) -> None:
-        """Complete the files, durably."""
-        for writer in dict.fromkeys(self._file_of.values()):
+@contextmanager
+def _files(
+    folder: Path, names: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
+) -> Iterator[Write]:
+    """A function that appends bytes to a tensor. The files, which are filled in parallel, get their
+    names when all are complete."""
+    sections = {file: _sections(held, tensors) for file, held in names.items()}
+    check_room(folder, sum(file_nbytes(each, _METADATA) for each in sections.values()))
+    file_of: dict[str, SafetensorsWriter] = {}
+    with ExitStack() as stack:
+        for file, each in sections.items():
+            pending = stack.enter_context(pending_output(folder / file, replaces=True))
+            writer = stack.enter_context(SafetensorsWriter(pending, each, _METADATA))
+            file_of.update(dict.fromkeys(names[file], writer))
+        yield lambda name, raw: file_of[name].append(f"={name}", raw.numpy().data)
+        for writer in dict.fromkeys(file_of.values()):
             writer.finish()
-        for pending, final in self._final.items():
-            with storage_errors("writing", final):
-                rename(pending, final)
-        with storage_errors("writing", self._folder):
-            sync_folder(self._folder)
-
-    def _remove(self) -> None:
-        for pending in self._final:
-            pending.unlink(missing_ok=True)
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self._open.close()
 
 
 def _sections(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, list[TensorInfo]]:

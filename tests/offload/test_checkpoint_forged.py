@@ -403,17 +403,6 @@ def test_a_manifest_of_gigabytes_is_not_read(engine: offload.Engine, saved: Path
     assert "no manifest has more than" in refusal(engine, saved)
 
 
-# ------------------------------------------------------------------------- other ways in
-def test_other_readers_of_a_forged_checkpoint_end_with_the_same_error(
-    saved: Path, tmp_path: Path
-) -> None:
-    edited(saved, lambda m: m["optimizer"]["fields"].update(low="F64"))
-    with pytest.raises(CheckpointError):
-        export(saved, tmp_path / "out.safetensors", "fp32")
-    with pytest.raises(CheckpointError):
-        CheckpointReader(saved)
-
-
 def test_numbers_that_a_schedule_has_added_are_taken_over(tmp_path: Path) -> None:
     """Those that this engine's param groups do not have yet, too."""
     with offload.initialize(seeded(TinyLM), keys_of(tmp_path)) as engine:

@@ -122,18 +122,6 @@ def data_problems(reader: CheckpointReader, name: str) -> list[str]:
     return list(reader._files.problems(name, lambda nbytes: None))
 
 
-def test_every_flipped_byte_of_a_small_file_is_found(saved: Path) -> None:
-    with CheckpointReader(saved) as reader:
-        name = min(reader.manifest.files, key=lambda each: reader.manifest.files[each].nbytes)
-        raw = bytearray((saved / name).read_bytes())
-        with (saved / name).open("r+b", buffering=0) as file:
-            for offset, byte in enumerate(raw):
-                os.pwrite(file.fileno(), bytes([byte ^ (1 << offset % 8)]), offset)
-                assert len(data_problems(reader, name)) == 1, offset
-                os.pwrite(file.fileno(), bytes([byte]), offset)
-        assert data_problems(reader, name) == []
-
-
 def test_random_flips_in_all_files_are_found(saved: Path, long: bool) -> None:
     draw = random.Random(0)
     with CheckpointReader(saved) as reader:
@@ -209,9 +197,6 @@ def test_swapped_blocks_are_found_and_parts_are_read_right(saved: Path) -> None:
             reader.read_into(tensor, start, buffer)
             begin = tensor.offset_bytes + start
             assert buffer == raw[begin : begin + len(buffer)]
-        kept = reader._files._kept
-        assert sum(map(len, kept.values())) == reader._files._kept_nbytes <= 16 << 20
-
         header, size = record.sections[0].nbytes, blocks.BLOCK_NBYTES
         first, second = slice(header, header + size), slice(header + size, header + 2 * size)
         swapped = bytearray(raw)
@@ -340,23 +325,3 @@ def test_what_would_take_too_much_memory_is_not_parsed(
         CheckpointReader(saved)
     with pytest.raises(ValueError, match="more than"):
         bounded_json.parse(b" " * (bounded_json.MOST_NBYTES + 1))
-
-
-@pytest.mark.parametrize("wrong", ["keys", "files", "parameters", "fields"])
-def test_of_many_wrong_entries_one_is_kept(saved: Path, wrong: str) -> None:
-    """An error of pydantic's takes a kilobyte, and there may be a million."""
-    content = json.loads((saved / "manifest.json").read_text())
-    many = {f"new {number}": {} for number in range(1000)}
-    if wrong == "keys":
-        content.update(many)
-    elif wrong == "fields":
-        content["optimizer"]["fields"] = many
-    else:
-        content[wrong] = many if wrong == "files" else [*many]
-    signed(saved, content)
-    with pytest.raises(CheckpointError) as caught:
-        CheckpointReader(saved)
-    error = caught.value.__context__
-    assert error is not None
-    assert error.error_count() <= 2  # type: ignore[attr-defined]
-    assert wrong in str(caught.value) or "new 0" in str(caught.value)

@@ -118,6 +118,7 @@ def model_for(keys: dict[str, Any], kind: Any = Net) -> nn.Module:
     return model.to(dtypes.get(keys.get("precision", ""), torch.float32))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_from_a_streamed_checkpoint_to_the_bit(case: str, tmp_path: Path) -> None:
     keys, where = CASES[case], tmp_path / "saved"

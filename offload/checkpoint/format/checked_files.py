@@ -2,8 +2,8 @@
 
 A read is cut into the blocks that it lies in (see `blocks`). One that is wanted whole goes straight
 into the caller's memory, and is hashed there; one that is wanted in part stays for the next read,
-until its end was taken. So a section that is read from its front to its end, in any pieces, is read
-once.
+until its end was taken or another one of its section is read. So a section that is read from its
+front to its end, in any pieces, is read once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from offload.tiers.units import format_bytes
 
 REMEDY = "load another checkpoint, or restore this one from a copy"
 _AHEAD_NBYTES = 16 << 20
-_KEPT_NBYTES = 8 * BLOCK_NBYTES  # of blocks read in part: one of each field of an optimizer
 _MOST_OPEN = 4
 
 
@@ -42,6 +41,7 @@ class _File:
     def __init__(self, file: OpenFile, bound_to: str, sections: list[SectionRecord]) -> None:
         self.file = file
         self._bound_to = bound_to
+        self._kept: dict[str, tuple[int, memoryview]] = {}  # one block of each section, by its name
         self._starts: list[int] = []
         self._sections: list[SectionRecord] = []
         end = 0
@@ -77,6 +77,35 @@ class _File:
             return None
         return f"{self.file.path} is damaged: {block} has XXH3 {found} instead of {block.xxh3}"
 
+    def read(self, offset_bytes: int, into: memoryview) -> int:
+        """Fill the front of `into` with bytes of one block; returns their number."""
+        block = self.block_at(offset_bytes)
+        skipped = offset_bytes - block.start
+        count = min(block.nbytes - skipped, into.nbytes)
+        if count == block.nbytes:
+            self._fill_whole(into[:count], block)
+        else:
+            into[:count] = self._whole(block)[skipped : skipped + count]
+            if skipped + count == block.nbytes:
+                del self._kept[block.section]
+        return count
+
+    def _whole(self, block: _Block) -> memoryview:
+        """The whole block, for a read of a part of it."""
+        start, found = self._kept.get(block.section, (-1, memoryview(b"")))
+        if start != block.start:
+            if found.nbytes != block.nbytes:  # else its memory is used again
+                found = memoryview(bytearray(block.nbytes))
+            self._kept.pop(block.section, None)
+            self._fill_whole(found, block)
+            self._kept[block.section] = block.start, found
+        return found
+
+    def _fill_whole(self, into: memoryview, block: _Block) -> None:
+        problem = self.fill(into, block)
+        if problem is not None:
+            raise CheckpointError(f"{problem}; {REMEDY}")
+
 
 class CheckedFiles:
     """Reads a checkpoint's files. `open_file` opens one by its name."""
@@ -84,17 +113,12 @@ class CheckedFiles:
     def __init__(self, manifest: Manifest, open_file: Callable[[str], OpenFile]) -> None:
         self._manifest = manifest
         self._open_file = open_file
-        self._open: OrderedDict[str, _File] = OrderedDict()  # used last at the end, as of the next
-        self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
-        self._kept_nbytes = 0
-        self._spare: list[bytearray] = []  # at most one: fresh memory costs as much as a copy
+        self._open: OrderedDict[str, _File] = OrderedDict()  # used last at the end
 
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].file.close()
-        self._kept.clear()
 
-    # ---------------------------------------------------------------- reading
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> None:
         """Fill `buffer` with a file's bytes from `offset_bytes` on; the file must have them.
 
@@ -105,46 +129,7 @@ class CheckedFiles:
         buffer = buffer.cast("B")
         done = 0
         while done < buffer.nbytes:
-            at = offset_bytes + done
-            block = file.block_at(at)
-            skipped = at - block.start
-            count = min(block.nbytes - skipped, buffer.nbytes - done)
-            into = buffer[done : done + count]
-            if count == block.nbytes:
-                self._fill(file, into, block)
-            else:
-                into[:] = self._whole(name, file, block)[skipped : skipped + count]
-                if skipped + count == block.nbytes:
-                    self._drop((name, block.start))
-            done += count
-
-    def _whole(self, name: str, file: _File, block: _Block) -> memoryview:
-        """The whole block, for a read of a part of it."""
-        key = name, block.start
-        found = self._kept.get(key)
-        if found is None:
-            whole = block.nbytes == BLOCK_NBYTES
-            found = self._spare.pop() if whole and self._spare else bytearray(block.nbytes)
-            self._fill(file, memoryview(found), block)
-            self._kept[key] = found
-            self._kept_nbytes += len(found)
-            while self._kept_nbytes > _KEPT_NBYTES:
-                self._drop(next(iter(self._kept)))
-        else:
-            self._kept.move_to_end(key)
-        return memoryview(found)
-
-    def _drop(self, key: tuple[str, int]) -> None:
-        dropped = self._kept.pop(key)
-        self._kept_nbytes -= len(dropped)
-        if len(dropped) == BLOCK_NBYTES:
-            self._spare[:] = [dropped]
-
-    @staticmethod
-    def _fill(file: _File, into: memoryview, block: _Block) -> None:
-        problem = file.fill(into, block)
-        if problem is not None:
-            raise CheckpointError(f"{problem}; {REMEDY}")
+            done += file.read(offset_bytes + done, buffer[done:])
 
     def _file(self, name: str) -> _File:
         found = self._open.get(name)

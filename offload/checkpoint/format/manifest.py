@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from offload.checkpoint.format.blocks import DIGITS, blocks_in, new_generation
 from offload.display.plain_text import plain
@@ -49,14 +49,6 @@ def is_data_file(name: str) -> bool:
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _few_keys(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            unknown = next(key for key in value if key not in cls.model_fields)
-            raise ValueError(f"{unknown!r:.60} is unknown")
-        return value
-
 
 class SectionRecord(_Record):
     """A run of a file's bytes, in the file's order, without gaps."""
@@ -69,26 +61,6 @@ class SectionRecord(_Record):
 class FileRecord(_Record):
     nbytes: Count
     sections: Listed[SectionRecord]
-
-
-def _file_records(value: Any) -> Any:
-    """The files' records by name. The first error ends it, like that of a list."""
-    if not isinstance(value, dict):
-        return value
-    records = {}
-    for name, content in value.items():
-        try:
-            records[name] = FileRecord.model_validate(content)
-        except ValidationError as error:
-            raise ValueError(f"{name!r:.80}: {_first(error)}") from None
-    return records
-
-
-def _texts(value: Any) -> Any:
-    for name, text in value.items() if isinstance(value, dict) else ():
-        if not isinstance(text, str):
-            raise ValueError(f"{name!r:.60} is {text!r:.60}, which is no text")
-    return value
 
 
 class ParameterRecord(_Record):
@@ -130,7 +102,7 @@ class OptimizerRecord(_Record):
     master: MasterName
     states: str = "fp32"
     # Of a trainable parameter: name -> dtype. Per element, those named `*.scale` per block.
-    fields: Annotated[dict[str, str], BeforeValidator(_texts)]
+    fields: dict[str, str]
     param_groups: Listed[ParamGroupRecord]
 
 
@@ -193,7 +165,7 @@ class Manifest(_Record):
     parameters: Listed[ParameterRecord]
     buffers: Listed[BufferRecord]
     buffers_file: str
-    files: Annotated[dict[str, FileRecord], BeforeValidator(_file_records)]
+    files: dict[str, FileRecord]
     model: ModelRecord | None = None
     generation: str = Field(default_factory=new_generation, max_length=64)
     run: RunRecord | None = None
