@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.checkpoint.engine import model
+from offload.checkpoint.engine.module_state import ModuleState
 from offload.checkpoint.foreign.model_files import own_file
 from offload.checkpoint.format.disk import (
     entries,
@@ -212,7 +212,7 @@ def load_weights(engine: Engine, states: Path) -> None:
     Raise CheckpointError unless `states` has them all, in the model's shapes, and no others.
     """
     own = dict(engine.module.named_parameters(remove_duplicate=False))
-    others = model.other_tensors(engine)
+    others = ModuleState.of(engine).tensors
     with CheckpointReader(states) as reader:
         reader.check(contents=True)
         saved = {name: stored for names, stored in reader.weights() for name in names}

@@ -289,29 +289,6 @@ def test_what_modules_refuse_is_an_error_and_nothing_goes_on_from_a_part_of_it(
         engine.close("drop")
 
 
-def test_a_buffer_that_a_hook_leaves_out_of_state_dicts_comes_back(tmp_path: Path) -> None:
-    def leave_out(module: Any, state: Any, prefix: str, _: Any) -> None:
-        del state[f"{prefix}count"]
-
-    def build() -> nn.Module:
-        layer = nn.Linear(WIDTH, 2)
-        layer.register_buffer("count", torch.zeros(2))
-        layer._register_state_dict_hook(leave_out)
-        layer._register_load_state_dict_pre_hook(
-            lambda state, prefix, *_: state.setdefault(f"{prefix}count", torch.full((2,), 9.0))
-        )
-        return nn.Sequential(layer)
-
-    for value in (3.0, 4.0):
-        with offload.initialize(build(), config(tmp_path)) as engine:
-            engine.module[0].count.fill_(value)  # type: ignore[index]
-            engine.save_checkpoint(tmp_path / "saved")
-        model: Any = build()
-        with offload.initialize(model, config(tmp_path)) as engine:
-            engine.load_checkpoint(tmp_path / "saved")
-            assert model[0].count.tolist() == [value, value]
-
-
 # ------------------------------------------------------------------------- other ways to load
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_state_dicts_load_as_into_a_plain_model(placement: dict[str, Any], tmp_path: Path) -> None:

@@ -163,36 +163,6 @@ def steps_everywhere(engine: Trained) -> StepsOf:
     return lambda group, rank: np.split(rows[rank], ends)[group.index]
 
 
-def other_tensors(engine: Trained) -> dict[str, torch.Tensor]:
-    """Persistent buffers, and parameters that the engine leaves in the model (integers)."""
-    model = engine.module
-    found: dict[str, torch.Tensor] = {
-        name: param
-        for name, param in model.named_parameters()
-        if engine.runtime.store.spec_of(param) is None
-    }
-    found.update(_persistent_buffers(model))
-    check_tensors(found)
-    return found
-
-
-def check_tensors(found: dict[str, torch.Tensor]) -> None:
-    """Raise UnsupportedError for a tensor that no safetensors file can have."""
-    for name, tensor in found.items():
-        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"buffer {name} ({tensor.dtype}, {tensor.layout}) cannot be in a safetensors file; "
-                "register it with persistent=False and rebuild it in the model's code"
-            )
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
 def model_record(model: nn.Module) -> ModelRecord | None:
     """The record of a transformers model; None for others."""
     library = sys.modules.get("transformers.modeling_utils")  # imported, if there is such a model

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.checkpoint.engine.model import check_tensors, other_tensors
-from offload.tiers.errors import CheckpointError
+from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.zero.groups.bits import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
@@ -33,21 +33,17 @@ _TORCHS_VERSION = {"version": 1}
 class ModuleState:
     """The state that the modules of an engine's model saved."""
 
-    tensors: dict[str, torch.Tensor]  # the live ones, by name
+    tensors: dict[str, torch.Tensor]  # the live ones, by their key
     values: dict[str, Any] = field(default_factory=dict)  # other entries, by their key
     extra: dict[str, Any] = field(default_factory=dict)  # extra state, by module
     versions: dict[str, Any] | None = None  # of state dicts, by module; None: unknown
 
     @classmethod
     def of(cls, engine: Trained) -> ModuleState:
-        """The modules' state now. UnsupportedError for a tensor that no safetensors file can have.
+        """The modules' state now, under the keys of their state dicts.
 
-        Buffers and parameters have the names that the model has for them, also where a hook renames
-        their keys; a buffer that the modules leave out of their state dicts is there all the same.
-        """
-        tensors = other_tensors(engine)
-        names = {id(tensor): name for name, tensor in tensors.items()}
-        values, extra = {}, {}
+        UnsupportedError for a tensor that no safetensors file can have."""
+        tensors, values, extra = {}, {}, {}
         saved, in_tiers = _state_dict(engine), _in_tiers(engine)
         for key, value in saved.items():
             if key in in_tiers or _is_in_tiers(engine, value):
@@ -56,15 +52,25 @@ class ModuleState:
             if last == _EXTRA:
                 extra[path] = value
             elif isinstance(value, torch.Tensor):
-                tensors[names.get(id(value), key)] = value
+                tensors[key] = value
             else:
                 values[key] = value
-        check_tensors(tensors)
+        _check_tensors(tensors)
         versions = {
             path: dict(version) for path, version in getattr(saved, "_metadata", {}).items()
             if version != _TORCHS_VERSION
         }  # fmt: skip
         return cls(tensors, values, extra, versions)
+
+
+def _check_tensors(found: dict[str, torch.Tensor]) -> None:
+    """Raise UnsupportedError for a tensor that no safetensors file can have."""
+    for name, tensor in found.items():
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"buffer {name} ({tensor.dtype}, {tensor.layout}) cannot be in a safetensors file; "
+                "register it with persistent=False and rebuild it in the model's code"
+            )
 
 
 def refusal_of(error: Exception) -> str:
@@ -110,21 +116,13 @@ class ModuleLoading:
         self._engine = engine
         self._path = path
         self._tensors = saved.tensors
-        now, beside = _state_dict(engine), other_tensors(engine)
-        self._check_formats(beside)
-        names = {id(tensor): name for name, tensor in beside.items()}
-        in_tiers, left = _in_tiers(engine), dict(saved.tensors)
-        self._entries: dict[str, Any] = {}
-        for key, value in now.items():
-            name = names.get(id(value), key)
-            if key in in_tiers or _is_in_tiers(engine, value):
-                self._entries[key] = value
-            elif name in saved.tensors:
-                self._entries[key] = saved.tensors[name]
-                left.pop(name, None)
-        known = {*names.values()}
-        self._left_out = {name: left.pop(name) for name in [*left] if name in known}
-        self._entries |= left | saved.values
+        now, in_tiers = _state_dict(engine), _in_tiers(engine)
+        self._check_formats(now)
+        self._entries: dict[str, Any] = {
+            key: value for key, value in now.items()
+            if key in in_tiers or _is_in_tiers(engine, value)
+        }  # fmt: skip
+        self._entries |= saved.tensors | saved.values
         self._entries |= {
             f"{path}.{_EXTRA}" if path else _EXTRA: v for path, v in saved.extra.items()
         }
@@ -144,7 +142,7 @@ class ModuleLoading:
                 f"{self._path} is of another model, {refusal_of(error)}; build the model as it was "
                 "saved"
             ) from error
-        self._check_formats(other_tensors(self._engine))  # hooks may have exchanged buffers
+        self._check_formats(_state_dict(self._engine))  # hooks may have exchanged buffers
         replaced = sorted(in_tiers - _in_tiers(self._engine))
         if replaced:
             raise CheckpointError(
@@ -167,10 +165,6 @@ class ModuleLoading:
                 model.load_state_dict(given)
         finally:
             pardon.remove()
-        now = other_tensors(self._engine)
-        with torch.no_grad():
-            for name, value in self._left_out.items():
-                now[name].copy_(value)
 
     def _is_saved(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and not _is_in_tiers(self._engine, value)
@@ -182,11 +176,13 @@ class ModuleLoading:
             key for key in keys.missing_keys if key.rpartition(".")[2] != _EXTRA
         ]  # fmt: skip
 
-    def _check_formats(self, now: Mapping[str, torch.Tensor]) -> None:
+    def _check_formats(self, now: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a dtype differs: values must not be rounded silently."""
         for name, saved in self._tensors.items():
-            here = now.get(name, saved)
-            if here.shape == saved.shape and here.dtype != saved.dtype:
+            here = now.get(name)
+            if not isinstance(here, torch.Tensor) or here.shape != saved.shape:
+                continue
+            if here.dtype != saved.dtype:
                 raise CheckpointError(
                     f"{self._path} was not loaded: buffer {name} is {saved.dtype} there, and "
                     f"{here.dtype} in the model; build the model as it was saved"
