@@ -80,40 +80,31 @@ def _match_parameters(
     known = {name for record in mine for name in record.names}
     missing = [r.names[0] for r in mine if not any(name in by_name for name in r.names)]
     extra = [r.names[0] for r in saved if not any(name in known for name in r.names)]
-    _refuse(path, _difference("missing in the checkpoint", missing),
-            _difference("not in the model", extra))  # fmt: skip
+    _refuse(path, {"missing in the checkpoint": missing, "not in the model": extra})
     found = {
         record.names[0]: next(by_name[name] for name in record.names if name in by_name)
         for record in mine
     }
     pairs = [(record, found[record.names[0]]) for record in mine]
-    _refuse(
-        path,
-        _difference("of another shape", [_shapes(a, b) for a, b in pairs if a.shape != b.shape]),
-        _difference("of another dtype", [_dtypes(a, b) for a, b in pairs if a.dtype != b.dtype]),
-        _difference("tied otherwise", [_ties(a, b) for a, b in pairs if _tie(a) != _tie(b)]),
-        _difference(
-            "trainable in one and frozen in the other",
-            [a.names[0] for a, b in pairs if a.trainable != b.trainable],
-        ),
-    )
+    differences = {
+        "of another shape": [
+            f"{here.names[0]} {tuple(there.shape)}, here {tuple(here.shape)}"
+            for here, there in pairs if here.shape != there.shape
+        ],
+        "of another dtype": [
+            f"{here.names[0]} {there.dtype}, here {here.dtype}"
+            for here, there in pairs if here.dtype != there.dtype
+        ],
+        "tied otherwise": [
+            f"{' = '.join(there.names)}, here {' = '.join(here.names)}"
+            for here, there in pairs if {*here.names} != {*there.names}
+        ],
+        "trainable in one and frozen in the other": [
+            here.names[0] for here, there in pairs if here.trainable != there.trainable
+        ],
+    }  # fmt: skip
+    _refuse(path, differences)
     return found
-
-
-def _tie(record: ParameterRecord) -> frozenset[str]:
-    return frozenset(record.names)
-
-
-def _shapes(mine: ParameterRecord, saved: ParameterRecord) -> str:
-    return f"{mine.names[0]} {tuple(saved.shape)}, here {tuple(mine.shape)}"
-
-
-def _dtypes(mine: ParameterRecord, saved: ParameterRecord) -> str:
-    return f"{mine.names[0]} {saved.dtype}, here {mine.dtype}"
-
-
-def _ties(mine: ParameterRecord, saved: ParameterRecord) -> str:
-    return f"{' = '.join(saved.names)}, here {' = '.join(mine.names)}"
 
 
 def _check_param_groups(
@@ -151,17 +142,16 @@ def _check_numbers(engine: Trained, manifest: Manifest, path: Path) -> None:
             ) from None
 
 
-def _difference(what: str, names: Sequence[str]) -> str | None:
-    return f"{len(names)} {what} ({_listing(names)})" if names else None
-
-
 def _listing(names: Sequence[str]) -> str:
     more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return "; ".join(names[:_SHOWN]) + more
 
 
-def _refuse(path: Path, *differences: str | None) -> None:
-    found = [difference for difference in differences if difference is not None]
+def _refuse(path: Path, differences: Mapping[str, Sequence[str]]) -> None:
+    """Raise CheckpointError if there are any: names by what is different about them."""
+    found = [
+        f"{len(names)} {what} ({_listing(names)})" for what, names in differences.items() if names
+    ]
     if found:
         raise CheckpointError(
             f"{path} is of another model: {', '.join(found)}; build the model as it was saved"

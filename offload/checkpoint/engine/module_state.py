@@ -73,12 +73,6 @@ def _check_tensors(found: dict[str, torch.Tensor]) -> None:
             )
 
 
-def refusal_of(error: Exception) -> str:
-    """The error that `load_state_dict` raised, in one line."""
-    text = " ".join(str(error).split()).removesuffix(".")
-    return f"load_state_dict() raises {type(error).__name__}: {text:.600}"
-
-
 def with_extra_state(model: nn.Module) -> list[str]:
     """The paths of the modules that take an extra state."""
     own = nn.Module.set_extra_state
@@ -138,9 +132,10 @@ class ModuleLoading:
         try:
             self._load()
         except Exception as error:
+            text = " ".join(str(error).split()).removesuffix(".")
             raise CheckpointError(
-                f"{self._path} is of another model, {refusal_of(error)}; build the model as it was "
-                "saved"
+                f"{self._path} is of another model, load_state_dict() raises "
+                f"{type(error).__name__}: {text:.600}; build the model as it was saved"
             ) from error
         self._check_formats(_state_dict(self._engine))  # hooks may have exchanged buffers
         replaced = sorted(in_tiers - _in_tiers(self._engine))
