@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from offload.checkpoint.foreign.exporting import check_new, pending_output
+from offload.checkpoint.foreign.model_files import check_new, pending_output
 from offload.checkpoint.format.disk import check_room
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
 from offload.checkpoint.format.torch_files import refusals

@@ -34,7 +34,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from offload.checkpoint.foreign.exporting import pending_output
+from offload.checkpoint.foreign.model_files import pending_output
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
 from offload.config.source import load_source

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import offload.checkpoint as checkpoints
-from offload.checkpoint.foreign.exporting import pending_output
+from offload.checkpoint.foreign.model_files import pending_output
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.ownership import marked as marked_folder
 from offload.checkpoint.format.reader import CheckpointReader
@@ -32,7 +32,7 @@ DYING = """
 import os, sys
 from contextlib import suppress
 from pathlib import Path
-from offload.checkpoint.foreign.exporting import pending_output
+from offload.checkpoint.foreign.model_files import pending_output
 from offload.checkpoint.format.folder import PendingFolder
 from offload.runs import metrics
 from offload.swap.io.swap_file import SwapFile

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import offload
 from offload.checkpoint.foreign.exporting import export
-from offload.checkpoint.foreign.model_files import cut
+from offload.checkpoint.foreign.weight_shards import cut
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError
 from offload.integrations.transformers.hub_export import write_hub_format

@@ -10,37 +10,26 @@ Streams: one piece of one parameter is in memory at a time.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from offload.checkpoint.foreign.model_files import (
     CONFIG,
     GENERATION_CONFIG,
-    INDEX,
     carried_files,
     carry,
-    cut,
-    index_text,
+    check_new,
+    pending_output,
     read_json,
     write_json,
 )
-from offload.checkpoint.format.disk import (
-    check_room,
-    is_folder,
-    is_there,
-    make_folder,
-    rename,
-    storage_errors,
-    sync_folder,
-    sync_tree,
-    write_text,
-)
+from offload.checkpoint.foreign.weight_shards import SHARD, Write, write_shards
+from offload.checkpoint.format.disk import check_room, make_folder, storage_errors
 from offload.checkpoint.format.manifest import BufferRecord, ModelRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import (
@@ -51,8 +40,8 @@ from offload.checkpoint.format.safetensors_file import (
 )
 from offload.kernels.cpu.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
-from offload.swap.io.maker_marks import marked
 from offload.tiers.errors import PathError
+from offload.zero.groups.bits import DTYPES as TORCH_DTYPES
 
 _PIECE_NUMEL = 1 << 20
 _FLOATS = {"F32": Float.FP32, "BF16": Float.BF16, "F16": Float.FP16}
@@ -109,37 +98,6 @@ def export(
     return [out / name for name in names] or [out]
 
 
-def check_new(out: Path) -> None:
-    """Raise PathError unless `out` can be made."""
-    with storage_errors("looking at", out):
-        if not is_folder(out.parent):
-            raise PathError(
-                f"{out.parent} is no folder; make it, or name another place for {out.name}"
-            )
-        if is_there(out):
-            raise PathError(f"{out} exists; remove it, or name another file or folder")
-
-
-@contextmanager
-def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """A name for the file or folder that becomes `out` at the end, durably, or is removed.
-    `replaces`: an existing file is replaced."""
-    pending = out.with_name(marked(f".{out.name}"))
-    try:
-        yield pending
-        if not replaces:
-            check_new(out)  # another process may have made it meanwhile
-        with storage_errors("creating", out):
-            sync_tree(pending)  # before it can have the name
-            rename(pending, out)
-    except BaseException:
-        with suppress(OSError):  # what led here is the error
-            shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
-        raise
-    with storage_errors("creating", out):
-        sync_folder(out.parent)
-
-
 def read_whole(path: Path, dtype: str | None = None) -> dict[str, tuple[TensorInfo, bytearray]]:
     """The tensors that `export` writes, by name, in RAM."""
     with CheckpointReader(path) as reader:
@@ -168,23 +126,26 @@ def _write(
     if model is not None and hub_format is not None:
         written = hub_format(model, weights.all(set(model.tied)), pending)
     if written is None:
-        written = HubFiles(_write_own_names(weights, pending))
+        tied = set() if model is None else set(model.tied)
+        written = HubFiles(write_shards(_OwnNames(weights.all(tied)), pending, SHARD))
     config = {**written.config, "dtype": weights.dtype_name}
     return [*written.names, *write_others(model, source, config, pending)]
 
 
-def _write_own_names(weights: _Weights, pending: Path) -> list[str]:
-    model = weights.model
-    tensors = {t.info.name: t for t in weights.all(set() if model is None else set(model.tied))}
-    files = cut({name: tensor.info.nbytes for name, tensor in tensors.items()})
-    for file, names in files.items():
-        _write_file(pending / file, [tensors[name] for name in names])
-    written = list(files)
-    if len(files) > 1:
-        total = sum(tensor.info.nbytes for tensor in tensors.values())
-        write_text(pending / INDEX, index_text(files, total))
-        written.append(INDEX)
-    return written
+class _OwnNames:
+    """Tensors for `write_shards`, as they are named in the checkpoint."""
+
+    def __init__(self, exported: Sequence[ExportedTensor]) -> None:
+        self._exported = exported
+        self.tensors = {
+            t.info.name: torch.empty(t.info.shape, dtype=TORCH_DTYPES[t.info.dtype], device="meta")
+            for t in exported
+        }
+
+    def write(self, write: Write) -> None:
+        for tensor in self._exported:
+            for piece in tensor.pieces():
+                write(tensor.info.name, torch.frombuffer(piece, dtype=torch.uint8))
 
 
 def write_others(

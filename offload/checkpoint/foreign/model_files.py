@@ -1,5 +1,5 @@
-"""The files of a model's folder in Hugging Face's layout: how tensors are cut into shards, their
-index, and the files beside them."""
+"""The files of a model's folder in Hugging Face's layout: those of its weights, which an index
+names, and those beside them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.format.disk import storage_errors, write_text
+from offload.checkpoint.format.disk import (
+    is_folder,
+    is_there,
+    rename,
+    storage_errors,
+    sync_folder,
+    sync_tree,
+    write_text,
+)
 from offload.process import bounded_json
-from offload.tiers.errors import CheckpointError, ConfigError
+from offload.swap.io.maker_marks import marked
+from offload.tiers.errors import CheckpointError, ConfigError, PathError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-SHARD_NBYTES = 5 * 10**9
 _COUNT = re.compile(r"(^|_)(num|n)_(\w+_)?(layers?|blocks?|experts?)$|_layers$|^layers$|^depths?$")
 _ANY_COUNT, _ENTRY_NBYTES = 1000, 60  # of a tensor in a header, at least
 # Of tokenizers and processors: what they were made from, too.
@@ -25,42 +34,6 @@ _CARRIED = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "*.tiktoken", "*.model", "*preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-
-
-def cut(sizes: Mapping[str, int], most_nbytes: int = SHARD_NBYTES) -> dict[str, list[str]]:
-    """File name -> tensors, of `sizes` (name -> bytes): in their order, and cut like
-    huggingface_hub does. A tensor that is larger than a shard has a shard of its own."""
-    shards: list[list[str]] = []
-    held: list[str] = []
-    held_nbytes = 0
-    for name, nbytes in sizes.items():
-        if nbytes > most_nbytes:
-            shards.append([name])
-            continue
-        if held_nbytes + nbytes > most_nbytes:
-            shards.append(held)
-            held, held_nbytes = [], 0
-        held.append(name)
-        held_nbytes += nbytes
-    if held:
-        shards.append(held)
-    if len(shards) <= 1:
-        return dict(zip([SINGLE], shards, strict=False))
-    stem, count = SINGLE.removesuffix(".safetensors"), len(shards)
-    return {
-        f"{stem}-{number:05d}-of-{count:05d}.safetensors": names
-        for number, names in enumerate(shards, 1)
-    }
-
-
-def index_text(files: Mapping[str, Iterable[str]], total_nbytes: int) -> str:
-    """The index of shards."""
-    weight_map = {name: file for file, names in files.items() for name in names}
-    index = {
-        "metadata": {"total_size": total_nbytes},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    return json.dumps(index, indent=2) + "\n"
 
 
 def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[Path]:
@@ -176,3 +149,35 @@ def carry(files: Iterable[Path], into: Path) -> list[str]:
             shutil.copyfile(path, into / path.name)  # of a link, what it leads to
         names.append(path.name)
     return names
+
+
+# --------------------------------------------------------------------------- new ones
+def check_new(out: Path) -> None:
+    """Raise PathError unless `out` can be made."""
+    with storage_errors("looking at", out):
+        if not is_folder(out.parent):
+            raise PathError(
+                f"{out.parent} is no folder; make it, or name another place for {out.name}"
+            )
+        if is_there(out):
+            raise PathError(f"{out} exists; remove it, or name another file or folder")
+
+
+@contextmanager
+def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """A name for the file or folder that becomes `out` at the end, durably, or is removed.
+    `replaces`: an existing file is replaced."""
+    pending = out.with_name(marked(f".{out.name}"))
+    try:
+        yield pending
+        if not replaces:
+            check_new(out)  # another process may have made it meanwhile
+        with storage_errors("creating", out):
+            sync_tree(pending)  # before it can have the name
+            rename(pending, out)
+    except BaseException:
+        with suppress(OSError):  # what led here is the error
+            shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
+        raise
+    with storage_errors("creating", out):
+        sync_folder(out.parent)

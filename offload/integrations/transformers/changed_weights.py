@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from offload.integrations.weight_files import Tensors, Write
+from offload.checkpoint.foreign.weight_shards import Tensors, Write
 from offload.process import machine
 from offload.quantised.writing import Target, configuration, described, encoded
 from offload.tiers.errors import ConfigError

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.checkpoint.engine.model import model_record
-from offload.checkpoint.foreign.exporting import check_new, pending_output, write_others
+from offload.checkpoint.foreign.exporting import write_others
+from offload.checkpoint.foreign.model_files import check_new, pending_output
 from offload.checkpoint.format.disk import make_folder, storage_errors
 from offload.config.paths import StrPath, path_of
 from offload.integrations.transformers.changed_weights import Change

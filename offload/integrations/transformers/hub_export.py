@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.foreign.exporting import ExportedTensor, HubFiles
-from offload.checkpoint.foreign.model_files import INDEX, check_counts
+from offload.checkpoint.foreign.model_files import check_counts
 from offload.checkpoint.format.manifest import ITEMSIZE, ModelRecord
 from offload.integrations.transformers.pretrained import is_model_class
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.bits import DTYPES
 
 if TYPE_CHECKING:
+    from offload.checkpoint.foreign.weight_shards import Write
     from offload.integrations.transformers.changed_weights import Change, NamedTensors
     from offload.integrations.transformers.hub_format import HubFormat
-    from offload.integrations.weight_files import Write
 
 _log = logging.getLogger("offload")
-_SHARD = "5GB"
 
 
 def write_hub_format(
@@ -54,12 +53,11 @@ def write_files(
     saved: NamedTensors, model: nn.Module, folder: Path, change: Change | None = None
 ) -> HubFiles:
     """Write the safetensors files of a model, and their index."""
+    from offload.checkpoint.foreign.weight_shards import SHARD, write_shards
     from offload.integrations.transformers.changed_weights import ChangedWeights
-    from offload.integrations.weight_files import write_shards
 
     changed = None if change is None else ChangedWeights(saved, model, change)
-    files = write_shards(changed or saved, folder, _SHARD)
-    names = [*files, *([INDEX] if len(files) > 1 else [])]
+    names = write_shards(changed or saved, folder, SHARD)
     return HubFiles(names, {} if changed is None else changed.config())
 
 

@@ -28,9 +28,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from offload.checkpoint.engine.weights import Take, stream_weights
+from offload.checkpoint.foreign.weight_shards import Write
 from offload.display.progress import progress
 from offload.engine import Engine
-from offload.integrations.weight_files import Write
 from offload.taking_over import tiers_of
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import UnsupportedError

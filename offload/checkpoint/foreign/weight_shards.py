@@ -1,5 +1,5 @@
 """A model's weights as safetensors files in a folder, cut into shards as huggingface_hub does, and
-written from the tiers, one piece at a time."""
+written one piece at a time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,17 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import torch
-from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from torch import Tensor
 
-from offload.checkpoint.engine.weights import stream_weights
-from offload.checkpoint.foreign.exporting import pending_output
-from offload.checkpoint.foreign.model_files import INDEX, SINGLE
+from offload.checkpoint.foreign.model_files import INDEX, SINGLE, pending_output
 from offload.checkpoint.format.disk import check_room, replace_text
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.units import parse_bytes
 from offload.zero.groups.bits import DTYPE_NAMES
-from offload.zero.groups.layout import ParamSpec
 
-if TYPE_CHECKING:
-    from offload.engine import Engine
-
+SHARD = "5GB"
 Write = Callable[[str, Tensor], None]  # a tensor's name, and its next bytes (1D uint8)
 _METADATA = {"format": "pt"}
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -41,70 +34,54 @@ class Tensors(Protocol):
         """Write every tensor's bytes, in any order of tensors."""
 
 
-class OwnNames:
-    """Parameters and persistent buffers of an engine's model, each under its first name."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Raise UnsupportedError for an entry that is not a tensor."""
-        self._engine = engine
-        self._names: dict[str, str] = {}  # of a parameter here, by its first one in the engine
-        self._others: dict[str, Tensor] = {}  # that are in no tier
-        self.tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, value in engine.module.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
-                raise UnsupportedError(
-                    f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
-                    "engine.save_checkpoint saves it"
-                )
-            if id(value) not in seen:
-                seen.add(id(value))
-                self._add(name, value)
-
-    def _add(self, name: str, value: Tensor) -> None:
-        store = self._engine.runtime.store
-        spec = store.spec_of(value)
-        shape, dtype = value.shape, value.dtype
-        if spec is None:
-            self._others[name] = value
-        else:
-            self._names[spec.name] = name
-            shape, dtype = torch.Size(spec.shape), store.dtype
-        self.tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-
-    def write(self, write: Write) -> None:
-        def take(spec: ParamSpec, elements: range, raw: Tensor) -> None:
-            if spec.name in self._names:
-                write(self._names[spec.name], raw)
-
-        stream_weights(self._engine, take)
-        for name, tensor in self._others.items():
-            write(name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-
-
 def write_shards(
     saved: Tensors, folder: Path, max_shard_size: int | str, *, variant: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Write the files, and their index if there are several, with `metadata` in it; return the
-    files' names. Existing files in `folder` are replaced when the new files are complete."""
-    pattern = named(SINGLE, variant).replace(".safetensors", "{suffix}.safetensors")
-    split = split_state_dict_into_shards_factory(
-        dict(saved.tensors), filename_pattern=pattern, max_shard_size=max_shard_size,
-        get_storage_size=get_torch_storage_size,
-        get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,  # its own knows no meta
-    )  # fmt: skip
-    with _files(folder, split.filename_to_tensors, saved.tensors) as write:
+    """Write files of at most `max_shard_size`, and their index if there are several, with
+    `metadata` in it; return their names. Existing files in `folder` are replaced when the new ones
+    are complete."""
+    sizes = {name: tensor.nbytes for name, tensor in saved.tensors.items()}
+    files = cut(sizes, parse_bytes(max_shard_size), named(SINGLE, variant))
+    with _files(folder, files, saved.tensors) as write:
         saved.write(write)
-    if split.is_sharded:
+    if len(files) > 1:
         index = {
-            "metadata": {**(metadata or {}), **split.metadata},
-            "weight_map": split.tensor_to_filename,
+            "metadata": {**(metadata or {}), "total_size": sum(sizes.values())},
+            "weight_map": {name: file for file, names in files.items() for name in names},
         }
         replace_text(
             folder / named(INDEX, variant), json.dumps(index, indent=2, sort_keys=True) + "\n"
         )
-    return list(split.filename_to_tensors)
+        return [*files, named(INDEX, variant)]
+    return list(files)
+
+
+def cut(sizes: Mapping[str, int], most_nbytes: int, name: str = SINGLE) -> dict[str, list[str]]:
+    """File name -> tensors, of `sizes` (name -> bytes): in their order, and cut like
+    huggingface_hub does. A tensor that is larger than a shard has a shard of its own. `name`: that
+    of a file without others."""
+    shards: list[list[str]] = []
+    held: list[str] = []
+    held_nbytes = 0
+    for tensor, nbytes in sizes.items():
+        if nbytes > most_nbytes:
+            shards.append([tensor])
+            continue
+        if held_nbytes + nbytes > most_nbytes:
+            shards.append(held)
+            held, held_nbytes = [], 0
+        held.append(tensor)
+        held_nbytes += nbytes
+    if held:
+        shards.append(held)
+    if len(shards) <= 1:
+        return dict(zip([name], shards, strict=False))
+    stem, count = name.removesuffix(".safetensors"), len(shards)
+    return {
+        f"{stem}-{number:05d}-of-{count:05d}.safetensors": names
+        for number, names in enumerate(shards, 1)
+    }
 
 
 def remove_other_shards(folder: Path, kept: Container[str]) -> None:
