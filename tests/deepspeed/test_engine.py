@@ -442,7 +442,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         assert engine.load_checkpoint(tmp_path) == (None, None)
         with pytest.raises(CheckpointError, match="no such checkpoint"):
             engine.load_checkpoint(tmp_path, "none")
-        with pytest.raises(UnsupportedError, match=r"client_state\['f'\] is a function"):
+        with pytest.raises(UnsupportedError, match="client_state holds tests"):
             engine.save_checkpoint(tmp_path, client_state={"f": train})
         (tmp_path / "theirs").mkdir()
         (tmp_path / "theirs/mp_rank_00_model_states.pt").touch()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import offload
-from offload.checkpoint.foreign.model_files import cut
+from offload.checkpoint.foreign import exporting
 from offload.cli.app import main
 from tests.offload.engine_cases import (
     NVME,
@@ -121,7 +121,7 @@ def test_export_to_a_folder_is_in_the_layout_of_sharded_models(
     path, weights, _ = originals["bf16"]
     out = tmp_path / "model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "__defaults__", (6000,))
+        patch.setattr(exporting, "SHARD", 6000)
         assert run("export", path, out) == 0
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == weights.keys()

@@ -306,18 +306,6 @@ def test_pruning_keeps_the_highest_steps(engine: offload.Engine, tmp_path: Path)
         checkpoint.prune(folder, keep_last=0)
 
 
-def test_pruning_keeps_what_is_trusted(engine: offload.Engine, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    checkpoints_of(engine, folder, 3)
-    shutil.copytree(folder / "step-000001", folder / "step-000009")
-    assert checkpoint.latest(folder) == folder / "step-000003"
-    removed = checkpoint.prune(folder, keep_last=1)
-    assert removed == [folder / "step-000001", folder / "step-000002"]
-    assert checkpoint.latest(folder) == folder / "step-000003"
-    assert (folder / "step-000009").exists()
-
-
-# ------------------------------------------------------------------------- targets
 def test_what_is_no_checkpoint_is_never_replaced(engine: offload.Engine, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections import Counter
 from datetime import date
 from pathlib import Path
@@ -30,7 +29,6 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, info_of
 from offload.checkpoint.format.user_state import packed, tensor_records, unpacked, value_of
 from offload.errors import CheckpointError, StateError, UnsupportedError
-from offload.process.interrupts import noted_interrupts
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
@@ -634,23 +632,6 @@ def test_a_signal_is_told_between_steps(number: int, engine: Any) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_that_nobody_was_told_of_is_raised_at_the_end(engine: Any) -> None:
-    with pytest.raises(KeyboardInterrupt), engine.stop_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_forked_child_ends_by_a_signal(engine: Any) -> None:
-    with engine.stop_signals() as stop:
-        child = os.fork()
-        if not child:
-            time.sleep(60)
-            os._exit(0)
-        time.sleep(0.2)
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert not stop()
-
-
 def test_stops_inside_of_stops_share_what_came(engine: Any) -> None:
     """Only the outermost raises, and only what nobody was told of."""
     before = signal.getsignal(signal.SIGTERM)
@@ -715,24 +696,3 @@ def test_off_the_main_thread_it_is_said_unless_the_main_one_notes(engine: Any, c
     in_a_thread()
     assert found == [True, False]
     assert "in the thread trainer: Python hands signals to the main thread" in caplog.text
-
-
-def test_a_signal_that_is_ignored_is_not_missed(engine: Any, caplog: Any) -> None:
-    """As of a program in the background of a shell's script."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with engine.stop_signals() as stop:
-            assert not stop()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert not caplog.records
-
-
-def test_a_forked_child_notes_for_itself(engine: Any) -> None:
-    with engine.stop_signals():
-        child = os.fork()
-        if not child:
-            with noted_interrupts() as interrupts, interrupts.put_off(""):
-                os.kill(os.getpid(), signal.SIGTERM)
-                os._exit(int(interrupts.seen))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

@@ -255,15 +255,16 @@ class Restoring:
         raise CheckpointError(f"{self._reader.path} was not loaded: {why}")
 
     def _prepare(self, run: RunRecord, buffers: dict[str, torch.Tensor]) -> ModuleState:
-        """Prepare all sections; returns all that modules have saved, `buffers` included."""
-        extra = self._extra_of(run.named(_EXTRA))
+        """Prepare all sections, in the order in which they are in the file; returns all that
+        modules have saved, `buffers` included."""
         self._prepare_objects(run)
-        self._prepare_random(run.named(_RANDOM))  # last: what is set before may draw
-        self.state = state_in(self._reader)
+        extra = self._extra_of(run.named(_EXTRA))
         values = {key: self._value(record) for key, record in run.named(_ENTRIES).items()}
         versions = next((self._value(r) for r in run.tensors if r.name == _VERSIONS), None)
         if versions is not None:
             versions = {path: dict(each) for path, each in versions.items()}
+        self.state = state_in(self._reader)
+        self._prepare_random(run.named(_RANDOM))  # last: what is set before may draw
         return ModuleState(buffers, values, extra, versions)
 
     def _value(self, record: BufferRecord) -> Any:
