@@ -17,32 +17,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload.checkpoint.format.disk import make_call
+from offload.checkpoint.format.disk import OpenFile, make_call
 from offload.tiers.errors import CheckpointError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _PATIENCE_S = 25.0  # the error comes within 30 s
 POLL_S = 0.005
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
-class OpenFolder:
+class OpenFolder(OpenFile):
     """An open folder, and the lock on it. Both end with the object at the latest."""
-
-    fd = -1
 
     def __init__(self, path: Path, inside: OpenFolder | None = None) -> None:
         """`inside`: the open folder that contains it, whatever happens to that one's name; a link
         raises NotADirectoryError then. Raises OSError."""
-        self.path = path
         self._pid = os.getpid()
         if inside is None:
-            self.fd = make_call("open folder", path, os.open, path, _FOLDER)
+            super().__init__(path, _FOLDER)
         else:
-            flags = _FOLDER | os.O_NOFOLLOW
-            self.fd = make_call(
-                "open folder", path, lambda: os.open(path.name, flags, dir_fd=inside.fd)
-            )
+            super().__init__(path, _FOLDER | os.O_NOFOLLOW, inside=inside.fd)
 
     def lock(self) -> bool:
         """Lock exclusively; False if the file system has no locks. BlockingIOError if another
@@ -68,16 +62,10 @@ class OpenFolder:
         return True
 
     def close(self) -> None:
-        if self.fd < 0:
-            return
-        if self._pid == os.getpid():  # a forked child shares the lock, and must not end it
+        if self.fd >= 0 and self._pid == os.getpid():  # a forked child must not end a shared lock
             with suppress(OSError):  # no locks here
                 fcntl.flock(self.fd, fcntl.LOCK_UN)  # what a Ctrl-C cuts short, __del__ repeats
-        fd, self.fd = self.fd, -1
-        os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
+        super().close()
 
 
 def lock_folder(path: Path) -> OpenFolder | None:
