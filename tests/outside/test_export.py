@@ -71,7 +71,7 @@ def test_experts_are_one_by_one_as_transformers_saves_them(
 ) -> None:
     folder = saved(tmp_path / "model", "mixtral")
     path = checkpoint(folder, tmp_path)
-    monkeypatch.setattr("offload.integrations.transformers.hub_export._SHARD", "20KB")
+    monkeypatch.setattr("offload.checkpoint.foreign.weight_shards.SHARD", "20KB")
     monkeypatch.setattr("offload.checkpoint.foreign.exporting._PIECE_NUMEL", 999)
     export(path, tmp_path / "out", dtype, hub_format=write_hub_format)
     plain = CAUSAL.from_pretrained(tmp_path / "out")

@@ -41,8 +41,12 @@ def write_shards(
     """Write files of at most `max_shard_size`, and their index if there are several, with
     `metadata` in it; return their names. Existing files in `folder` are replaced when the new ones
     are complete."""
-    sizes = {name: tensor.nbytes for name, tensor in saved.tensors.items()}
-    files = cut(sizes, parse_bytes(max_shard_size), named(SINGLE, variant))
+    groups = _by_storage(saved.tensors)
+    sizes = {first: saved.tensors[first].untyped_storage().nbytes() for first in groups}
+    cuts = cut(sizes, parse_bytes(max_shard_size), named(SINGLE, variant))
+    files = {
+        file: [each for first in held for each in groups[first]] for file, held in cuts.items()
+    }
     with _files(folder, files, saved.tensors) as write:
         saved.write(write)
     if len(files) > 1:
@@ -55,6 +59,14 @@ def write_shards(
         )
         return [*files, named(INDEX, variant)]
     return list(files)
+
+
+def _by_storage(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """The tensors of each storage by the first of them: huggingface_hub keeps them in one file."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    return {names[0]: names for names in found.values()}
 
 
 def cut(sizes: Mapping[str, int], most_nbytes: int, name: str = SINGLE) -> dict[str, list[str]]:
