@@ -32,7 +32,7 @@ def _given(panel: str, text: str, *names: str, metavar: str | None = None) -> An
 
 
 def _number(panel: str, text: str) -> Any:
-    return typer.Option(rich_help_panel=panel, help=text, min=1, max=_MOST)
+    return typer.Option(rich_help_panel=panel, help=text, metavar="N", min=1, max=_MOST)
 
 
 _MOST = 1 << 32

@@ -69,11 +69,13 @@ def verdict(estimate: Estimate) -> str:
 
 
 def short_of(estimate: Estimate) -> dict[Tier, int]:
-    """Return the bytes that each place lacks. They may be more than its peak is above its capacity:
-    an open budget leaves a part of the place free."""
+    """Return the bytes that each place lacks: by as much as its peak is above its capacity, or more
+    if what the plan needs is not in a budget, which leaves a part of the place free."""
     short: dict[Tier, int] = {}
     for each in estimate.shortfalls:
-        lacking = max(0, each.needed_nbytes - each.capacity_nbytes)
+        place = estimate.memory.places.get(each.tier)
+        over = 0 if place is None else place.peak_nbytes - place.capacity_nbytes
+        lacking = max(0, over, each.needed_nbytes - each.capacity_nbytes)
         short[each.tier] = max(lacking, short.get(each.tier, 0))
     return short
 
