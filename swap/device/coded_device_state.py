@@ -37,7 +37,6 @@ class DeviceCodedState(CodedState):
         self._links = links
         self._reads = reads
         self._before_write: tuple[StreamEvent, ...] = ()  # what works in the slot until then
-        self._on_host: torch.Tensor | None = None  # between `host_blank` and `mark_host_dirty`
         self._is_new = False  # what is there is no change of what is stored
 
     # ---------------------------------------------------------------- whom the model reads
@@ -102,20 +101,11 @@ class DeviceCodedState(CodedState):
         return values
 
     def _changing(self) -> torch.Tensor:
-        before = self._links.copied_out.get(DeviceCodedState)
-        if isinstance(before, DeviceCodedState):
-            before._on_host = None
-        self._links.copied_out[DeviceCodedState] = self
-        self._on_host, self._is_new = torch.empty(self.nbytes, dtype=torch.uint8), False
-        return self._on_host
+        self._is_new = False
+        return self._links.lend(self)
 
     def mark_host_dirty(self) -> None:
-        values, self._on_host = self._on_host, None
-        if values is None:
-            raise StateError(
-                f"{self.name}: mark_host_dirty without host_tensor or host_blank before"
-            )
-        self._links.copied_out.pop(DeviceCodedState, None)
+        values = self._links.take_back(self)
         if self._is_new:
             stored = self._home.host_blank()
             self._codec.encode(values, stored)

@@ -33,7 +33,6 @@ class DeviceHomeState(MemoryState):
         self._links = links
         self._whole = lease.tensor[:nbytes]
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
-        self._on_host: torch.Tensor | None = None  # between `host_blank` and `mark_host_dirty`
 
     def _before_here(self) -> None:
         """Work queued on the current stream from here on runs after the other streams' work."""
@@ -56,24 +55,12 @@ class DeviceHomeState(MemoryState):
         return copy
 
     def host_blank(self) -> torch.Tensor:
-        """Pageable host memory outside of any budget: one such copy is kept per kind of state."""
-        before = self._links.copied_out.get(type(self))
-        if isinstance(before, DeviceHomeState):
-            before._on_host = None
-        self._links.copied_out[type(self)] = self
-        self._on_host = torch.empty(self.nbytes, dtype=torch.uint8)
-        return self._on_host
+        return self._links.lend(self)
 
     def mark_host_dirty(self) -> None:
-        if self._on_host is None:
-            raise StateError(
-                f"{self.name}: mark_host_dirty without host_tensor or host_blank before"
-            )
+        values = self._links.take_back(self)
         self._before_here()
-        target = self._lease.tensor[: self.nbytes]
-        self._links.to_device.copy(target, self._on_host).wait()
-        self._on_host = None
-        self._links.copied_out.pop(type(self), None)
+        self._links.to_device.copy(self._lease.tensor[: self.nbytes], values).wait()
 
     # ---------------------------------------------------------------- update on the CPU
     def host_piece(self, piece: int) -> HostPiece | None:

@@ -29,8 +29,25 @@ class Links:
     to_host: CopyStream
     device: torch.device = field(default=torch.device("cpu"))
     fences: Fences = field(default_factory=Fences)
-    # of each kind of state, whose copy in host memory may be in use
-    copied_out: dict[type, State] = field(default_factory=dict)
+    _on_host: dict[type, tuple[State, torch.Tensor]] = field(init=False, default_factory=dict)
+
+    def lend(self, state: State) -> torch.Tensor:
+        """Pageable host memory for a copy of `state`, outside of any budget: of each kind of state
+        one such copy is kept, the last."""
+        copy = torch.empty(state.nbytes, dtype=torch.uint8)
+        self._on_host[type(state)] = state, copy
+        return copy
+
+    def take_back(self, state: State) -> torch.Tensor:
+        """The memory that was lent for `state`, which the caller changed. StateError if it was lent
+        for none, or for another state since."""
+        owner, copy = self._on_host.get(type(state), (None, None))
+        if owner is not state or copy is None:
+            raise StateError(
+                f"{state.name}: mark_host_dirty without host_tensor or host_blank before"
+            )
+        del self._on_host[type(state)]
+        return copy
 
     def close(self) -> None:
         """Wait for every copy."""

@@ -14,7 +14,7 @@ from offload.swap.io.threads_backend import ThreadsBackend
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine
 
-SLOW_S = 0.004
+SLOW_S = 0.01
 
 
 @pytest.fixture

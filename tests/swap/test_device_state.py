@@ -19,6 +19,7 @@ from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import MemoryState
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.recorder import Recorder
+from offload.tiers.errors import StateError
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
@@ -131,8 +132,9 @@ def test_records_are_looked_at_in_host_memory_one_at_a_time(bench: Bench):
         record.blank().fill_(number)
         record.mark_dirty()
     assert [int(record.tensor()[0]) for record in records] == [0, 1]
-    kept = [record for record in records if record._on_host is not None]
-    assert kept == records[1:]
+    with pytest.raises(StateError, match="without host_tensor"):
+        records[0].mark_dirty()
+    records[1].mark_dirty()
 
 
 # ------------------------------------------------------------------ leaving
