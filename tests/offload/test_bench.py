@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.bench import contenders, io, io_raw, limits, stream
-from offload.bench.contenders import LLAMA_151M, Contender, SystemSpec, start, wanted
+from offload.bench import io_raw, limits, stream
+from offload.bench.contenders import LLAMA_151M, Contender
 from offload.bench.io_raw import GRID, ThreadsLoop
-from offload.bench.ranks import SYSTEMS as RANKS
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import interleaved
 from offload.bench.step import SYSTEMS, _check_losses
@@ -29,8 +28,6 @@ from offload.config import OffloadConfig
 from offload.errors import IntegrityError, UnsupportedError
 from offload.planning.machine.optimizer_variants import VARIANTS, Variant, filled, stepper
 from offload.planning.machine.speed_arrays import STAGGER_NBYTES, Arrays, Stream
-from offload.process import child
-from offload.process.child import Child, ChildFailed
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.worker import ParallelRunner
 
@@ -228,30 +225,6 @@ def test_ranks_without_a_system_that_can_run_say_why(
     assert "Traceback" not in said
 
 
-def test_a_system_named_twice_starts_once_and_one_too_many_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[str] = []
-
-    class Fake:
-        def __init__(self, spec: Any, *_: Any) -> None:
-            started.append(spec.name)
-            self.spec = spec
-
-        def kill(self) -> None: ...
-
-    monkeypatch.setattr(contenders, "Contender", Fake)
-    monkeypatch.setattr(contenders.machine, "available_memory_nbytes", lambda: 5 << 30)
-    others = tuple(SystemSpec(name, name.upper(), Kind.PEER, "-:-") for name in ("ddp", "fsdp2"))
-    names = ("stage2", "ddp", "stage2", "ddp", "stage3", "fsdp2", "stage3")
-    specs = wanted(names, (*RANKS, *others))
-    base = OffloadConfig.load(LLAMA_151M, TINY_MODEL[1::2])
-    with ExitStack() as stack:
-        _, missing = start(specs, base, tmp_path, stack, silent, ranks=2)
-    assert started == ["stage2", "ddp", "stage3"]
-    assert [row.name for row in missing] == ["FSDP2"]
-
-
 def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
     assert run(*COPY, "--rounds", "1", "--json", "/dev/full") == 2
     printed = capsys.readouterr()
@@ -273,39 +246,6 @@ def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
 
 
 # ---------------------------------------------------------------- step's processes and limits
-def started(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
-    """A child that runs `script` in a shell."""
-    program = folder / "program"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(child.sys, "executable", str(program))
-    return Child("somebody", "none:none", {}, folder)
-
-
-_READY = """echo '{"ready": true}'"""
-
-
-def test_a_system_that_died_between_turns_is_one_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = started(f"{_READY}; echo out of memory >&2; exit 3", tmp_path, monkeypatch)
-    assert process.answer() == {"ready": True}
-    process._process.wait()
-    with pytest.raises(ChildFailed, match=r"ended early(.|\n)*out of memory"):
-        process.send("turn")
-    with pytest.raises(ChildFailed, match="ended with status 3"):
-        process.close()
-    process.kill()
-    process.kill()
-
-
-def test_half_an_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = started("printf '{'; exec sleep 60", tmp_path, monkeypatch)
-    with pytest.raises(ChildFailed, match="gave no answer in 0 s"):
-        process.answer(0.3)
-    process.kill()
-
-
 def open_files(folder: Path) -> list[str]:
     """Files of `folder` that this process holds open, unlinked ones too."""
     links = []
@@ -360,14 +300,6 @@ def test_losses_are_equal_if_their_bits_are(
         _check_losses(systems)
 
 
-def test_the_help_of_step_names_every_system(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    for bench, specs in (("step", SYSTEMS), ("ranks", RANKS)):
-        assert run(bench, "--help") == 0
-        shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-        assert {spec.name for spec in specs} <= set(re.findall(r"[a-z0-9-]+", shown))
-
-
 # ---------------------------------------------------------------- the parts
 def test_what_is_not_finite_is_null_in_the_json(tmp_path: Path) -> None:
     rows = [Row("ours", Kind.OURS, {"seconds": [1.0, math.nan]}, {"loss_difference": math.inf})]
@@ -378,26 +310,6 @@ def test_what_is_not_finite_is_null_in_the_json(tmp_path: Path) -> None:
     assert written["rows"][0]["measures"]["seconds"] == [1.0, None]
     assert written["rows"][0]["facts"]["loss_difference"] is None
     assert written["details"]["losses"]["host"] == [2.5, None]
-
-
-def test_a_block_larger_than_the_usual_buffer_is_moved_whole(
-    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(io, "_BUFFER_NBYTES", 64 << 10)
-    sizes: list[int] = []
-
-    class Spy(io.StoreLoop):
-        def __init__(self, file: Any, parts: Any, *arguments: Any, **options: Any) -> None:
-            sizes.extend(part.nbytes for part in parts)
-            super().__init__(file, parts, *arguments, **options)
-
-    monkeypatch.setattr(io, "StoreLoop", Spy)
-    big = ["io", "--size", "1MiB", "--block", "1MiB", "--in-flight", "64KiB"]
-    record, _ = recorded(*big, "--path", str(tmp_path))
-    assert sizes == [1 << 20, 1 << 20]  # with and without checksums
-    row = check(record, "io")["ours read"]["measures"]
-    for second, per_s in zip(row["seconds"], row["bytes_per_s"], strict=True):
-        assert second * per_s == pytest.approx(1 << 20)
 
 
 def test_ratios_are_of_rounds_not_of_medians() -> None:

@@ -28,7 +28,6 @@ from offload.errors import CheckpointError, ConfigError, LowMemoryError, PathErr
 from offload.process.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run, default_path
 from offload.train.loop import readable, run
-from offload.train.summary import plain_state_nbytes
 from tests.offload.engine_cases import ON, on_a_gpu_too
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -101,22 +100,6 @@ def test_a_run_with_nothing_on_nvme_reports_an_empty_tier(make_config: Any, tmp_
     assert row.split() == ["nvme", "0", "B", "0", "B", "-", "-"]
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["tiers"]["nvme"] == 0 < last["tiers"]["host"]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "nbytes"),
-    [
-        ({"type": "sgd"}, 8),
-        ({"type": "sgd", "momentum": 0.9}, 12),
-        ({"type": "lion"}, 12),
-        ({"type": "adagrad"}, 12),
-        ({"type": "adam"}, 16),
-        ({"type": "adamw", "amsgrad": True}, 20),
-    ],
-)
-def test_plain_states_are_those_of_the_optimizer(optimizer: dict[str, Any], nbytes: int) -> None:
-    config = OffloadConfig.load({"optimizer": optimizer})
-    assert plain_state_nbytes(config, 10) == 10 * nbytes
 
 
 @on_a_gpu_too

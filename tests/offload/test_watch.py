@@ -325,17 +325,6 @@ def test_a_run_that_is_interrupted_is_cut_short_where_steps_are_lost(
     assert (measured["stopped"], measured["cut_short"]) == (saves, not saves)
 
 
-def test_a_recording_of_the_loops_own_takes_the_place_of_the_folders(
-    make: Any, tmp_path: Path
-) -> None:
-    with make(run_folder=tmp_path / "run") as engine:
-        for _ in range(3):
-            step(engine, batches(1)[0])
-        with engine.record(2) as recording:
-            step(engine, batches(1)[0])
-        assert recording.ended_steps == 1
-
-
 # ---------------------------------------------------------------- the end
 def test_the_next_watch_ends_the_one_before(make: Any) -> None:
     first, second = Kept(), Kept()
