@@ -12,8 +12,8 @@
     inference text generated with weights, codes, keys and values on each tier: the bits that the
               model has in the GPU's memory
     step      the largest Llama that fits, ours; where DeepSpeed is installed, the largest that both
-              can hold, ours and DeepSpeed's; and that one with every home left to the planner; one
-              with half of the optimizer's states on nvme, as far as the time that is left allows
+              can hold, ours and DeepSpeed's; one with half of the optimizer's states on nvme, as
+              far as the time that is left allows
 
 Each part is a process of its own with a time limit. The record is written anew after each, so that
 whatever ends the check leaves what was found until then. Exit status 1 if a test or our own part
@@ -63,10 +63,10 @@ _PEER_SHARE = 0.5  # of the time for steps, kept for the case that DeepSpeed can
 _SPILL_SHARE = 0.5  # of the time that is left: a disk may give less than the probe's short passes
 _SPILLED = 50  # per cent of the optimizer's states
 _OURS, _BESIDE, _THEIRS = "step", "step:beside", "step:deepspeed"
-_AUTO, _SPILL = "step:auto", "step:spill"
+_SPILL = "step:spill"
 _LABELS = {
     _OURS: "ours", _BESIDE: "ours, as large as DeepSpeed", _THEIRS: "DeepSpeed ZeRO-3, all on cpu",
-    _AUTO: "ours, placed by the planner", _SPILL: "ours, half of the optimizer's states on nvme",
+    _SPILL: "ours, half of the optimizer's states on nvme",
 }  # fmt: skip
 _PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOurs"}
 _NAMED = {shape.name: shape for shape in (LARGE, *SHAPES)}
@@ -222,9 +222,7 @@ def _run_peer(
         beside = _BESIDE
         _run_step(check, machine, beside, both, ends)
     _run_step(check, machine, _THEIRS, both, ends)
-    _run_step(check, machine, _AUTO, both.placed_automatically(), ends)
-    for name in (beside, _AUTO):
-        check.record.compare(_label(name, both), _label(_THEIRS, both), "tokens_per_s")
+    check.record.compare(_label(beside, both), _label(_THEIRS, both), "tokens_per_s")
     check.write()
 
 

@@ -16,8 +16,8 @@ from offload.process.child import Child, ChildFailed, ChildTimedOut, Parent
 COPY_NBYTES = 512 << 20
 _PAGE_NBYTES = 4096
 PROGRAMS = {
-    "inference": "benchmarks.gpu_inference:run_inference",
-    "first": "benchmarks.gpu_first:run_first",
+    "inference": "benchmarks.gpu_bits:run_inference",
+    "first": "benchmarks.gpu_bits:run_first",
     "probe": "benchmarks.gpu_machine:probe", "tests": "benchmarks.gpu_tests:run_tests",
     "kernels": "benchmarks.gpu_kernels:run_kernels", "copies": "benchmarks.gpu_parts:run_copies",
     "deepspeed": "benchmarks.trained:compile_adam", "step": "benchmarks.gpu_step:train",

@@ -102,12 +102,6 @@ class Case:
     estimated_s: float  # of the whole process
     why: tuple[str, ...] = ()
 
-    def placed_automatically(self) -> Case:
-        """The same model and budgets, every home left to the planner."""
-        activations = self.config["placement"]["activations"]
-        config = {**self.config, "placement": {"activations": activations}}
-        return replace(self, config=config, predicted_s=0.0)
-
     @property
     def tokens(self) -> int:
         """The number of tokens per step."""

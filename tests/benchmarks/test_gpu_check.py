@@ -244,11 +244,7 @@ def test_a_peer_runs_the_case_that_both_can_hold_beside_ours(run: Any) -> None:
     names = {name: case["shape"]["name"] for name, case in record["details"]["cases"].items()}
     assert names["step"] == "8 B"
     assert names["step:beside"] == names["step:deepspeed"] != "8 B"
-    assert names["step:auto"] == names["step:deepspeed"]
-    homes = record["details"]["cases"]["step:auto"]["config"]["placement"]
-    assert list(homes) == ["activations"]
-    ratio, placed = record["ratios"]
-    assert placed["of"] == "ours, placed by the planner, 3.6 B"
+    (ratio,) = record["ratios"]
     assert (ratio["measure"], ratio["median"]) == ("tokens_per_s", 1.0)
     assert (ratio["of"], ratio["to"]) == (
         "ours, as large as DeepSpeed, 3.6 B", "DeepSpeed ZeRO-3, all on cpu, 3.6 B",

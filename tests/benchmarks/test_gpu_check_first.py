@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_first
-from benchmarks.gpu_first import (
+from benchmarks import gpu_bits
+from benchmarks.gpu_bits import (
     Checks,
     StepChecks,
     Tiny,
@@ -43,18 +43,6 @@ def test_what_is_copied_there_and_back_is_compared(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(CopyStream, "copy", without_a_byte)
     assert copied_and_back(WHERE) == "what came back is not what was sent"
-
-
-class Off(Tiny):
-    """One weight is another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = next(self.parameters())
-        weight.data[:] = 2
-
-
-dispatch = gpu_first.offload.dispatch
 
 
 # ---------------------------------------------------------------- steps
@@ -111,20 +99,9 @@ def test_steps_that_differ_are_named(
 ) -> None:
     checks = StepChecks(torch.device("cpu"), tmp_path)
     assert checks.check(Tier.HOST) == ""
-    right = gpu_first.take_steps(torch.device("cpu"), Tier.HOST, tmp_path)
-    monkeypatch.setattr(gpu_first, "take_steps", lambda *_: changed(*right))
+    right = gpu_bits.take_steps(torch.device("cpu"), Tier.HOST, tmp_path)
+    monkeypatch.setattr(gpu_bits, "take_steps", lambda *_: changed(*right))
     assert fragment in checks.check(Tier.NVME)
-
-
-@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
-def test_passes_without_training_are_those_of_the_cpu(tier: Tier, tmp_path: Path) -> None:
-    assert gpu_first.dispatched(torch.device("cpu"), tier, tmp_path) == ""
-
-
-def test_passes_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_first.offload, "dispatch", lambda model, keys: dispatch(Off(), keys))
-    found = gpu_first.dispatched(torch.device("cpu"), Tier.HOST, tmp_path)
-    assert found.startswith("losses are [")
 
 
 # ---------------------------------------------------------------- their record

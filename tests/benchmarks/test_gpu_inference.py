@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks.generation import dispatch
-from benchmarks.gpu_inference import Generation
+from benchmarks.gpu_bits import Generation
 from offload.zero.groups.group import ParamGroup
 from tests.offload.order_cases import on_a_checked_device
 
