@@ -300,8 +300,9 @@ def _waits(run: _Run) -> Section:
         if whole
     ]
     note = (
-        "of the thread that trains: for nvme, copies over the link, updates, other ranks; and the "
-        "loop's own time between steps. trace.json shows a few steps, in ui.perfetto.dev"
+        "the thread that trains waited for files (nvme), copies over the link, updates and other "
+        "ranks; between steps is the loop's own time. trace.json has a timeline of a few steps, "
+        "which ui.perfetto.dev shows"
     )
     heads = ("waited for", "in all", "of the steps' time")
     return Section("Waiting", tables=[Table(heads, table)], lines=[note]) if table else Section("")
