@@ -36,5 +36,6 @@ def test_losses_norms_and_rates_are_deepspeeds(stage: int) -> None:
         assert found == pytest.approx(expected, rel=2e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_the_program_runs_with_its_import_changed() -> None:
     assert len(rows("offload.deepspeed", 3)) == 12

@@ -23,7 +23,6 @@ from offload.tiers.errors import (
     UnsupportedError,
 )
 from tests.deepspeed.loops import (
-    ADAMW,
     BASE,
     BATCH,
     IN,
@@ -37,7 +36,6 @@ from tests.deepspeed.loops import (
     weights,
 )
 from tests.faults.faulty_calls import NEED_ROOM, FaultyCalls
-from tests.offload.engine_cases import assert_scheduler_is_saved
 
 mse = nn.functional.mse_loss
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.02}}
@@ -147,12 +145,6 @@ def test_an_overflow_skips_step_and_scheduler() -> None:
         assert engine.lr_scheduler.last_epoch == 0
         assert engine.loss_scale() == 128.0
         assert same(weights(engine.module), before)
-
-
-def test_inputs_are_cast_where_the_configuration_says_so() -> None:
-    fp16 = {**FP16["fp16"], "auto_cast": True}
-    with initialized(model(), {**FP16, "fp16": fp16}) as engine:
-        assert engine(batch(0)[0]).dtype is torch.float16
 
 
 def test_autocast_around_the_forward() -> None:
@@ -287,18 +279,6 @@ def test_parameters_in_no_group_are_frozen_and_their_norm_does_not_count(caplog:
     engine.destroy()
 
 
-def test_a_scheduler_that_a_function_makes(tmp_path: Path) -> None:
-    def make(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-
-    with initialized(model(), lr_scheduler=make) as engine:
-        train(engine, range(3))
-        assert engine.get_lr() == pytest.approx([1e-3])
-        engine.save_checkpoint(tmp_path)
-        engine.save_16bit_model(tmp_path)
-        assert_scheduler_is_saved(engine.offload)
-
-
 # ---------------------------------------------------------------- accessors
 def test_gradients_masters_and_states_are_read_and_set() -> None:
     utils = deepspeed.utils
@@ -354,22 +334,6 @@ def test_a_model_made_under_zero_init() -> None:
         assert losses[-1] < 10
     with deepspeed.zero.Init(enabled=False):
         assert not model()[0].weight.is_meta
-
-
-def test_initialize_may_be_called_under_zero_init() -> None:
-    found = []
-    for inside in False, True:
-        with deepspeed.zero.Init(), deepspeed.zero.Init(enabled=inside):
-            net = model()
-            if inside:
-                engine = deepspeed.initialize(model=net, config=BASE)[0]
-            assert torch.empty(1).is_meta
-        if not inside:
-            engine = deepspeed.initialize(model=net, config=BASE)[0]
-        found.append(train(engine, range(6)))
-        engine.destroy()
-        assert not torch.empty(1).is_meta
-    assert found[0] == found[1]
 
 
 def test_values_written_under_zero_init_are_not_lost_in_silence() -> None:
@@ -542,14 +506,6 @@ def test_a_configuration_is_refused_before_anything_is_made(
     with pytest.raises((ConfigError, UnsupportedError), match=words):
         deepspeed.initialize(model=net, config={**BASE, **change})
     assert all(param.requires_grad for param in net.parameters())
-
-
-def test_keys_of_ours_are_laid_over() -> None:
-    own = {"budget": {"host": "64MiB"}, "optimizer": {"states": "bf16"}, "seed": 3}
-    with initialized(model(), {**BASE, "offload": own}) as engine:
-        assert engine.offload.config.optimizer.states.uniform
-        assert str(engine.offload.config.optimizer.states) == "bf16"
-        assert engine.offload.config.optimizer.lr == ADAMW["params"]["lr"]  # type: ignore[index]
 
 
 def test_attributes_of_the_model_and_hints_for_those_that_are_not_there() -> None:
