@@ -395,7 +395,7 @@ def test_values_are_read_and_written(tmp_path: Path, parameters: Any) -> None:
 
 def test_it_is_not_pickled(tmp_path: Path) -> None:
     model = offload.dispatch(build(), placed(tmp_path))
-    with offload.dispatched(model), pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+    with offload.dispatched(model), pytest.raises(UnsupportedError, match="copied or pickled"):
         pickle.dumps(model)
 
 

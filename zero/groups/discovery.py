@@ -201,8 +201,8 @@ def _check_classes(block_classes: Sequence[str], model: nn.Module) -> None:
 
 
 class _Rules:
-    """Where a model is cut into units: blocks, small subtrees, experts, and modules with parameters
-    of their own."""
+    """The rules by which a model is cut into units: blocks, small subtrees, experts, and modules
+    with parameters of their own."""
 
     def __init__(
         self, model: nn.Module, block_classes: Sequence[str], only: torch.dtype | None, *,
