@@ -17,7 +17,6 @@ from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.activations.trace import trace_activations
-from offload.planning.choice.advice import advise, corrected
 from offload.planning.choice.inference import estimate_inference
 from offload.planning.choice.planner import chosen_config
 from offload.planning.choice.run_check import LinkPrediction, Prediction
@@ -26,7 +25,7 @@ from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.estimate import Change, InferenceEstimate
+from offload.planning.plan.estimate import InferenceEstimate
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.tuning import WORTH_MEASURING_NBYTES
 from offload.planning.plan.workload import Generation, Workload
@@ -77,27 +76,13 @@ class Forecast:
         links = {link.name: LinkPrediction(link.seconds, link.nbytes) for link in step.links}
         return Prediction(tiers, rss, step.seconds, step.bottleneck, links, bounds)
 
-    def advice(self, measured_s: float) -> list[Change]:
-        """Changes that would make a step faster, judged with speeds corrected by a measured step;
-        empty if the correction is too large for an error of speeds."""
-        planned = self.planned
-        if self.speeds is None or planned.best.step is None:
-            return []
-        speeds = corrected(self.speeds, planned.best.step, measured_s)
-        if speeds is None:
-            return []
-        run = replace(planned.run, speeds=speeds)
-        now = plan_run(self.config, planned.model, planned.hardware, run)
-        return advise(replace(now, asked=planned.asked))
-
 
 def forecast(
     config: OffloadConfig, model: nn.Module, workload: Workload, sharding: Sharding = ALONE,
     here: int | None = None,
 ) -> Forecast | None:  # fmt: skip
     """Plan a run that knows its workload. `config` is as given, with `optimizer.in_backward` as the
-    loop sets it; `model` is on the meta device and is not trained, since its passes are traced
-    again for advice.
+    loop sets it; `model` is on the meta device.
 
     Returns None, with one warning, if the model's passes cannot be traced. Speeds that were never
     measured here are measured if the model is large enough. `here` is the number of ranks on this

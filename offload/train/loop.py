@@ -206,16 +206,13 @@ class Trainer:
         return self.watch
 
     def _compare(self) -> None:
-        """Say how the prediction compares with what is measured, and what would help."""
+        """Say how the prediction compares with what is measured."""
         if self.forecast is None:
             return
         prediction, measured = self.forecast.prediction(), self.record.measured()
         self.console.print(compare(prediction, measured).line, soft_wrap=True)
         if prediction.seconds is not None and self.others.note:
             self.console.print(f"note: {self.others.note}", soft_wrap=True)
-        if measured.seconds is not None:
-            for change in self.forecast.advice(measured.seconds):
-                self.console.print(f"advice: {change.text}", soft_wrap=True)
 
     def _complete_save(self) -> None:
         """Wait for a save that is under way; another Ctrl-C abandons it."""

@@ -16,7 +16,6 @@ from rich.console import Console
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.gpt import build_meta_model
-from offload.planning.choice.advice import MATTERS, advise, corrected
 from offload.planning.choice.run_check import (
     LinkPrediction,
     Measured,
@@ -25,8 +24,6 @@ from offload.planning.choice.run_check import (
     compare,
     usual_step_s,
 )
-from offload.planning.choice.run_plan import RunPlan, plan_run
-from offload.planning.choice.solver import solve
 from offload.planning.step.memory import PlannedMemory
 from offload.runs.folder import RunFolder, other_numbers, with_choices_of
 from offload.runs.forecast import forecast, workload_of
@@ -34,7 +31,6 @@ from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.tier import Tier
 from offload.train.loop import Trainer, run
 from tests.offload.test_background_saves import Held
-from tests.planning.test_solver import GIB, MIB, SPEEDS, facts, hardware, known, model
 
 PREDICTION = Prediction(
     {"device": 0, "host": 110, "nvme": 200}, 330, 2.0, "nvme read",
@@ -285,79 +281,6 @@ def check_bound(folder: Path) -> None:
     (nvme,) = (row for row in check_run(folder).rows if row.name == "nvme")
     assert nvme.is_bound
     assert nvme.measured <= nvme.predicted
-
-
-# ---------------------------------------------------------------- advice
-def planned(host: str, machine: int = 64 * GIB, **keys: Any) -> RunPlan:
-    config = OffloadConfig.load({"budget": {"host": host, "nvme": "2GiB"}, **keys})
-    machine_now = replace(hardware(), host_nbytes=machine, host_free_nbytes=machine)
-    return plan_run(config, model(), machine_now, known(facts(seconds=0.02)))
-
-
-def test_more_memory_is_advised_where_it_matters():
-    found = advise(planned("80MiB", machine=GIB))
-    keys = [next(iter(change.settings)) for change in found]
-    assert "budget.host" in keys
-    change = found[keys.index("budget.host")]
-    assert change.step_factor is not None
-    assert change.step_factor <= 1 - MATTERS
-    assert change.text.startswith("raise budget.host by ")
-    assert change.text.endswith(" % step time")
-    budget = int(change.settings["budget.host"])
-    states = 16 * model().numel
-    assert budget <= 1.5 * states, "no more than there is to hold"
-    better = solve(
-        OffloadConfig.load({"budget": {"host": budget, "nvme": "2GiB"}}),
-        model(), hardware(), known(facts(seconds=0.02)),
-    ).best  # fmt: skip
-    assert better.seconds < planned("80MiB").best.seconds * (1 - MATTERS)
-
-
-def test_nothing_is_advised_where_everything_has_its_best_place():
-    assert advise(planned("2GiB")) == []
-
-
-def test_memory_that_is_not_there_is_not_advised():
-    found = advise(planned("80MiB", machine=100 * MIB))
-    assert all("budget.host" not in change.settings for change in found)
-
-
-def test_a_named_placement_that_costs_time_is_advised_against():
-    classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
-    texts = [change.text for change in advise(planned("1GiB", placement=classes))]
-    assert any(text.startswith("set placement.parameters: auto") for text in texts)
-
-
-def test_states_that_tiers_keep_differently_are_not_advised_to_move():
-    classes = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
-    optimizer = {"states": {"host": "fp32", "nvme": "int8"}}
-    for change in advise(planned("1GiB", placement=classes, optimizer=optimizer)):
-        assert "placement.optimizer" not in change.settings
-
-
-def test_corrected_speeds_predict_what_was_measured():
-    about = known(facts(seconds=0.1))
-    config = OffloadConfig.load({"budget": {"host": "80MiB", "nvme": "2GiB"}})
-    best = solve(config, model(), hardware(), about).best
-    assert best.step is not None
-    assert corrected(SPEEDS, best.step, best.seconds * 20) is None
-    speeds = corrected(SPEEDS, best.step, best.seconds * 1.5)
-    assert speeds is not None
-    again = solve(config, model(), hardware(), replace(about, speeds=speeds)).best
-    assert again.seconds == pytest.approx(best.seconds * 1.5, rel=0.05)
-
-
-def test_a_machine_twice_as_fast_takes_half_the_time_for_everything():
-    own = replace(
-        SPEEDS, compute_bytes_per_s_in={"bf16": 3e10}, operation_s=1e-5, io_lost_s_per_byte=1e-11,
-        optimizer_lost_share=0.9,
-    )  # fmt: skip
-    twice = own.times(2)
-    assert twice.times(0.5) == own
-    assert twice.compute_bytes_per_s_in == {"bf16": 6e10}
-    assert twice.matmul_flops_per_s["fp32"] == 2 * own.matmul_flops_per_s["fp32"]
-    assert (twice.operation_s, twice.io_lost_s_per_byte) == (5e-6, 5e-12)
-    assert twice.optimizer_lost_share == 0.9  # a share is no speed
 
 
 def test_a_new_prediction_is_not_held_against_what_was_measured_before(tmp_path: Path):

@@ -294,7 +294,7 @@ def test_states_stay_off_a_gpu_whose_kernels_are_missing():
 def test_planning_needs_no_torch():
     program = (
         "import sys, offload.planning.choice.planner\n"
-        "import offload.planning.choice.run_check, offload.planning.choice.advice\n"
+        "import offload.planning.choice.run_check\n"
         "import offload.planning.step.step_time, offload.planning.step.memory\n"
         "import offload.planning.machine.baseline, offload.planning.machine.calibration\n"
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"

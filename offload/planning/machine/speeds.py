@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from pydantic import Field
 
@@ -87,19 +87,6 @@ class Speeds(ComputeSpeeds, DiskSpeeds):
     endurance_nbytes: int = 0  # that may be written to the SSDs in all; 0: unknown
     network: Network | None = None  # between ranks; None: not known
 
-    def times(self, factor: float) -> Speeds:
-        """The speeds of a machine that is `factor` times as fast."""
-        rates = {f.name: getattr(self, f.name) for f in fields(self) if "_per_s" in f.name}
-        scaled: dict[str, Any] = {
-            name: {key: factor * each for key, each in rate.items()}
-            if isinstance(rate, Mapping) else factor * rate
-            for name, rate in rates.items()
-        }  # fmt: skip
-        costs = {name: getattr(self, name) / factor for name in _COSTS}
-        return replace(self, **scaled, **costs)
-
-
-_COSTS = ("operation_s", "io_lost_s_per_byte", "fresh_s_per_byte")
 
 # Where nothing is measured: only the ratios matter, to say which link is the slowest.
 NOMINAL = Speeds(

@@ -97,9 +97,6 @@ class EstimateOptions:
     no_measure: Annotated[
         bool, _given(_ANSWER, "No times, rather than measuring this machine once.", "--no-measure")
     ] = False
-    advise: Annotated[
-        bool, _given(_ANSWER, "Say what would make a step faster, too.", "--advise")
-    ] = False
 
     @property
     def all_overrides(self) -> tuple[str, ...]:

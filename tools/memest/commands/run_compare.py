@@ -31,8 +31,8 @@ def run_compare(asked: EstimateOptions) -> int:
 
     Raise ConfigError for what only `memest MODEL` does: inference, a page, a configuration.
     """
-    if asked.write is not None or asked.advise:
-        raise ConfigError("compare: writes no configuration; leave --write and --advise out")
+    if asked.write is not None:
+        raise ConfigError("compare: writes no configuration; leave --write out")
     if asked.inference:
         raise ConfigError("compare: is of training alone; leave --inference out")
     estimator = Estimator()

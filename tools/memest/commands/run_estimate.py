@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from offload.config import OffloadConfig
@@ -74,7 +73,7 @@ def answered(
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. Return 0 if the model fits, 1 if not."""
     others = machine.OtherPrograms()
-    question, found = answered(read_question(asked), partial(estimate, advise=asked.advise))
+    question, found = answered(read_question(asked), estimate)
     if question.case.profile.here and found.step is not None and others.note:
         found = replace(found, notes=(*found.notes, others.note))
     if asked.write is not None:  # before a reader of standard output goes away

@@ -13,17 +13,13 @@ from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.source.model_source import SourceKind
 
 
-def estimate(case: Case, *, advise: bool = False) -> Estimate:
-    """Estimate a training or a generation, with changes that would make it fit if it does not.
-    `advise`: also what would make a step faster, which takes longer."""
+def estimate(case: Case) -> Estimate:
+    """Estimate a training or a generation, with changes that would make it fit if it does not."""
     estimator = Estimator()
     found = estimator(case)
     ranks = _rank_notes(case) if case.profile.ranks > 1 else ()
     notes = (*case_notes(case), *found.notes, *_missing(case), *ranks)
-    if not found.fits:
-        more = changes(case, found, estimator)
-    else:
-        more = estimator.advice(case) if advise else ()
+    more = () if found.fits else changes(case, found, estimator)
     return replace(found, notes=notes, changes=more)
 
 

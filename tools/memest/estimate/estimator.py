@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import NOTHING, ActivationFacts, HeapFacts, PassCost
 from offload.planning.activations.generation_facts import GenerationFactsOf
-from offload.planning.choice.advice import advise
 from offload.planning.choice.inference import estimate_inference
 from offload.planning.choice.planner import resolved_config
 from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
-from offload.planning.plan.estimate import Change, Estimate, InferenceEstimate, StepEstimate
+from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEstimate
 from offload.planning.plan.experts import estimate_experts
 from offload.tools.memest.estimate.case import Case
 
@@ -109,10 +108,6 @@ class Estimator:
                 gpu=device != "cpu",
             )  # fmt: skip
         return self._passes[key]
-
-    def advice(self, case: Case) -> tuple[Change, ...]:
-        """Return changes that would make a step faster; none if the time of a step is not known."""
-        return tuple(advise(self._planned(case))) if case.timed else ()
 
     def _planned(self, case: Case, *, any_fit: bool = False) -> RunPlan:
         baseline = known_baseline(case.config.precision, gpu=case.profile.gpu_free_nbytes > 0)
