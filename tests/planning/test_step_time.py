@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -346,16 +345,6 @@ def test_on_a_gpu_the_optimizer_hides_behind_compute() -> None:
     assert busy["host to device"] > 0
     assert busy["device to host"] > 0
     assert step.seconds < sum(busy.values())
-
-
-def test_spans_lie_within_the_step_and_do_not_overlap_on_a_link() -> None:
-    step = step_of(ALL)
-    for link in {span.link for span in step.spans}:
-        spans = sorted((s.start_s, s.stop_s) for s in step.spans if s.link == link)
-        assert all(start < stop for start, stop in spans)
-        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans))
-    assert {s.label for s in step.spans if s.link == "compute"} == {"forward", "backward"}
-    assert max(s.stop_s for s in step.spans if s.link == "compute") <= step.seconds * 1.001
 
 
 def test_what_is_not_known_of_a_machine_is_said() -> None:

@@ -16,7 +16,6 @@ from offload.planning.plan.estimate import (
     MemoryEstimate,
     PlaceEstimate,
     Shortfall,
-    Span,
     StepEstimate,
 )
 from offload.planning.plan.plan import Hardware, Plan
@@ -76,14 +75,6 @@ def step(scale: float = 1.0) -> StepEstimate:
         ),
         "nvme read",
         8 * 2048,
-        (
-            Span("compute", "forward", 0.0, 20.0 * scale),
-            Span("compute", "backward", 20.0 * scale, 61.0 * scale),
-            Span("optimizer", "update", 61.5 * scale, 80.0 * scale),
-            Span("nvme read", "fetch parameters", 0.0, 0.05 * scale),
-            Span("nvme read", "read states", 8.0 * scale, 92.0 * scale),
-            Span("nvme write", "write states", 48.0 * scale, 92.0 * scale),
-        ),
     )
 
 

@@ -23,7 +23,6 @@ from offload.planning.plan.estimate import (
     MemoryEstimate,
     PlaceEstimate,
     Shortfall,
-    Span,
     StepEstimate,
 )
 from offload.planning.plan.experts import ExpertEstimate
@@ -246,10 +245,9 @@ def test_the_page_is_whole_and_fetches_and_runs_nothing(case: Estimate) -> None:
 
 def test_text_of_others_is_escaped() -> None:
     evil = '<script>alert("x")</script>'
-    span = Span("compute", evil, 0.0, 1.0)
     case = replace(
         CASES["does not"], model=evil, hardware=evil, notes=(evil,),
-        step=StepEstimate(1.0, (LinkTime(evil, 1.0),), evil, 1, (span,)),
+        step=StepEstimate(1.0, (LinkTime(evil, 1.0),), evil, 1),
         shortfalls=(Shortfall(Tier.HOST, 2, 1, "budget.host", evil),),
     )  # fmt: skip
     assert "<script" not in page_of(case)

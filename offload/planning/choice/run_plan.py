@@ -8,7 +8,7 @@ fit everywhere is taken. `offload train`, `offload plan` and memest all choose t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,7 @@ def plan_run(
             candidate.plan, candidate.config, model, facts, run.workload, run.baseline
         )
         memory = _with_capacities(planned.estimate(), hardware)
-        short = (*_reported(candidate, config), *_physical(memory, candidate, run.workload))
+        short = _shortfalls(memory, candidate, config, run.workload)
         others = tuple(other for other in candidates if other is not candidate)
         found = RunPlan(
             config, model, hardware, run, replace(solution, best=candidate, others=others), memory,
@@ -76,24 +76,35 @@ def plan_run(
     return first
 
 
-def _reported(best: Candidate, asked: OffloadConfig) -> Iterator[Shortfall]:
-    """The shortfalls of the plan. An open budget is only what the machine leaves, so it is reported
-    only if nothing else is short of that place."""
-    for index, each in enumerate(best.shortfalls):
+def _shortfalls(
+    memory: MemoryEstimate, best: Candidate, asked: OffloadConfig, workload: Workload
+) -> tuple[Shortfall, ...]:
+    """The shortfalls of the plan and of the places that hold it. An open budget is only what the
+    machine leaves, so it is reported only if nothing else is short of that place."""
+
+    def is_opened(each: Shortfall) -> bool:
         budget = best.plan.budgets[each.tier]
-        opened = getattr(asked.budget, each.tier) is None
-        if each.key != f"budget.{each.tier}" or not opened or each.capacity_nbytes != budget:
-            yield each
-        elif not any(other.tier is each.tier for other in best.shortfalls[index + 1 :]):
-            yield replace(each, message=f"{each.message}{_NOTHING_LEFT if not budget else ''}")
+        opened = getattr(asked.budget, each.tier) is None and each.capacity_nbytes == budget
+        return opened and each.key == f"budget.{each.tier}"
+
+    named = [each for each in best.shortfalls if not is_opened(each)]
+    named += _physical(memory, best, workload, {each.tier for each in named})
+    said = {each.tier for each in named}
+    opened = [
+        each if best.plan.budgets[each.tier] else replace(each, message=each.message + _NONE_LEFT)
+        for each in best.shortfalls
+        if is_opened(each) and each.tier not in said
+    ]
+    return (*opened, *named)
 
 
-_NOTHING_LEFT = "; libraries and activations leave nothing for it"
+_NONE_LEFT = "; libraries and activations leave nothing for it"
 
 
-def _physical(memory: MemoryEstimate, best: Candidate, workload: Workload) -> Iterator[Shortfall]:
-    """Shortfalls of places that overflow although every tier keeps its budget."""
-    said = {shortfall.tier for shortfall in best.shortfalls}
+def _physical(
+    memory: MemoryEstimate, best: Candidate, workload: Workload, said: Collection[Tier]
+) -> Iterator[Shortfall]:
+    """Shortfalls of places that overflow, but for those that are `said` already."""
     for tier, place in memory.places.items():
         if place.peak_nbytes <= place.capacity_nbytes or tier in said:
             continue

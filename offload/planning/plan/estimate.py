@@ -64,16 +64,6 @@ class LinkTime:
     nbytes: int = 0  # that cross it
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of a step on one link, for a timeline. Seconds from the start of the step."""
-
-    link: str
-    label: str  # forward, backward, update, ...
-    start_s: float
-    stop_s: float
-
-
 @dataclass(frozen=True)
 class StepEstimate:
     """One optimizer step of a long run, including all deferred work."""
@@ -82,7 +72,6 @@ class StepEstimate:
     links: tuple[LinkTime, ...]
     bottleneck: str  # the link that bounds the step
     tokens: int
-    spans: tuple[Span, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:

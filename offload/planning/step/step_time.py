@@ -27,7 +27,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.planning.plan.estimate import LinkTime, Span, StepEstimate
+from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.step.exchanges import Collective, step_collectives
 from offload.planning.step.program import Action, Move, Verb, pieces_of, working_groups
@@ -53,7 +53,6 @@ _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`tuning`), on two cores of an AMD EPYC.
 _REQUEST_CALL_S = 150e-6
-_GAP_SHARE = 0.002  # of a step: spans of one kind this close are drawn as one
 
 
 def estimate_step(
@@ -62,8 +61,7 @@ def estimate_step(
 ) -> StepEstimate:  # fmt: skip
     """Estimate one step of a long run on hardware with these `speeds`. Takes milliseconds.
 
-    If there are many passes, the first ones are simulated (and drawn), and the others are like the
-    last.
+    If there are many passes, the first ones are simulated, and the others are like the last.
     """
 
     def of(passes: int) -> StepEstimate:
@@ -90,7 +88,7 @@ def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -
     )
     slowest = max(links, key=lambda link: link.seconds)
     seconds = step.seconds + more * (step.seconds - shorter.seconds)
-    return StepEstimate(max(seconds, slowest.seconds), links, slowest.name, tokens, step.spans)
+    return StepEstimate(max(seconds, slowest.seconds), links, slowest.name, tokens)
 
 
 def forward_work_s(
@@ -116,12 +114,11 @@ class _Clock:
     free_s: float = 0.0
     busy_s: float = 0.0
 
-    def take(self, ready_s: float, seconds: float) -> tuple[float, float]:
-        """Return the begin and the end of work that is ready to begin at `ready_s`."""
-        start_s = max(self.free_s, ready_s)
-        self.free_s = start_s + seconds
+    def take(self, ready_s: float, seconds: float) -> float:
+        """Return the end of work that is ready to begin at `ready_s`."""
+        self.free_s = max(self.free_s, ready_s) + seconds
         self.busy_s += seconds
-        return start_s, self.free_s
+        return self.free_s
 
 
 class _Pipeline:
@@ -141,7 +138,6 @@ class _Pipeline:
         self._arrived: list[float] = []  # when the model's thread came to each use
         self._begun_s = 0.0
         self._table, self._table_s = "", 0.0  # of experts, that a forward came to last, and when
-        self._spans: list[Span] = []
         self._used_of_tables: Counter[str] = Counter()
         for index, count in experts.used.items():
             self._used_of_tables[experts.model.groups[index].table] += count
@@ -204,7 +200,7 @@ class _Pipeline:
         for _ in range(_STEPS):
             for clock in self._clocks.values():
                 clock.busy_s = 0.0
-            self._spans, self._arrived, self._begun_s = [], [], ends[-1]
+            self._arrived, self._begun_s = [], ends[-1]
             for move in self._traffic.moves:
                 self._run(move)
             ends.append(self._clocks[COMPUTE].free_s)
@@ -212,10 +208,7 @@ class _Pipeline:
         slowest = max(links, key=lambda link: link.seconds)
         # nothing waits for writes: where they are the slowest they fall ever further behind
         seconds = max(ends[-1] - ends[-2], slowest.seconds)
-        return StepEstimate(
-            seconds=seconds, links=links, bottleneck=slowest.name, tokens=self._workload.tokens,
-            spans=_drawn(self._spans, self._begun_s, seconds),
-        )  # fmt: skip
+        return StepEstimate(seconds, links, slowest.name, self._workload.tokens)
 
     def _links(self) -> tuple[LinkTime, ...]:
         total = self._traffic.total
@@ -265,12 +258,12 @@ class _Pipeline:
             other = collective.group
             asked_s = came_s if plan.sharding.parameters else self._begun_s
             ready_s = max(asked_s, self._there[other], self._updated[other])
-            self._whole[other] = self._exchange(ready_s, collective, "all-gather")
+            self._whole[other] = self._exchange(ready_s, collective)
         ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
         seconds += moved.decoded / self._speeds.compute_bytes_per_s
-        end_s = self._take(COMPUTE, move.action.verb.value, max(came_s, ready_s), seconds)
-        self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written, "activations")
+        end_s = self._clocks[COMPUTE].take(max(came_s, ready_s), seconds)
+        self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written)
 
     def _spoken_s(self, action: Action, came_s: float) -> float:
         """The time from which a forward is known to need a group. For experts it is when the
@@ -292,12 +285,12 @@ class _Pipeline:
         )  # fmt: skip
         before_s = self._read(there_s, moved.read)
         for collective in self._exchanges.get(move.action, ()):
-            there_s = self._exchange(there_s, collective, "reduce")
+            there_s = self._exchange(there_s, collective)
         if plan.gpu:
             there_s = self._send(there_s, moved.to_host, TO_HOST)
         else:
-            _, there_s = self._clocks[COMPUTE].take(before_s, seconds + self._lost_s(move))
-        self._gradient_home[group] = self._write(there_s, moved.written, "gradients")
+            there_s = self._clocks[COMPUTE].take(before_s, seconds + self._lost_s(move))
+        self._gradient_home[group] = self._write(there_s, moved.written)
 
     def _update(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
@@ -310,20 +303,19 @@ class _Pipeline:
         seconds = self._update_s[group]
         optimizer = self._clocks[OPTIMIZER]
         if plan.gpu:
-            start_s, end_s = optimizer.take(ready_s, seconds)
+            end_s = optimizer.take(ready_s, seconds)
         else:
             seconds *= self._speeds.optimizer_lost_share
             busy = seconds + self._lost_s(move)
             compute = self._clocks[COMPUTE]
-            start_s, end_s = compute.take(ready_s, busy)
+            end_s = compute.take(ready_s, busy)
             compute.busy_s -= busy
             optimizer.busy_s += busy
-        self._note(OPTIMIZER, "update", start_s, end_s)
         end_s = self._send(end_s, moved.to_host, TO_HOST)
         self._updated[group] = end_s
         for collective in self._exchanges.get(move.action, ()):  # other ranks wait for it, too
-            self._whole[group] = self._exchange(end_s, collective, "all-gather")
-        self._write(end_s, moved.written, "update", share)
+            self._whole[group] = self._exchange(end_s, collective)
+        self._write(end_s, moved.written, share)
 
     def _lost_s(self, move: Move) -> float:
         """Seconds that the cores lose to the bytes that an action moves."""
@@ -336,12 +328,12 @@ class _Pipeline:
     # ---------------------------------------------------------------- links
     def _read(self, asked_s: float, nbytes: int, share: float = 1.0) -> float:
         """The time at which the bytes have been read, at a `share` of the disk's speed."""
-        return self._disk(READ, asked_s, nbytes, "read", share)
+        return self._disk(READ, asked_s, nbytes, share)
 
-    def _write(self, ready_s: float, nbytes: int, label: str, share: float = 1.0) -> float:
-        return self._disk(WRITE, ready_s, nbytes, label, share)
+    def _write(self, ready_s: float, nbytes: int, share: float = 1.0) -> float:
+        return self._disk(WRITE, ready_s, nbytes, share)
 
-    def _disk(self, link: str, ready_s: float, nbytes: int, label: str, share: float) -> float:
+    def _disk(self, link: str, ready_s: float, nbytes: int, share: float) -> float:
         if not nbytes:
             return ready_s
         rate = self._rates[link]
@@ -351,7 +343,7 @@ class _Pipeline:
                 "not known; measure it (memest calibrate), or name an SSD"
             )
         seconds = nbytes / (share * rate)
-        end_s = self._take(link, label, ready_s, seconds)
+        end_s = self._clocks[link].take(ready_s, seconds)
         # a disk that does not read and write side by side does one for the other's time
         other = WRITE if link == READ else READ
         self._clocks[other].free_s += (1 - self._disk_overlap) * seconds
@@ -359,9 +351,9 @@ class _Pipeline:
 
     def _send(self, ready_s: float, nbytes: int, link: str) -> float:
         rate = self._rates[link]
-        return self._take(link, "copy", ready_s, nbytes / rate) if nbytes and rate else ready_s
+        return self._clocks[link].take(ready_s, nbytes / rate) if nbytes and rate else ready_s
 
-    def _exchange(self, ready_s: float, collective: Collective, label: str) -> float:
+    def _exchange(self, ready_s: float, collective: Collective) -> float:
         network, sharding = self._speeds.network, self._plan.sharding
         if network is None or not network.knows(sharding.world_size):
             return ready_s
@@ -372,17 +364,7 @@ class _Pipeline:
             )
             for each in collective.exchanges
         )  # fmt: skip
-        return self._take(NETWORK, label, ready_s, seconds)
-
-    def _take(self, link: str, label: str, ready_s: float, seconds: float) -> float:
-        """The end of work that is ready to begin at `ready_s`."""
-        start_s, end_s = self._clocks[link].take(ready_s, seconds)
-        self._note(link, label, start_s, end_s)
-        return end_s
-
-    def _note(self, link: str, label: str, start_s: float, stop_s: float) -> None:
-        if stop_s > start_s:
-            self._spans.append(Span(link, label, start_s, stop_s))
+        return self._clocks[NETWORK].take(ready_s, seconds)
 
 
 def _disk_overlap(speeds: Speeds) -> float:
@@ -394,17 +376,3 @@ def _disk_overlap(speeds: Speeds) -> float:
     write_s = 1 / speeds.nvme_write_bytes_per_s
     mixed_s = 2 / speeds.nvme_mixed_bytes_per_s
     return min(1.0, max(0.0, (read_s + write_s - mixed_s) / min(read_s, write_s)))
-
-
-def _drawn(spans: list[Span], begun_s: float, seconds: float) -> tuple[Span, ...]:
-    """The spans of one step from its start; spans of a kind that nearly touch are merged."""
-    drawn: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span.link, span.start_s)):
-        moved = Span(span.link, span.label, span.start_s - begun_s, span.stop_s - begun_s)
-        before = drawn[-1] if drawn and drawn[-1].link == span.link else None
-        near = before is not None and moved.start_s - before.stop_s <= _GAP_SHARE * seconds
-        if before is not None and near and before.label == moved.label:
-            drawn[-1] = Span(span.link, span.label, before.start_s, moved.stop_s)
-        else:
-            drawn.append(moved)
-    return tuple(sorted(drawn, key=lambda span: (span.start_s, span.link)))

@@ -42,8 +42,8 @@ def _missing(case: Case) -> Iterator[str]:
         )
     elif case.speeds is not None and case.workload.passes > MOST_PASSES:
         yield (
-            f"of {case.workload.passes:,} passes per step {MOST_PASSES} are gone through (and "
-            "drawn); each further one is taken to be like the last of these"
+            f"of {case.workload.passes:,} passes per step {MOST_PASSES} are gone through; "
+            "each further one is taken to be like the last of these"
         )
     elif case.source.has_graph and case.speeds is None:
         yield "no times: speeds are not known; `memest calibrate` measures this machine's"

@@ -16,7 +16,6 @@ from offload.planning.plan.estimate import (
     StepEstimate,
 )
 from offload.planning.plan.sizes import class_of
-from offload.planning.step.step_time import COMPUTE, OPTIMIZER
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -115,8 +114,7 @@ def _sections(estimate: Estimate, *, drawn: bool) -> Iterator[Section]:
     yield Section("Peak memory", [_memory_picture(estimate)] if drawn else [], [_memory(estimate)])
     for title, step in _passes_of(estimate):
         title = f"{title}: {duration(step.seconds)}, bound by {step.bottleneck}"
-        pictures = [_timeline(title, step)] if drawn and step.spans else []
-        yield Section(title, pictures, [_links(estimate, step)])
+        yield Section(title, tables=[_links(estimate, step)])
     found = estimate.experts
     if found is not None:
         yield Section("Experts", lines=expert_facts(found))
@@ -199,25 +197,6 @@ def _memory(estimate: Estimate) -> Table:
     if short:  # also where what there is and what is needed are rounded to the same figure
         add("short", [short.get(tier, 0) for tier in tiers], "bad")
     return Table(("", *(view.PLACE_TITLES[tier] for tier in tiers)), rows)
-
-
-def _timeline(title: str, step: StepEstimate) -> Picture:
-    """Draw the work of each link over time. Work beyond the line at the step's end is left to be
-    done during the next step."""
-    lanes: dict[str, list[Stretch]] = {link.name: [] for link in step.links}
-    for span in step.spans:
-        meaning = _span_meaning(span.link, span.label)
-        lanes.setdefault(span.link, []).append(Stretch(meaning, span.start_s, span.stop_s))
-    lanes = {name: stretches for name, stretches in lanes.items() if stretches}
-    return bar_picture(lanes, duration, label=f"{title}: {', '.join(lanes)}",
-                       line=step.seconds)  # fmt: skip
-
-
-def _span_meaning(link: str, label: str) -> str:
-    """Return the meaning of a span's colour: each link has one, the model's work two."""
-    if link == COMPUTE:
-        return "backward" if label == "backward" else "compute"
-    return "update" if link == OPTIMIZER else link
 
 
 def _links(estimate: Estimate, step: StepEstimate) -> Table:

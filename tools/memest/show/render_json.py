@@ -70,7 +70,6 @@ def _step(step: StepEstimate) -> dict[str, Any]:
         "bottleneck": step.bottleneck,
         "written_nbytes": step.written_nbytes,
         "links": [asdict(link) for link in step.links],
-        "spans": [asdict(span) for span in step.spans],
     }
 
 
