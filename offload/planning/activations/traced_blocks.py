@@ -47,7 +47,7 @@ class Stretch:
         return max(0, (self.stop - self.start) // self.period - _RUN)
 
     def split(self, blocks: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Those of all `blocks` in the stretch that are run, and those that are left out."""
+        """Return the blocks of the stretch that are run, and those that are left out."""
         first = self.start + (_RUN - 1) * self.period
         last = first + self.skipped * self.period
         run = [*blocks[self.start : first], *blocks[last : self.stop]]
@@ -80,7 +80,7 @@ def _stretch(signatures: Sequence[Any], start: int, period: int) -> Stretch:
 
 
 def _signatures(blocks: Sequence[Unit]) -> list[dict[tuple[str, str], Any]]:
-    """What determines each block's work, except values and the block's own number."""
+    """Return what determines each block's work, except values and the block's own number."""
     settings = [_settings(unit.module) for unit in blocks]
     places = [unit.name.rpartition(".")[2] for unit in blocks]
     numbers = {
