@@ -4,8 +4,7 @@
 
 A pass computes the next token of every sequence of the batch, each with a cache of the tokens
 before it. Shapes: `dense`, 3 B in the shape of Llama's; `mixture`, 2.5 B in that of Qwen3's, 64
-experts in each block, four of which compute a token; `large`, 39 B, which only `--storage int4`
-makes fit.
+experts in each block, four of which compute a token; `small` is for tests.
 
 Each system has a process of its own. The bounds are measured in the same rounds: the disk reads the
 bytes of a pass in a raw loop (`mixture`: in blocks of an expert's size), and the same pass is
@@ -50,10 +49,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 24,
         "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 64,
         "num_experts_per_tok": 4,
-    },
-    "large": _LLAMA | {
-        "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 56,
-        "num_attention_heads": 64, "num_key_value_heads": 8,
     },
     "small": _LLAMA | {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -213,7 +208,7 @@ def compare(options: argparse.Namespace, batch: int) -> Record:
     with ExitStack() as stack:
         disk = Reads(options.path, stack, _OF_EXPERTS if options.shape == "mixture" else GRID)
         children = {}
-        for system in [OURS] if options.without_ram else [OURS, IN_RAM]:
+        for system in (OURS, IN_RAM):
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.path)))
             given = {
                 "system": system, "shape": options.shape, "budget": options.budget,
@@ -256,7 +251,7 @@ def _add_rows(
     record: Record, turns: Turns, speeds: Sequence[float], options: argparse.Namespace
 ) -> None:
     """Add a row per system, one for the time that the disk needs for our bytes, and one for the
-    larger of that and of the pass with everything in memory, if that was measured."""
+    larger of that and of the pass with everything in memory."""
     batch, kinds = record.options["batch"], {OURS: Kind.OURS, IN_RAM: Kind.LIMIT}
     for system, found in turns.items():
         names = ("seconds", "read_nbytes", "peak_rss_nbytes")
@@ -291,7 +286,6 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3, help="of a turn, after the prompt's")
     parser.add_argument("--budget", default="1536MiB")
     parser.add_argument("--storage", default=None)
-    parser.add_argument("--without-ram", action="store_true", help="the model does not fit there")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path, default=None)

@@ -51,7 +51,6 @@ class Case:
     overrides: tuple[str, ...]
     batches: int = 1
     in_one_piece: bool = False
-    large: bool = False  # measured where it is named
 
 
 def _model(layers: int, hidden: int, mlp: int, heads: int, vocab: int = 8192) -> tuple[str, ...]:
@@ -68,9 +67,6 @@ _BF16 = ("precision=bf16",)
 _KEEP = ("placement.activations.checkpoint=false",)
 _30M = _model(8, 512, 1536, 8)
 _DEMO = _model(6, 256, 768, 4, vocab=256)
-# as wide as a model of 36 layers with 4.8 B parameters; few tokens, so that the disk is the bound
-_2B = (*_model(15, 3584, 9728, 28), "train.model.kv_heads=2", *_batch(1, 128), "budget.host=3GiB",
-       "budget.nvme=40GiB")  # fmt: skip
 CASES = (
     Case("151 M fp32, host", _HOST),
     Case("151 M fp32, nvme", _NVME),
@@ -93,9 +89,6 @@ CASES = (
         "placement.gradients={device: 25%, host: 75%}",
         "placement.optimizer={host: 20%, nvme: 80%}",
     )),
-    Case("2 B bf16, nvme, 1 x 128", (*_NVME, *_BF16, *_2B, "clip_grad_norm=1e9"), large=True),
-    Case("2 B bf16, nvme, 1 x 128, clipped", (*_NVME, *_BF16, *_2B, "clip_grad_norm=0.001"),
-         large=True),
 )  # fmt: skip
 
 
@@ -172,15 +165,14 @@ def measure(
     cases: Sequence[Case], folder: Path, rounds: int
 ) -> Iterator[tuple[list[Run], list[Speeds]]]:
     """Measure every case once per round, each round beginning with another one; yields the results
-    after each round but the first, which does not count. If all are large, every round counts: a
-    turn begins with a step that is not timed, and takes minutes."""
+    after each round but the first, which does not count."""
     speeds: list[Speeds] = []
     with ExitStack() as stack:
         runs = []
         for case in cases:
             print(f"starting {case.name}", flush=True)
             runs.append(start(case, folder, stack))
-        for number, order in in_turn(runs, rounds, warmup=not all(case.large for case in cases)):
+        for number, order in in_turn(runs, rounds):
             speeds.append(measure_speeds([folder]))
             for run in order:
                 run.turn(speeds[-1])
@@ -237,7 +229,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wanted = [part.strip() for part in options.cases.split(";") if part.strip()]
-    cases = [case for case in CASES if (case.name in wanted if wanted else not case.large)]
+    cases = [case for case in CASES if not wanted or case.name in wanted]
     if not cases or options.rounds < 1:
         parser.error("nothing to measure: name at least one case and one round")
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
