@@ -20,6 +20,7 @@ TALKATIVE = {
 ALLOWED = {("offload/bench/contenders.py", "socket")}
 
 
+@pytest.mark.slow
 def test_installed_modules_import_nothing_that_connects() -> None:
     found = set()
     for folder in INSTALLED:

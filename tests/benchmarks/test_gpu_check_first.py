@@ -85,6 +85,7 @@ def test_steps_are_those_of_the_cpu(tier: Tier, tmp_path: Path) -> None:
     assert StepChecks(torch.device("cpu"), tmp_path).check(tier) == ""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("changed", "fragment"),
     [

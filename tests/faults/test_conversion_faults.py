@@ -179,7 +179,7 @@ def test_drawn_faults_leave_the_bits_or_an_error(
             raise
         what = verb, kind
         tally.count(what, bench.calls.hits, failed=error is not None)
-        if tally.cases.total() >= (LONG_CASES if long else 18):
+        if tally.cases.total() >= (LONG_CASES if long else 9):
             break
     with capsys.disabled():
         print(str(tally).replace("call ", "verb ", 1))

@@ -23,7 +23,7 @@ from tests.offload.checkpoint_crash import bits_of
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS, LONG_STEPS = 4, 40
-KILLS, LONG_KILLS = 2, 1000
+KILLS, LONG_KILLS = 1, 1000
 MOST_LIVES = 2000
 
 Victim = Callable[[Request], int]

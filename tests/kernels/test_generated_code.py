@@ -64,6 +64,7 @@ def count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("code", [WHOLE, SPLIT, *LOW_BIT, *OTHER_RULES])
 def test_no_operation_may_be_fused_or_reordered(code: int) -> None:
     (ir,) = compiled_step(code).inspect_llvm().values()

@@ -48,6 +48,7 @@ def run(program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_triton_the_error_says_so() -> None:
     said = run(IMPORTS + "sys.modules['triton'] = None" + CALL)
     assert "triton is not installed: pip install 'offload[gpu]'" in said

@@ -112,6 +112,7 @@ def test_checkpoints_route_as_plain_training_does(
             assert a is None or torch.equal(a, b)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", NOISY, ids=str)
 def test_an_engine_trains_as_without_recomputation(options: dict[str, Any], tmp_path: Path) -> None:
     def run(name: str, placement: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:

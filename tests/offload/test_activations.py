@@ -194,7 +194,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ------------------------------------------------------------------------------ same bits
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["on host", "on nvme"])
 @pytest.mark.parametrize("check", [False, True, "selective"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -219,7 +219,7 @@ def test_recomputed_blocks_train_to_the_same_bits(folder: Path, check: Any, plac
     assert run.calls == 6
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("check", [False, True, "selective"])
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["on host", "on nvme"])

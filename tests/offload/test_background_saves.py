@@ -133,7 +133,7 @@ def trained(keys: Mapping[str, Any], accumulate: int, between: Callable[[Any], N
         return losses, states
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_it_has_the_bytes_of_one_that_is_waited_for_and_training_its_bits(
     tmp_path: Path, seed: int, long: bool
@@ -364,7 +364,7 @@ def test_what_is_wrong_with_the_state_or_the_folder_is_raised_at_once(tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["mine", "saved"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", [HOST, NVME])
 @pytest.mark.parametrize("where", ["data", "sync", "swap"])
 def test_a_fault_of_the_thread_is_raised_where_it_is_waited_for_and_training_goes_on(

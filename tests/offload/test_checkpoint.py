@@ -54,7 +54,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------- resume
-@pytest.mark.sample("nvme-host-bf16", "nvme-nvme-fp32-accumulated", "mixed-host-fp16-accumulated")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("before", "after", "precision", "accumulate"),
     [

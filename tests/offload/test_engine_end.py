@@ -229,6 +229,7 @@ def test_an_engine_dropped_without_close_leaves_nothing_behind(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("thread", ["update", "io"])
 def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
     tmp_path: Path, thread: str
@@ -261,6 +262,7 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_model_keeps_the_engine_that_it_trains_through(tmp_path: Path) -> None:
     model, alone = seeded(TinyLM), seeded(TinyLM)
     with offload.initialize(alone, config(tmp_path)) as engine:
@@ -277,6 +279,7 @@ def test_a_model_keeps_the_engine_that_it_trains_through(tmp_path: Path) -> None
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_an_optimizer_keeps_the_engine_it_belongs_to(tmp_path: Path) -> None:
     model = seeded(TinyLM)
     optimizer = offload.initialize(model, config(tmp_path)).optimizer

@@ -111,6 +111,7 @@ def _drawn(draw: random.Random, *, mirrored: bool) -> Any:
     return {**rest, "experts": draw.choice([experts, home("gradients")])}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("mirrored", [False, True], ids=["cpu", "mirrored"])
 def test_no_home_of_experts_changes_a_bit(

@@ -174,6 +174,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("numbers", list(NUMBERS))
 def test_an_optimizer_split_between_device_and_host_changes_no_bit(tmp_path, device, numbers):
     keys = {"clip_grad_norm": 0.5, **NUMBERS[numbers]}
@@ -183,6 +184,7 @@ def test_an_optimizer_split_between_device_and_host_changes_no_bit(tmp_path, dev
         assert found[2].tiers[tier].peak_by_class["optimizer"] > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "placement",
     [
@@ -202,7 +204,7 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
     assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.skipif(ON_GPU, reason="there the links are real")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
@@ -263,6 +265,7 @@ def test_without_kernels_what_needs_them_is_refused_and_says_what_is_missing(
 
 
 # ---------------------------------------------------------------- weights in codes
+@pytest.mark.sample("nvme")
 @pytest.mark.parametrize("parameters", ["nvme", "device"])
 def test_codes_cross_the_link_and_are_decoded_on_the_device(
     parameters: str, tmp_path: Path

@@ -46,6 +46,7 @@ def test_training_goes_on_with_the_same_bits(
     train_interrupted(tmp_path, ALL[name], how, 150 if long else 8)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["whole", "host", "recomputed"])
 def test_training_goes_on_with_the_same_bits_elsewhere(
     tmp_path: Path, name: str, long: bool

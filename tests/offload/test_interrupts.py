@@ -115,6 +115,7 @@ def uninterrupted(folder: Path, keys: dict[str, Any], build: Any = TinyLM) -> An
         return losses_of(engine, batches(3)), states_of(engine)
 
 
+@pytest.mark.sample(3)
 @every_case
 def test_after_an_interrupted_forward_a_checkpoint_is_saved_and_training_goes_on(
     tmp_path: Path, keys: dict[str, Any]

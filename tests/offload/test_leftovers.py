@@ -83,7 +83,7 @@ engine.save_16bit_model(folder, "model.safetensors")
 """
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dies_at", "stems"),
     [

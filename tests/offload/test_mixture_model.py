@@ -181,6 +181,7 @@ def test_a_trace_is_close_where_routing_is_not() -> None:
     assert traced.forward.flops == pytest.approx(real.forward.flops, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     config = config_of(*NVME)
     losses = []

@@ -208,6 +208,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert found[name] == value, name
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_resume_asks_modules_as_load_state_dict_does(

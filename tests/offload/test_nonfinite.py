@@ -77,6 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(300 if metafunc.config.getoption("--long") else 5))
 
 
+@pytest.mark.sample(3)
 def test_a_step_that_is_skipped_leaves_no_trace_wherever_it_went_wrong(
     make: MakeEngine, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:

@@ -144,7 +144,7 @@ def test_no_placement_budget_chunk_prefetch_or_backend_changes_a_bit(
     folder: Path, long: bool
 ) -> None:
     drawn = settings(
-        derandomize=True, max_examples=25 if long else 5, deadline=None, database=None,
+        derandomize=True, max_examples=25 if long else 3, deadline=None, database=None,
         suppress_health_check=[HealthCheck.too_slow],
     )  # fmt: skip
     drawn(same_bits)(folder)

@@ -33,6 +33,7 @@ def test_with_room_for_everything_nothing_is_read_back(tmp_path: Path) -> None:
     assert report.bytes_saved["nvme read"] >= (STEPS - 1) * records * 0.9
 
 
+@pytest.mark.slow
 def test_with_little_room_less_is_saved_and_more_is_read(tmp_path: Path) -> None:
     ample, _ = trained(tmp_path)
     tight, _ = trained(tmp_path, budget={"host": "1400KiB", "nvme": "64MiB"})

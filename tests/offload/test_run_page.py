@@ -316,7 +316,7 @@ numbers = st.floats(allow_infinity=False)
 
 
 @given(st.lists(numbers, min_size=1, max_size=20), st.booleans())
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 def test_any_numbers_can_be_drawn(ys: list[float], from_zero: bool) -> None:
     line = Line("<$a$>", range(len(ys)), ys)
     found = line_picture("a", [line, line], "{:.4g}".format, from_zero=from_zero)

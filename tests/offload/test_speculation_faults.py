@@ -198,6 +198,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case_seed", range(360 if many else 9))
 
 
+@pytest.mark.sample(3)
 def test_drawn_faults_leave_the_bits_or_an_error(
     tmp_path: Path, case_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def test_drawn_faults_leave_the_bits_or_an_error(
     assert error is None or case.kind in ERRORS
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("verdict", ["keep", "read", "drop"])
 def test_a_write_that_fails_on_trial_is_an_error_whatever_is_decided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str

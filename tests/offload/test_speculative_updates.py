@@ -192,6 +192,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("program_seed", range(120 if many else 5))
 
 
+@pytest.mark.sample(2)
 def test_drawn_loops_have_the_bits_of_deferred_updates(tmp_path: Path, program_seed: int) -> None:
     keys, program = draw(program_seed)
     assert_equal_to_deferred(program_seed, tmp_path, keys, program, force=True)

@@ -235,6 +235,7 @@ def test_it_trains_under_a_budget_smaller_than_the_weights(tmp_path: Path) -> No
         assert all(0.25 < group.parameters / group.decoded < 0.55 for group in groups)  # pages
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("placement", ["nvme", "host"])
 @pytest.mark.parametrize("share", [None, 1.5])
 def test_peaks_are_predicted(placement: str, share: float | None, tmp_path: Path) -> None:
@@ -291,6 +292,7 @@ def test_what_is_written_is_rounded_and_the_rest_keeps_its_codes(
         assert after == before
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("weights", FORMATS)
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits(
     weights: str, tmp_path: Path

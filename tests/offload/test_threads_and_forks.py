@@ -210,6 +210,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @no_forks_with_a_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("placement", [NVME, HOST], ids=["nvme", "host"])

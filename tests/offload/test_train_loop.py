@@ -144,6 +144,7 @@ def test_every_logger_is_told_of_every_step(make_config: Any, tmp_path: Path) ->
     assert {"waited/update", "moved/nvme read", "tiers/host"} <= rows[0].keys()
 
 
+@pytest.mark.slow
 def test_a_logger_keeps_the_rows_of_steps_before_the_checkpoint(
     make_config: Any, tmp_path: Path
 ) -> None:
@@ -201,6 +202,7 @@ def interrupted(
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
     name: str, make_config: Any, tmp_path: Path, capfd: Any
@@ -391,6 +393,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(
             reader.check(contents=True)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_does_not_count_as_one_that_stays(
     make_config: Any, tmp_path: Path
 ) -> None:
@@ -406,6 +409,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_stays(
     assert damaged.startswith("step-000006.damaged-")
 
 
+@pytest.mark.slow
 def test_where_all_checkpoints_are_damaged_the_newest_ones_error_is_said(
     make_config: Any, tmp_path: Path
 ) -> None:
@@ -418,6 +422,7 @@ def test_where_all_checkpoints_are_damaged_the_newest_ones_error_is_said(
     assert checkpoints_in(run) == ["step-000003", "step-000006"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
     make_config: Any, tmp_path: Path
 ) -> None:

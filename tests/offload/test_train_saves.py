@@ -131,6 +131,7 @@ def test_pruning_counts_what_is_complete_alone(make: Any, tmp_path: Path, every:
     assert checkpoints_in(tmp_path / "run") == [f"step-{n:06d}" for n in (8 - every, 8)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("placement", "number"), [(MIXED, signal.SIGINT), (NVME, signal.SIGTERM)])
 def test_a_signal_amid_a_save_completes_it_and_saves_the_step(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals,
@@ -154,6 +155,7 @@ def test_a_signal_amid_a_save_completes_it_and_saves_the_step(
     check_goes_on_as(tmp_path / "whole", config, tmp_path / "cut", 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("third", [False, True])
 def test_after_a_second_ctrl_c_a_save_is_completed_and_a_third_gives_it_up(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, third: bool
@@ -231,6 +233,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_checkpoint_before_stays(
     assert checkpoints_in(tmp_path / "cut") == ["step-000002"]
 
 
+@pytest.mark.slow
 def test_what_an_interruption_says_is_true_of_a_save_that_has_failed(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +254,7 @@ def test_what_an_interruption_says_is_true_of_a_save_that_has_failed(
     assert checkpoints_in(tmp_path / "cut") == []
 
 
+@pytest.mark.slow
 def test_too_little_memory_amid_a_save_waits_for_it_and_saves_nothing_twice(
     make: Any, tmp_path: Path
 ) -> None:

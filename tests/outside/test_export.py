@@ -40,6 +40,7 @@ def checkpoint(folder: Path, swap: Path, precision: str = "fp32", **settings: An
     return swap / "checkpoint"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", sorted(NAMES)[2::4])
 def test_an_exported_model_is_the_trained_one(model_type: str, tmp_path: Path, long: bool) -> None:
     if not long and sorted(NAMES).index(model_type) % 12 != 2:

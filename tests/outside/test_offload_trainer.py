@@ -227,7 +227,7 @@ def test_plain_trainer_with_an_optimizer_of_its_own_is_refused(tmp_path: Path) -
 
 
 # --------------------------------------------------------------------------- precision
-@pytest.mark.sample("fp16")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bits_resume_with_the_same_bits(precision: str, tmp_path: Path) -> None:
     """fp16 scales the loss; while steps overflow, the scheduler waits, as Trainer has it."""
@@ -307,7 +307,7 @@ def test_trainers_file_for_deepspeed_trains_by_the_lines_that_migrate_prints(
     assert_close(values_of(known["trainer"].model), values_of(plain.model))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "keys",
     [

@@ -174,6 +174,7 @@ def test_an_optimizer_that_a_trainer_sets_up_trains_as_without_an_engine(
     trainer.engine.close()
 
 
+@pytest.mark.slow
 def test_a_set_up_optimizer_resumes(tmp_path: Path) -> None:
     keys = {**SHORT, "save_strategy": "steps", "save_steps": 2}
     plain = make(layer_wise(transformers.Trainer), tmp_path / "plain", **keys)

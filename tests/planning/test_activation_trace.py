@@ -61,6 +61,7 @@ def test_fp16_is_counted_as_it_runs() -> None:
     assert traced == real_facts(LanguageModel(config.train.model), config, WORKLOAD)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_bytes_are_those_that_autograd_packs(shape: str, precision: str) -> None:
@@ -132,6 +133,7 @@ def _run_mixed(model: nn.Module, workload: Workload) -> Tensor:
     return loss
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("widths", "drops"),
     [
@@ -295,6 +297,7 @@ def test_positions_may_be_asked() -> None:
     assert facts.saved_nbytes == 2 * 8 * 8 * 4
 
 
+@pytest.mark.slow
 def test_a_trace_imports_no_compiler() -> None:
     program = """
 import sys

@@ -47,7 +47,7 @@ def _built(kind: str, device: str) -> nn.Module:
     return model
 
 
-@pytest.mark.sample("llama", "qwen2_moe")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trace_equals_a_real_pass(kind: str, long: bool) -> None:
     workload = Workload(4, 40)
@@ -60,6 +60,7 @@ def test_a_trace_equals_a_real_pass(kind: str, long: bool) -> None:
     print(f"{kind}: {len(passes)} traces, largest difference 0 bytes, 0 FLOPs, 0 operations")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_of_alternating_blocks_four_periods_are_run(kind: str) -> None:
     model, config, workload = _built(kind, "meta"), config_of(), Workload(2, 40)

@@ -74,6 +74,7 @@ def test_homes_add_up_to_what_a_plan_holds() -> None:
     assert not any(n for held in everything.values() for n in held.values())
 
 
+@pytest.mark.slow
 def test_a_chosen_plan_is_made_again_from_its_configuration() -> None:
     shape = model(num_hidden_layers=2, num_local_experts=32)
     best = solved(shape, FEW, {"experts": "auto"}).best
@@ -109,7 +110,7 @@ def test_where_few_experts_are_touched_memory_is_what_every_token_uses() -> None
     assert set(reasons(auto)) == set(PLACED)
 
 
-@pytest.mark.sample("few-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("work", [FEW, MANY], ids=["few", "all"])
 def test_homes_of_their_own_are_not_slower(work: Workload, gpu: bool, long: bool) -> None:
@@ -129,6 +130,7 @@ def test_homes_of_their_own_are_not_slower(work: Workload, gpu: bool, long: bool
     assert seconds[1] <= seconds[0] * 1.03
 
 
+@pytest.mark.slow
 def test_what_is_named_stays() -> None:
     placement = {"optimizer": "nvme", "experts": {"parameters": "nvme", "optimizer": "nvme"}}
     plan = solved(model(num_local_experts=8), FEW, placement).best.plan

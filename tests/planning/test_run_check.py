@@ -196,6 +196,7 @@ def test_a_resumed_run_that_keeps_states_elsewhere_says_what_that_changes():
     assert not list(other_numbers(alike, config("int8", optimizer="host")))
 
 
+@pytest.mark.slow
 def test_going_on_with_a_run_that_has_ended_leaves_what_it_measured(tmp_path):
     config, _ = train(tmp_path, train={"checkpoint_every": 6})
     before = (tmp_path / "run/measured.json").read_text()
@@ -247,6 +248,7 @@ def test_nvme_never_holds_more_than_at_most_beside_activations(tmp_path: Path):
     check_bound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_nor_while_saves_beside_its_steps_keep_old_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -140,7 +140,7 @@ def test_no_placement_tried_by_hand_is_predicted_to_be_faster(host: int):
     tier=st.sampled_from(["host", "nvme"]), precision=st.sampled_from(["fp32", "bf16"]),
     passes=st.sampled_from([1, 3]),
 )  # fmt: skip
-@settings(deadline=None, derandomize=True, max_examples=10)
+@settings(deadline=None, derandomize=True, max_examples=4)
 def test_what_is_named_stays_and_the_same_question_has_the_same_answer(
     host: int, fixed: str | None, tier: str, precision: str, passes: int
 ):

@@ -152,7 +152,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 KEPT_BY_CHANCE = ("room for some copies", "accumulation", "tied weights, gpt")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("clips", [False, True], ids=["updated in backward", "clipped"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_moves_the_predicted_bytes(
@@ -176,6 +176,7 @@ def test_a_step_moves_the_predicted_bytes(
     assert said.read == pytest.approx(read, rel=0.13)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ["everything on nvme", "records alone", "all three tiers"])
 def test_a_step_moves_the_predicted_bytes_behind_compute(case: str) -> None:
     """With threads, moves end when they end: what is kept may differ."""
@@ -203,7 +204,7 @@ GPU_CASES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_a_step_sends_the_predicted_bytes_to_the_device(
     case: str, at_once: None, monkeypatch: pytest.MonkeyPatch

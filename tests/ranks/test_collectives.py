@@ -24,6 +24,7 @@ def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(numel, generator=generator) * 10.0 ** (rank % 5)).to(dtype)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("room", [1.0, 0.5, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("world_size", "ranks"), WORLDS)

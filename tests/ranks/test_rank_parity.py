@@ -159,6 +159,7 @@ def _initialize(model: nn.Module, keys: dict[str, Any]) -> Any:
     return offload.initialize(model, keys)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["fp32", "two passes", "branches", "idle"])
 def test_several_ranks_train_as_one_with_all_their_data(
     world: World, family: str, tmp_path: Path

@@ -319,7 +319,7 @@ def test_a_slot_that_a_late_read_may_fill_is_not_used_again(make: Make) -> None:
 
 # ------------------------------------------------------------------------------ any order
 @settings(
-    derandomize=True, max_examples=60, deadline=None, database=None,
+    derandomize=True, max_examples=30, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(

@@ -136,6 +136,7 @@ def _losses(model: Any, optimizer: Any, change: Callable[[Any], None]) -> list[f
     return losses
 
 
+@pytest.mark.sample(5)
 @PLACEMENTS
 @pytest.mark.parametrize("way", SHARED)
 def test_two_parameters_given_one_memory_are_refused_before_they_are_used(

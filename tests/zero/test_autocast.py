@@ -101,6 +101,7 @@ def compare(
         assert_same_bits(gradients_of(engine), expected)
 
 
+@pytest.mark.sample(3)
 @PLACEMENTS
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("cached", [True, False])
@@ -135,6 +136,7 @@ def test_a_block_called_twice_is_cast_as_in_plain_pytorch(tmp_path: Path, check:
     compare(tmp_path, placement, forward_alone, True, Looped, Looped)
 
 
+@pytest.mark.sample(3)
 @PLACEMENTS
 @pytest.mark.parametrize("check", [False, True])
 def test_weights_are_cast_anew_in_each_region(tmp_path: Path, placement: Any, check: bool) -> None:

@@ -30,7 +30,7 @@ from tests.offload.engine_cases import (
 
 pytestmark = MARKS
 
-WIDTH, BATCH, DRAWS, LONG_DRAWS = 8, 6, 16, 600
+WIDTH, BATCH, DRAWS, LONG_DRAWS = 8, 6, 8, 600
 
 
 class Layer(nn.Module):

@@ -91,6 +91,7 @@ if ON == "cpu":  # torch makes no arrays of tensors on a GPU, and calls them all
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_gives_what_a_plain_gradient_gives(
     weight: Any, read: Callable[[Any], Tensor]
@@ -139,6 +140,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_write_reaches_the_gradient(weight: Any, write: Callable[[Any], Any]) -> None:
     if write is WRITES["foreach factor"] and ON == "cuda":
@@ -275,6 +277,7 @@ def test_a_copied_parameter_is_an_ordinary_one(tmp_path: Path) -> None:
         assert param.abs().sum() > 0
 
 
+@pytest.mark.slow
 @on_the_cpu_alone("its process computes on the CPU")
 def test_nothing_imports_the_compiler() -> None:
     program = (
