@@ -282,6 +282,7 @@ def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -
     given = {**STATE, "tensors": tensors, "array": np.arange(4.0), "f16": np.float16([1, 2])}
     given |= {"no number": math.nan, "big-endian": np.array([7], dtype=">i4")}
     given["turned array"] = np.arange(4).reshape(2, 2).T
+    given["names"] = [np.str_("accuracy"), np.array(["a", "bc"]), np.complex64(1j)]
     engine.save_checkpoint(tmp_path / "saved", state=given)
     tensors["0-dim"].fill_(9)
     found = engine.load_checkpoint(tmp_path / "saved")
@@ -293,6 +294,7 @@ def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -
         assert (tensor.shape, tensor.tolist()) == (tensors[name].shape, tensors[name].tolist())
     assert [type(each) for each in found["numpy"]] == [np.float32, np.int64, np.uint64, np.float64]
     assert math.isnan(found["no number"])
+    assert [each.tolist() for each in found["names"]] == ["accuracy", ["a", "bc"], 1j]
     assert (found["turned array"].tolist(), found["big-endian"].tolist()) == ([[0, 2], [1, 3]], [7])
     assert (found["array"].tolist(), found["f16"].dtype) == ([0, 1, 2, 3], np.float16)
     engine.save_checkpoint(tmp_path / "saved")
@@ -309,6 +311,8 @@ class Recursive:
     [(lambda: 0, "lambda"), (object(), "builtins.object"), (torch.zeros(2).to_sparse(), "sparse"),
      (Path("x"), r"pathlib\.PosixPath"), (nn.Module, "Module"), (date(2000, 1, 1), "datetime.date"),
      (np.ma.array([1, 2], mask=[0, 1]), "numpy.ma"), (torch.Generator(), "Generator"),
+     (np.array([date(2000, 1, 1)]), "datetime.date"), (np.array([None]), "ObjectDType"),
+     (np.datetime64("2000-01-01"), "DateTime64DType"), (np.longdouble(1), "LongDoubleDType"),
      (torch.empty(2, device="meta"), "meta tensor"), (Recursive(), "recursion")],
 )  # fmt: skip
 def test_what_would_be_pickled_is_refused_by_name(

@@ -24,16 +24,19 @@ from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.groups.bits import DTYPE_NAMES, DTYPES
 
 STATE = "state"  # the name of the user's own state in a run's file
-_CODES = "?" + np.typecodes["AllInteger"] + "efd"
+_CODES = "?" + np.typecodes["AllInteger"] + "efdFDSU"
 _SAFE: list[Any] = [  # beside what torch takes for safe: with which NumPy's values are made again
     frozenset, np.ndarray, np.dtype, np.zeros(1).__reduce__()[0], np.float64(1).__reduce__()[0],
     *{type(np.dtype(code)) for code in _CODES},
 ]  # fmt: skip
+_REMEDY = (
+    "keep numbers, text, tensors and containers of them there, and save other objects yourself"
+)
 
 
 def packed(value: Any, name: str) -> torch.Tensor:
-    """The archive of a value (1D uint8). UnsupportedError, with the name, for objects of other
-    classes, and for tensors without values of their own."""
+    """The archive of a value (1D uint8). UnsupportedError, with the name, for what could not
+    be read again: objects of other classes, tensors without values of their own."""
     buffer = io.BytesIO()
     try:
         torch.save(tree_map_only(torch.Tensor, _whole, value), buffer)
@@ -44,10 +47,15 @@ def packed(value: Any, name: str) -> torch.Tensor:
     if refused:
         raise UnsupportedError(
             f"{name} holds {', '.join(refused)[:200]}, which a checkpoint cannot keep: what "
-            "is read may run no code; keep numbers, text, tensors and containers of them there, "
-            "and save other objects yourself"
+            f"is read may run no code; {_REMEDY}"
         )
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    archive = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    try:  # the classes are not all that counts: an array of theirs may have any dtype
+        with refusals(name, "cannot be kept in a checkpoint", _REMEDY):
+            _loaded(archive, "meta")
+    except CheckpointError as error:
+        raise UnsupportedError(str(error)) from None
+    return archive
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,9 +66,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def unpacked(archive: torch.Tensor, what: str) -> Any:
     """The value that was `packed`. CheckpointError, naming it as `what`, for anything else."""
-    with refusals(what), safe_globals(_SAFE):
+    with refusals(what):
+        return _loaded(archive, "cpu")
+
+
+def _loaded(archive: torch.Tensor, device: str) -> Any:
+    with safe_globals(_SAFE):
         stream = io.BytesIO(archive.numpy().data)
-        return torch.load(stream, map_location="cpu", weights_only=True)
+        return torch.load(stream, map_location=device, weights_only=True)
 
 
 def tensor_records(tensors: Mapping[str, torch.Tensor]) -> list[BufferRecord]:
