@@ -169,6 +169,30 @@ def _compare_drawn(number: int, folder: Path) -> None:
     shutil.rmtree(behind)
 
 
+@pytest.mark.parametrize("placement", [HOST, NVME])
+def test_without_what_keeps_the_old_state_these_tests_would_fail(
+    tmp_path: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On host the update would be in the checkpoint, on nvme the old version would be gone."""
+    monkeypatch.setattr(SaveGate, "admits", lambda self, index: True)
+    monkeypatch.setattr(BlockStore, "keep", lambda self, block: None)
+    monkeypatch.setattr(BlockStore, "let_go", lambda self, block: None)
+    held = Held(monkeypatch)
+    with offload.initialize(seeded(TinyLM), config(tmp_path, placement)) as engine:
+        losses_of(engine, batches(1))
+        engine.save_checkpoint(tmp_path / "waited")
+        engine.save_checkpoint(tmp_path / "behind", wait=False)
+        losses_of(engine, batches(1, seed=2))
+        engine.settle()
+        held.go.set()
+        if placement is NVME:
+            with pytest.raises(StateError, match="after it was freed"):
+                engine.checkpoint_saved()
+        else:
+            engine.checkpoint_saved()
+            assert files_of(tmp_path / "behind") != files_of(tmp_path / "waited")
+
+
 # ------------------------------------------------------------------------- who writes meanwhile
 def test_on_nvme_training_goes_on_while_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

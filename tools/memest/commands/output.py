@@ -19,18 +19,16 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from offload.pages.page import Page
-    from offload.tools.memest.commands.options import EstimateOptions
 
 _FILE_COLUMNS = 100  # of a table in a file
 
 
 def show_answer(
-    asked: EstimateOptions, *, table: Callable[[], RenderableType],
+    kind: str, out: Path | None, *, table: Callable[[], RenderableType],
     values: Callable[[], dict[str, Any]], page: Callable[[], Page] | None = None,
 ) -> None:  # fmt: skip
-    """Write the answer in the format that was asked for, the only one that is computed, to the file
-    of --out or to standard output. Raise ConfigError for a page of what has none."""
-    kind, out = asked.chosen_format, asked.out
+    """Write the answer to the file `out`, or to standard output, as a table, json or html, `kind`:
+    no other one is computed. Raise ConfigError for a page of what has none."""
     if kind == "table":
         if out is None:
             _print(table())

@@ -43,7 +43,8 @@ def run_compare(asked: EstimateOptions) -> int:
     held = {tier for row in rows for tier in row.peaks}
     capacities = {t: n for t, n in capacities_of(case.profile).items() if t in held}
     show_answer(
-        asked,
+        asked.chosen_format,
+        asked.out,
         table=lambda: _table(ours, rows, capacities),
         values=lambda: _values(ours, rows, capacities),
     )

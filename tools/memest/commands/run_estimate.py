@@ -179,7 +179,8 @@ def _show(found: Estimate, asked: EstimateOptions) -> None:
     from offload.tools.memest.show.tables import page_table
 
     show_answer(
-        asked,
+        asked.chosen_format,
+        asked.out,
         table=lambda: page_table(estimate_page(found, drawn=False)),
         values=lambda: to_dict(found),
         page=lambda: estimate_page(found),
