@@ -156,7 +156,7 @@ def set_one(run: Run, rng: random.Random) -> None:
 
 
 def keep(run: Run, rng: random.Random) -> None:
-    run.kept = [p.grad for p in run.params]
+    run.kept = [None if p.grad is None else p.grad.clone() for p in run.params]
 
 
 def put_back(run: Run, rng: random.Random) -> None:
@@ -164,12 +164,6 @@ def put_back(run: Run, rng: random.Random) -> None:
         if gradient is not None and rng.random() < 0.5:
             p.grad = gradient
     run.kept = []
-
-
-def read_kept(run: Run, rng: random.Random) -> None:
-    """Of gradients that are no parameter's any more; those are the handle's own to keep."""
-    owned = {id(p.grad) for p in run.params}
-    run.logged += [g.sum().item() for g in run.kept if g is not None and id(g) not in owned]
 
 
 def write_weight(run: Run, rng: random.Random) -> None:
@@ -206,7 +200,7 @@ ACTIONS: dict[Action, int] = {
     backward: 9, step: 6, zero_grad: 4, clear_one: 2, zero_one: 2, clip: 3, clip_values: 1,
     log_gradients: 3, scale_one: 3, scale_all: 1, write_one: 2, set_one: 3, keep: 1, put_back: 1,
     write_weight: 3, read_weights: 2, evaluate: 1, learning_rate: 1, differentiate: 1,
-    backward_with_weights: 1, read_kept: 1,
+    backward_with_weights: 1,
 }  # fmt: skip
 
 

@@ -20,7 +20,12 @@ import torch
 
 from offload.tiers.errors import StateError
 from offload.zero.experts.packed import PackedParam
-from offload.zero.gradients.gradient_handles import GradientHandles, GradientSource, there
+from offload.zero.gradients.gradient_handles import (
+    CLEARED,
+    GradientHandles,
+    GradientSource,
+    there,
+)
 from offload.zero.tensors.local_tensors import local_of
 from offload.zero.tensors.paged import Operation, PagedTensor
 
@@ -33,7 +38,6 @@ class PackedGradientSource:
     def __init__(self, table: PackedGradients, packed: PackedParam) -> None:
         self._table = weakref.ref(table)
         self._packed = weakref.ref(packed)
-        self.kept: torch.Tensor | None = None  # its value, after it was cleared
         self.used_up: str | None = None  # why its value is gone
 
     @property
@@ -51,22 +55,17 @@ class PackedGradientSource:
     @contextmanager
     def reading(self) -> Iterator[torch.Tensor]:
         self._check()
-        yield self.table.value_of(self) if self.kept is None else self.kept
+        yield self.table.value_of(self)
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
         self._check()
-        if self.kept is not None:
-            yield self.kept
-            return
         value = self.table.value_of(self)
         yield value
         self.table.write(self.packed, value)
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._check()
-        if self.kept is not None:
-            return NotImplemented
         return self.table.answer(self, operation, args, kwargs)
 
     def _check(self) -> None:
@@ -109,6 +108,10 @@ class PackedGradients:
 
     def follow(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
+            for packed in self._all:
+                gradient = packed.param.grad
+                if isinstance(gradient, PagedTensor) and gradient is not self._shown.get(packed):
+                    packed.param.grad = gradient.values()  # while its source has some
             for packed in list(self._shown):
                 if packed.param.grad is not self._shown[packed]:
                     self._part(packed)
@@ -121,22 +124,15 @@ class PackedGradients:
                         _clear_rows(packed)
                     continue
                 self._given.add(packed)
-                values = gradient.values() if isinstance(gradient, PagedTensor) else gradient
-                for row, own in zip(packed.rows, values.detach(), strict=True):
+                for row, own in zip(packed.rows, gradient.detach(), strict=True):
                     if row.grad is None or local_of(row.grad).data_ptr() != own.data_ptr():
                         row.grad = own
 
     def _part(self, packed: PackedParam) -> None:
-        """Separate a handle from `.grad`, which was set to something else. A user who has kept it,
-        or views of it, gets a copy of its value."""
-        held = weakref.ref(self._shown.pop(packed).source)
-        source = held()
-        if source is not None:
-            assert isinstance(source, PackedGradientSource), "made here"
-            rows = self._sources_of(packed)
-            source.used_up = next(filter(None, map(self._rows.why_lost, rows)), None)
-            if source.used_up is None:
-                source.kept = self.value_of(source)
+        """Separate a handle from `.grad`, which was set to something else."""
+        source = self._shown.pop(packed).source
+        assert isinstance(source, PackedGradientSource), "made here"
+        source.used_up = CLEARED
         _clear_rows(packed)
 
     def forget(self, why: str) -> None:

@@ -11,9 +11,9 @@
     anything else     reads the accumulator, or writes it
 
 `param.grad` alone says what the gradient is, as in PyTorch; the accumulator holds the value of the
-current handle. A handle that the user keeps after the gradient was cleared gets a copy of its
-value. The next handle is made then, and not in the next backward: small objects allocated between
-large gradients would keep the C library's heap from returning those.
+current handle. One that the user keeps after the gradient was cleared has no value any more. The
+next handle is made then, and not in the next backward: small objects allocated between large
+gradients would keep the C library's heap from returning those.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from offload.zero.tensors.paged import Operation, PagedTensor
 aten = torch.ops.aten
 _MOST = torch.finfo(torch.float32).max
 _CUT_SHORT = "the backward pass that it came in was cut short"
+CLEARED = "it was cleared; .clone() it before"
 T = TypeVar("T")
 
 
@@ -82,7 +83,7 @@ class GradientSource:
     would take what it keeps for used."""
 
     __slots__ = (
-        "__weakref__", "_param", "_state", "_table", "index", "kept", "used_up", "zeroed",
+        "__weakref__", "_param", "_state", "_table", "index", "used_up", "zeroed",
     )  # fmt: skip
 
     def __init__(
@@ -93,7 +94,6 @@ class GradientSource:
         self.index = index
         self._param = weakref.ref(param)
         self.zeroed = False  # it is zero, and the accumulator has nothing of it
-        self.kept: torch.Tensor | None = None  # its value, if the accumulator has another
         self.used_up: str | None = None  # why its value is gone
 
     @property
@@ -118,21 +118,16 @@ class GradientSource:
 
     @contextmanager
     def reading(self) -> Iterator[torch.Tensor]:
-        yield self.table.value_of(self) if self.kept is None else self.kept.clone()
+        yield self.table.value_of(self)
 
     @contextmanager
     def writing(self) -> Iterator[torch.Tensor]:
-        if self.kept is not None:
-            yield self.kept
-            return
         table = self.table
         value = table.value_of(self)
         yield value
         table.write(self, value)
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.kept is not None:
-            return NotImplemented
         rule = _RULES.get(operation)
         return NotImplemented if rule is None else rule(self, self.table, args, kwargs)
 
@@ -336,26 +331,12 @@ class GradientHandles:
         return bool(state.gradients.passes[index])
 
     def _part(self, keys: Sequence[Place]) -> None:
-        """Separate cleared gradients' handles from the accumulators. Whoever holds one, or a view
-        of it, gets a copy of the value."""
+        """Separate cleared gradients' handles from the accumulators. Whoever keeps one, or a view
+        of it, gets an error when it is used."""
         for key in keys:
-            if key not in self._sources:
-                continue
-            held = weakref.ref(self._sources.pop(key))
-            self._handles[key] = self._made(key)
-            source = held()
-            if source is not None:
-                source.used_up = self.why_lost(source)
-                if source.used_up is None:
-                    source.kept = self.value_of(source)
-
-    def why_lost(self, source: GradientSource) -> str | None:
-        """Return why a cleared gradient has no value any more for holders of its handle; None if it
-        has one."""
-        if isinstance(source.state.gradients, ReducedGradients):
-            # all ranks would have to take part, and perhaps only this rank kept the handle
-            return "it was cleared, and its parts are on several ranks; .clone() it before"
-        return _CUT_SHORT if self._is_incomplete(source) else None
+            if key in self._sources:
+                self._sources.pop(key).used_up = CLEARED
+                self._handles[key] = self._made(key)
 
     def _is_incomplete(self, source: GradientSource) -> bool:
         """Return whether parts from other micro-batches are still missing."""
@@ -405,8 +386,6 @@ class GradientHandles:
     def value_of(self, source: GradientSource) -> torch.Tensor:
         """Return a copy, in the parameter's format."""
         self._check(source)
-        if source.kept is not None:
-            return source.kept.clone()
         if self._is_spent(source):
             self._refuse_used_up(source)
         return self._read(source).to(source.param.dtype)
@@ -459,9 +438,6 @@ class GradientHandles:
     def write(self, source: GradientSource, value: torch.Tensor) -> None:
         """Let `value`, of the parameter's shape, be the gradient."""
         self._check_writable(source)
-        if source.kept is not None:
-            source.kept = value
-            return
         self._agree(source)
         state, index = source.state, source.index
         state.group.wait_for_update()
@@ -529,9 +505,8 @@ class GradientHandles:
     def _check(self, source: GradientSource) -> None:
         if source.used_up is not None:
             raise StateError(f"{source.name} has no value any more: {source.used_up}")
-        if source.kept is None:
-            self._check_process()
-        if source.kept is None and self._comes_in_parts(source.state.group):
+        self._check_process()
+        if self._comes_in_parts(source.state.group):
             raise StateError(
                 f"{source.name} is not complete: with micro_batches above 1 the gradients of a "
                 "block come in parts, and hooks on its parameters are called for each; read or "
@@ -540,8 +515,7 @@ class GradientHandles:
 
     def _check_writable(self, source: GradientSource) -> None:
         self._check(source)
-        if source.kept is None:
-            self._refuse_ahead(source.state, source.index)
+        self._refuse_ahead(source.state, source.index)
 
     def _refuse_ahead(self, state: OptimizerState, index: int) -> None:
         if self._stepper.updates_in_backward:

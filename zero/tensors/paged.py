@@ -142,9 +142,8 @@ class PagedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, (list, tuple)):
-            special = _lists(operation, args, kwargs)
-            return _on_values(operation, args, kwargs) if special is NotImplemented else special
+        if operation is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
         if isinstance(first, PagedTensor):
             if not first.views:
                 answer = first.source.answer(operation, args[1:], kwargs)
@@ -321,19 +320,27 @@ def _on_values(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]
     return _run(operation, args, kwargs)
 
 
+# What a foreach operation does to each tensor, where sources have answers to that.
+_ONE = {
+    "_foreach_norm": torch.linalg.vector_norm, "_foreach_zero_": torch.Tensor.zero_,
+    "_foreach_mul_": torch.Tensor.mul_, "_foreach_div_": torch.Tensor.div_,
+}  # fmt: skip
+
+
 def _one_by_one(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a foreach operation, tensor by tensor: the values of all at once might not fit."""
     count = len(args[0])
-
-    def one(arg: Any, number: int) -> Any:
-        is_list = isinstance(arg, (list, tuple)) and len(arg) == count
-        return [arg[number]] if is_list else arg
-
+    one = _ONE.get(name_of(operation))
     found: list[Any] = []
     for number in range(count):
-        made = _run(operation, [one(arg, number) for arg in args], kwargs)
-        found += made or ()
-    return found or None
+        lists = [isinstance(arg, (list, tuple)) and len(arg) == count for arg in args]
+        own = [arg[number] if each else arg for arg, each in zip(args, lists, strict=True)]
+        if one is not None:
+            found.append(one(*own, **kwargs))
+            continue
+        own = [[arg] if each else arg for arg, each in zip(own, lists, strict=True)]
+        found += _run(operation, own, kwargs) or ()
+    return found if operation._schema.returns else None
 
 
 def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -420,50 +427,11 @@ def _written(
                 yield each
 
 
-# ------------------------------------------------------- lists of tensors, of which many are whole
-def _norms(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    ord_ = args[1] if len(args) > 1 else 2
-    return [torch.linalg.vector_norm(each, ord_, **kwargs) for each in args[0]]
-
-
-def _scaled(one: Callable[..., Any]) -> Callable[[Sequence[Any], dict[str, Any]], None]:
-    def rule(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        tensors, factors = args[0], args[1]
-        for number, tensor in enumerate(tensors):
-            one(tensor, factors[number] if isinstance(factors, (list, tuple)) else factors)
-
-    return rule
-
-
-def _zeroed(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    for tensor in args[0]:
-        tensor.zero_()
-
-
-def _unscaled(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _unscale(
+    tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
     """Unscale gradients, as in `GradScaler.unscale_`."""
-    tensors, found_inf, inverse_scale = args
     for tensor in tensors:
         if not bool(torch.linalg.vector_norm(tensor).isfinite()):
             found_inf.fill_(1.0)
         tensor.mul_(inverse_scale)
-
-
-_LIST_RULES: dict[Operation, Callable[[Sequence[Any], dict[str, Any]], Any]] = {
-    aten._foreach_norm.Scalar: _norms,
-    aten._foreach_zero_.default: _zeroed,
-    aten._foreach_mul_.Scalar: _scaled(torch.Tensor.mul_),
-    aten._foreach_mul_.Tensor: _scaled(torch.Tensor.mul_),
-    aten._foreach_mul_.List: _scaled(torch.Tensor.mul_),
-    aten._foreach_mul_.ScalarList: _scaled(torch.Tensor.mul_),
-    aten._foreach_div_.Scalar: _scaled(torch.Tensor.div_),
-    aten._foreach_div_.Tensor: _scaled(torch.Tensor.div_),
-    aten._foreach_div_.List: _scaled(torch.Tensor.div_),
-    aten._foreach_div_.ScalarList: _scaled(torch.Tensor.div_),
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
-}
-
-
-def _lists(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    rule = _LIST_RULES.get(operation)
-    return NotImplemented if rule is None else rule(args, kwargs)
