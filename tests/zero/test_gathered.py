@@ -19,6 +19,7 @@ from offload.swap.threads.transfer import Transfer
 from offload.zero.groups.layout import Layout, ParamShape, lay_out
 from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.sharding import Part
 from tests.ranks.processes import run_ranks
 from tests.swap.state_conformance import (
     NBYTES,
@@ -46,15 +47,18 @@ class Shared:
 
     def gathered(self, home: State, layout: Layout = ALONE) -> GatheredState:
         return GatheredState(
-            home, layout, ITEMSIZE, self.gatherer, lambda: home.name in self.held,
-            lambda: self.updates.get(home.name),
+            home, self._part(layout), ITEMSIZE, self.gatherer,
+            lambda: self.updates.get(home.name), lambda: home.name in self.held,
         )  # fmt: skip
 
     def replicated(self, home: State, layout: Layout = ALONE) -> ReplicatedState:
         return ReplicatedState(
-            home, layout, ITEMSIZE, self.gatherer, self.ranks.sharding.rank,
-            lambda: self.updates.get(home.name),
+            home, self._part(layout), ITEMSIZE, self.gatherer,
+            lambda: self.updates.get(home.name), self.ranks.sharding.rank,
         )  # fmt: skip
+
+    def _part(self, layout: Layout) -> Part:
+        return Part.of(layout, self.ranks.sharding.rank)
 
 
 @contextmanager

@@ -138,11 +138,11 @@ class ParamGroup:
     def __init__(
         self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
         dtype: torch.dtype, state: State, device: torch.device,
-        classes_of: Callable[[type], Classes], copies: RankCopies | None = None, ep_size: int = 1,
+        classes_of: Callable[[type], Classes], ep_size: int = 1,
     ) -> None:  # fmt: skip
-        """`classes_of` returns the classes for a parameter of a given class; `copies` are those of
-        other ranks' parts in `state`. `ep_size` > 1: an expert of a table that is spread over so
-        many ranks, where other ranks have other experts."""
+        """`classes_of` returns the classes for a parameter of a given class. `ep_size` > 1: an
+        expert of a table that is spread over so many ranks, where other ranks have other
+        experts."""
         self.index = index
         self.ep_size = ep_size
         self.name = name
@@ -150,7 +150,7 @@ class ParamGroup:
         self.params = list(params)  # in the layout's order
         self.dtype = dtype
         self.state = state
-        self.copies = RankCopies() if copies is None else copies
+        self.copies = state if isinstance(state, RankCopies) else RankCopies()
         self.device = device
         self.permanent = False  # True: every state is at home in the memory where it is used
         self.has_masters = False  # True: a write to a parameter has to reach its master, too

@@ -26,7 +26,7 @@ from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.discovery import Discovery, GroupPlan, Unit
 from offload.zero.groups.fetching import Fetchable, Fetcher
-from offload.zero.groups.group import GroupState, ParamGroup, RankCopies
+from offload.zero.groups.group import GroupState, ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
 from offload.zero.groups.shared_views import AssignedMemory, refuse_shared_data
@@ -110,10 +110,10 @@ class WeightStore:
         layout = lay_out(plan.shape.params, sharding.ranks, sharding.replicas)
         by_names = dict(plan.params)
         ordered = [by_names[spec.names] for spec in layout.params]
-        state, copies = self._make_state(index, plan, layout)
+        state = self._make_state(index, plan, layout)
         group = ParamGroup(
             index, plan.name, layout, ordered, self.dtype, state, self.device,
-            self._released.classes_of, copies, plan.shape.ep_size,
+            self._released.classes_of, plan.shape.ep_size,
         )  # fmt: skip
         on_cpu = self.device.type == "cpu"
         group.is_lazy = self._straight_from_codes and layout.is_stored and on_cpu
@@ -148,7 +148,7 @@ class WeightStore:
             return ALONE
         return self.ranks.sharding.of_experts(group.ep_size)
 
-    def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> tuple[State, RankCopies]:
+    def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> State:
         # homes live as long as files, and keep no model
         this, fetcher = weakref.proxy(self), weakref.proxy(self.fetcher)
 
@@ -159,7 +159,7 @@ class WeightStore:
 
         ranks = self.ranks if plan.shape.ep_size == 1 else self.ranks.experts
         if ranks is None or layout.is_stored:  # experts that no other rank has, or see above
-            return make(layout.numel, layout.edge, None), RankCopies()
+            return make(layout.numel, layout.edge, None)
         return ranks.parameters(
             make,
             layout,

@@ -25,18 +25,61 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import Residency
 from offload.zero.groups.group import RankCopies
-from offload.zero.groups.layout import Layout
 from offload.zero.ranks.collectives import Collectives
+from offload.zero.ranks.sharding import Part
 
 
 class SharedState(State, RankCopies):
     """The base of both: the update side works on this rank's own part in `home`, piece by piece."""
 
-    def __init__(self, home: State, nbytes: int, first_piece: int) -> None:
-        super().__init__(home.name, nbytes, home.piece_nbytes)
+    def __init__(
+        self, home: State, part: Part, itemsize: int, gatherer: Gatherer,
+        update: Callable[[], Transfer[None] | None], first_piece: int = 0,
+    ) -> None:  # fmt: skip
+        """`part` is this rank's, whose pieces begin with `first_piece` in `home`; readers wait for
+        `update`."""
+        super().__init__(home.name, part.layout.numel * itemsize, home.piece_nbytes)
         self.home = home
-        self._first = first_piece  # of this rank's part, in `home`
+        self._first = first_piece
         self.pieces = home.pieces
+        # bytes of the whole buffer: this rank's parts of both, and where frozen elements begin
+        self._trained, self._frozen = (
+            slice(each.start * itemsize, each.stop * itemsize)
+            for each in (part.trainable, part.frozen)
+        )
+        self._cut = part.layout.numel_trainable * itemsize
+        self._gatherer = gatherer
+        self._update = update
+        self._arrival: Transfer[StreamEvent] | None = None
+
+    # ---------------------------------------------------------------- gathering
+    @property
+    def is_arriving(self) -> bool:
+        return self._arrival is not None and not self._arrival.done()
+
+    def _submit(self, gather: Callable[[], StreamEvent]) -> None:
+        what = f"the all-gather of {self.name}"
+        self._arrival = self._gatherer.order.submit(what, gather)
+
+    def _all_gather(
+        self, whole: torch.Tensor, trained: torch.Tensor | None, frozen: torch.Tensor | None
+    ) -> StreamEvent:
+        """Gather all ranks' parts into `whole`, on the gathering thread; those of a kind of which
+        this rank's part is None stay as they are."""
+        gather = self._gatherer.collectives.gather
+        if trained is not None and self._cut:
+            gather(whole[: self._cut], trained, self.name)
+        if frozen is not None and self.nbytes > self._cut:
+            gather(whole[self._cut :], frozen, self.name)
+        return mark_here(self._gatherer.device)
+
+    def _await_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.wait().before_compute()
+
+    def _end_gathering(self) -> None:
+        """Let no gather be in progress: `home` is about to lose its bytes."""
+        self._await_arrival()
 
     def span(self, piece: int) -> slice:
         return self.home.span(piece + self._first)
@@ -78,12 +121,15 @@ class SharedState(State, RankCopies):
         self.home.note_use()
 
     def discard(self) -> None:
+        self._end_gathering()
         self.home.discard()
 
     def settle(self) -> None:
+        self._await_arrival()
         self.home.settle()
 
     def close(self) -> None:
+        self._end_gathering()
         self.home.close()
 
 
@@ -160,18 +206,14 @@ class GatheredState(SharedState):
     """A shard at home somewhere (`home`), gathered whole where the model computes."""
 
     def __init__(
-        self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer,
-        is_held: Callable[[], bool], update: Callable[[], Transfer[None] | None],
+        self, home: State, part: Part, itemsize: int, gatherer: Gatherer,
+        update: Callable[[], Transfer[None] | None], is_held: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`is_held` returns whether a module has entered the group; readers wait for `update`."""
-        super().__init__(home, layout.numel * itemsize, first_piece=0)
+        """`is_held` returns whether a module has entered the group."""
+        super().__init__(home, part, itemsize, gatherer, update)
         self.is_held = is_held
-        self._trainable = layout.numel_trainable * itemsize
-        self._own_trainable = layout.shard_trainable * itemsize
-        self._gatherer = gatherer
-        self._update = update
+        self._own_cut = len(part.trainable) * itemsize  # where frozen elements begin in `home`
         self._lease: Lease | None = None
-        self._arrival: Transfer[StreamEvent] | None = None
         self._ends_unheld = False  # evict the copy when no module holds it any more
 
     @property
@@ -182,8 +224,7 @@ class GatheredState(SharedState):
     def begin(self, lease: Lease, before: tuple[StreamEvent, ...]) -> None:
         self._lease = lease
         whole, update = lease.tensor[: self.nbytes], self._update()
-        run = partial(self._gather, whole, update, before)
-        self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
+        self._submit(partial(self._gather, whole, update, before))
 
     def _gather(
         self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[StreamEvent, ...]
@@ -193,30 +234,24 @@ class GatheredState(SharedState):
             update.wait()
         for mark in before:
             mark.before_compute()
-        own, cut = self.home.tensor(), self._own_trainable
-        gather = self._gatherer.collectives.gather
-        if self._trainable:
-            gather(whole[: self._trainable], own[:cut], self.name)
-        if self.nbytes > self._trainable:
-            gather(whole[self._trainable :], own[cut:], self.name)
-        return mark_here(self._gatherer.device)
+        own = self.home.tensor()
+        return self._all_gather(whole, own[: self._own_cut], own[self._own_cut :])
 
     def end(self) -> Lease:
         """Forget the copy, and return its memory."""
-        lease, arrival = self._copy()
-        arrival.wait()
-        self._lease = self._arrival = None
+        assert self._lease is not None, "begun before"
+        assert self._arrival is not None, "begun before"
+        self._arrival.wait()
+        lease, self._lease, self._arrival = self._lease, None, None
         self._ends_unheld = False
         return lease
 
-    def _copy(self) -> tuple[Lease, Transfer[StreamEvent]]:
+    def _copy(self) -> torch.Tensor:
         assert self._lease is not None, "begun before"
-        assert self._arrival is not None, "begun before"
-        return self._lease, self._arrival
+        return self._lease.tensor[: self.nbytes]
 
-    @property
-    def is_arriving(self) -> bool:
-        return self._arrival is not None and not self._arrival.done()
+    def _end_gathering(self) -> None:
+        self.invalidate_gathered()
 
     # ---------------------------------------------------------------- compute side
     def invalidate_gathered(self) -> None:
@@ -230,22 +265,17 @@ class GatheredState(SharedState):
     def tensor(self) -> torch.Tensor:
         if self._lease is None:
             self._gatherer.gather(self)
-        lease, arrival = self._copy()
-        arrival.wait().before_compute()
-        return lease.tensor[: self.nbytes]
+        self._await_arrival()
+        return self._copy()
 
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Store this rank's part of the whole copy, which the caller changed."""
-        lease, _ = self._copy()
-        rank = self._gatherer.collectives.gather_group.rank()
-        cut, rest = self._own_trainable, self.home.nbytes - self._own_trainable
-        whole, own = lease.tensor[: self.nbytes], self.home.tensor()
-        own[:cut] = whole[rank * cut : (rank + 1) * cut]
-        frozen = self._trainable + rank * rest
-        own[cut:] = whole[frozen : frozen + rest]
+        whole, own = self._copy(), self.home.tensor()
+        own[: self._own_cut] = whole[self._trained]
+        own[self._own_cut :] = whole[self._frozen]
         self.home.mark_dirty()
 
     def overwritten(self) -> None:
@@ -265,39 +295,18 @@ class GatheredState(SharedState):
         self.invalidate_gathered()
         self.home.mark_host_dirty()
 
-    def settle(self) -> None:
-        if self._arrival is not None:
-            self._arrival.wait()
-        super().settle()
-
-    def discard(self) -> None:
-        self.invalidate_gathered()
-        super().discard()
-
-    def close(self) -> None:
-        self.invalidate_gathered()
-        super().close()
-
 
 class ReplicatedState(SharedState):
     """Whole on every rank, in the tier of `home`. Each rank updates its own part; the others' parts
     are gathered before the next use."""
 
     def __init__(
-        self, home: State, layout: Layout, itemsize: int, gatherer: Gatherer, rank: int,
-        update: Callable[[], Transfer[None] | None],
+        self, home: State, part: Part, itemsize: int, gatherer: Gatherer,
+        update: Callable[[], Transfer[None] | None], rank: int,
     ) -> None:  # fmt: skip
-        """Readers wait for `update`."""
-        super().__init__(home, home.nbytes, first_piece=rank * home.pieces_per_stride)
-        self._rank = rank
-        self._trainable = layout.numel_trainable * itemsize
-        self._own_trainable = layout.shard_trainable * itemsize
-        self._own_frozen = layout.shard_frozen * itemsize
-        self._gatherer = gatherer
-        self._update = update
+        super().__init__(home, part, itemsize, gatherer, update, rank * home.pieces_per_stride)
         self._outdated = False
         self._frozen_outdated = False
-        self._arrival: Transfer[StreamEvent] | None = None
 
     @property
     def in_place(self) -> bool:  # type: ignore[override]
@@ -311,10 +320,6 @@ class ReplicatedState(SharedState):
     def is_outdated(self) -> bool:
         return self._outdated or self._frozen_outdated
 
-    @property
-    def is_arriving(self) -> bool:
-        return self._arrival is not None and not self._arrival.done()
-
     # ---------------------------------------------------------------- compute side
     def invalidate_gathered(self) -> None:
         self._outdated = True
@@ -324,27 +329,23 @@ class ReplicatedState(SharedState):
             return
         run = partial(self._refresh, self._update(), self._outdated, self._frozen_outdated)
         self._outdated = self._frozen_outdated = False
-        self._arrival = self._gatherer.order.submit(f"the all-gather of {self.name}", run)
+        self._submit(run)
 
     def _refresh(self, update: Transfer[None] | None, trainable: bool, frozen: bool) -> StreamEvent:
         """Gather what other ranks have changed, on the gathering thread."""
         if update is not None:
             update.wait()
-        whole, collectives = self.home.tensor(), self._gatherer.collectives
-        cut, rank = self._trainable, self._rank
-        if trainable and cut:
-            start = rank * self._own_trainable
-            collectives.gather(whole[:cut], whole[start : start + self._own_trainable], self.name)
-        if frozen and self.nbytes > cut:
-            start = cut + rank * self._own_frozen
-            collectives.gather(whole[cut:], whole[start : start + self._own_frozen], self.name)
-        mark = mark_here(self._gatherer.device)
+        whole = self.home.tensor()
+        mark = self._all_gather(
+            whole, whole[self._trained] if trainable else None,
+            whole[self._frozen] if frozen else None,
+        )  # fmt: skip
         self.home.mark_dirty(to_edge=not frozen)
         del whole  # not before: a copy without views may be dropped
         return mark
 
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        if self._arrival is not None and not self._arrival.done():
+        if self.is_arriving:
             return True  # it is brought where it is gathered
         return self.home.prefetch(next_use=next_use, priority=priority)
 
@@ -352,11 +353,6 @@ class ReplicatedState(SharedState):
         self.refresh()
         self._await_arrival()
         return self.home.tensor()
-
-    def _await_arrival(self) -> None:
-        if self._arrival is not None:
-            self._arrival.wait().before_compute()
-            self._arrival = None
 
     def blank(self) -> torch.Tensor:
         return self.home.blank()
@@ -378,18 +374,6 @@ class ReplicatedState(SharedState):
 
     def overwritten(self) -> None:
         self._outdated = self._frozen_outdated = True
-
-    def settle(self) -> None:
-        self._await_arrival()
-        super().settle()
-
-    def discard(self) -> None:
-        self._await_arrival()
-        super().discard()
-
-    def close(self) -> None:
-        self._await_arrival()
-        super().close()
 
 
 class _Outlived:

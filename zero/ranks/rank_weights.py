@@ -19,12 +19,12 @@ from offload.swap.threads.lanes import Lane
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.group import ParamGroup, RankCopies
+from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout
 from offload.zero.ranks.collectives import Collectives, Workspace
 from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.ranks.ranks import Ranks
-from offload.zero.ranks.sharding import ALONE, Sharding
+from offload.zero.ranks.sharding import ALONE, Part, Sharding
 
 # Elements of a group that have a home here, and of the parts of it that are pieces of their own.
 MakeHome = Callable[[int, int, int | None], State]
@@ -53,10 +53,10 @@ class RankWeights:
     def parameters(
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
-    ) -> tuple[State, RankCopies]:  # fmt: skip
-        """Return the parameters of a group, as the model sees them, and the copies of other ranks'
-        parts. `is_held` and `update` are the group's (see `GatheredState`)."""
-        return make(layout.numel, layout.edge, None), RankCopies()
+    ) -> State:  # fmt: skip
+        """Return the parameters of a group, as the model sees them. `is_held` and `update` are the
+        group's (see `GatheredState`)."""
+        return make(layout.numel, layout.edge, None)
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
         """Set all groups, and the order of their uses."""
@@ -128,19 +128,16 @@ class SharedWeights(RankWeights):
     def parameters(
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
-    ) -> tuple[State, RankCopies]:  # fmt: skip
+    ) -> State:  # fmt: skip
+        rank = self.sharding.rank
         if self.sharding.ranks == 1:
-            return make(layout.numel, layout.edge, None), RankCopies()
-        shared: GatheredState | ReplicatedState
+            return make(layout.numel, layout.edge, None)
+        shared = Part.of(layout, rank), self._itemsize, self._gatherer, update
         if self.sharding.parameters:
             home = make(layout.shard_numel, layout.shard_trainable, None)
-            shared = GatheredState(home, layout, self._itemsize, self._gatherer, is_held, update)
-        else:
-            home = make(layout.numel, layout.edge, layout.shard_trainable or None)
-            shared = ReplicatedState(
-                home, layout, self._itemsize, self._gatherer, self.sharding.rank, update
-            )
-        return shared, shared
+            return GatheredState(home, *shared, is_held)
+        home = make(layout.numel, layout.edge, layout.shard_trainable or None)
+        return ReplicatedState(home, *shared, rank)
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
         self._groups, self._trace = groups, trace
