@@ -533,10 +533,10 @@ def _take_over(model: nn.Module, *, takes_values: bool) -> None:
     closed = Refusal.of(model)
     if not takes_values and any(each.lacks(model) for each in closed):
         raise StateError(
-            "this model was in tiers before, which were closed, and its parameters are gone; fill "
-            "them with model.load_state_dict(...), or say with weights= where their values are "
-            '(safetensors files; of engine.save_checkpoint("checkpoint"): weights="checkpoint", '
-            "and then engine.load_checkpoint)"
+            "this model was in tiers before, which were closed, and its parameters are gone; build "
+            "it anew, or say with weights= where their values are (safetensors files; of "
+            'engine.save_checkpoint("checkpoint"): weights="checkpoint", and then '
+            "engine.load_checkpoint)"
         )
     for each in closed:
         each.lift(model)

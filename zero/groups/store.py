@@ -386,7 +386,8 @@ class WeightStore:
         own += [(packed.param, packed.own_class) for packed in self.packed]
         if why is not None:
             text = self.closed.without_values(why)
-            self._released.close(text, Refusal(self.units, own, text).note_filled)
+            Refusal(self.units, own, text)
+            self._released.close(text)
         for each in self.on_close:
             each()
         for group in self.groups:

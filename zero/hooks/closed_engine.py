@@ -1,9 +1,8 @@
 """Hooks that a closed engine leaves on its model: calling a unit raises, as the parameters are
 gone.
 
-A parameter that is given values is an ordinary one again (`load_state_dict`, `to_empty`), and the
-hooks go with the last of them. Or another engine gets the modules, and has to bring values: the
-parameters without any are on the meta device then.
+Another engine may get the modules, and has to bring values: the parameters are on the meta device
+then. Parameters that were put in their place (`load_state_dict(assign=True)`) are ordinary ones.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Closed:
     def without_values(self, why: str) -> str:
         """The error of a use of parameters that were dropped."""
         return (
-            f"{self.what}, and the model's parameters are gone ({why}); fill them with "
-            "model.load_state_dict(...), or give the model to offload.initialize or "
-            f"offload.dispatch with weights= ({self.keep} would have kept them)"
+            f"{self.what}, and the model's parameters are gone ({why}); build the model anew, or "
+            "give it to offload.initialize or offload.dispatch with weights= "
+            f"({self.keep} would have kept them)"
         )
 
 
@@ -54,7 +53,7 @@ DISPATCHED = Closed(
 
 
 class Refusal:
-    """A hook on the units of a closed engine, for as long as their parameters have no values."""
+    """A hook on the units of a closed engine, installed on creation."""
 
     def __init__(
         self, units: Sequence[Unit], params: Sequence[tuple[nn.Parameter, type]], text: str
@@ -70,9 +69,6 @@ class Refusal:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.lacks(module):
             raise StateError(self._text)
-        for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is self:  # others are in their place (load_state_dict(assign=True))
-                del module._forward_pre_hooks[number]
 
     def __reduce__(self) -> Any:
         """Return a refusal of nothing: a copied module has parameters of its own."""
@@ -91,13 +87,6 @@ class Refusal:
     def lacks(self, module: nn.Module) -> bool:
         """Whether a module has a parameter without values."""
         return any(map(self.has, module.parameters()))
-
-    def note_filled(self, param: nn.Parameter) -> None:
-        """A parameter has values again; with the last of them the hooks go."""
-        self._params.pop(id(param), None)
-        if not self._params:
-            for handle in self._handles.values():
-                handle.remove()
 
     def lift(self, model: nn.Module) -> None:
         """Let another engine take over the closed engine's modules and parameters in `model`.

@@ -113,7 +113,6 @@ class ReleasedParameters:
         self._released: dict[type, type] = {}  # class of released ones -> their own
         self._sources: weakref.WeakSet[ParameterSource] = weakref.WeakSet()
         self._closed: str | None = None  # what is said of them then
-        self._on_filled: Callable[[nn.Parameter], None] = lambda _: None
         # set by `connect`; before that nothing is released
         self._handles: HandleTable
         self._join_call: Callable[[Sequence[ParamGroup]], bool]
@@ -127,11 +126,9 @@ class ReleasedParameters:
         none."""
         self._handles, self._join_call, self._values = handles, join_call, values
 
-    def close(self, text: str, on_filled: Callable[[nn.Parameter], None]) -> None:
-        """The values are gone, and uses raise a StateError with that text. A parameter that is
-        given values (`p.data = values`, `p.copy_(values)`) is an ordinary one from then on, of
-        which `on_filled` is told."""
-        self._closed, self._on_filled = text, on_filled
+    def close(self, text: str) -> None:
+        """The values are gone: uses raise a StateError with that text."""
+        self._closed = text
 
     def classes_of(self, kind: type) -> Classes:
         """Return the classes of parameters that are a `kind` by themselves."""
@@ -199,8 +196,6 @@ class ReleasedParameters:
     # ---------------------------------------------------------------- uses
     def _use(self, function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "")
-        if self._closed is not None and name == "copy_" and self._fill_by_copy(*args, **kwargs):
-            return args[0]
         if name == "__set__" and _property(function) == "data":
             return self._assign(args[0], args[1])
         if _changes_nothing(name, args, kwargs):
@@ -428,33 +423,9 @@ class ReleasedParameters:
             for param, kind in released:
                 self._group_of(param).show_released(param, kind)
 
-    def _fill_by_copy(self, param: Any, source: Any, non_blocking: bool = False) -> bool:
-        """`param.copy_(source)` where the values are gone. False where it sets not all of them, or
-        is part of a graph."""
-        if (
-            type(param) not in self._released or is_dtensor(param) or type(source) in self._released
-            or getattr(source, "shape", None) != param.shape
-            or (torch.is_grad_enabled() and param.requires_grad)
-        ):  # fmt: skip
-            return False
-        with torch.inference_mode(False):  # the parameter can be trained later
-            values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-        self._fill(param, values.copy_(source, non_blocking=non_blocking))
-        return True
-
-    def _fill(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Let a parameter whose values are gone be an ordinary one with these."""
-        with torch._C.DisableTorchFunctionSubclass(), exchanging():
-            param.data = values
-            param.__class__ = self._released[type(param)]
-        self._on_filled(param)
-
     def _assign(self, param: nn.Parameter, value: Any) -> None:
         """Set `param.data = value`."""
         if value is param:
-            return
-        if self._closed is not None and not is_dtensor(param) and type(value) not in self._released:
-            self._fill(param, value)
             return
         name = self._name_of(param)
         self._check([param])
