@@ -401,6 +401,24 @@ def test_infinities_and_nan_are_compared_exactly(tmp_path: Path, mixing: bool) -
             assert model[0](x)[:, WIDTH:].isinf().sum() == 8
 
 
+class Centred(nn.Linear):
+    """In training samples are centred together, beside dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y = y - y.mean(0) if self.training else y
+        return nn.functional.dropout(y, 0.1, self.training)
+
+
+def test_mixing_in_training_alone_is_found_out_beside_dropout(tmp_path: Path) -> None:
+    model = nn.Sequential(Centred(WIDTH, WIDTH), Centred(WIDTH, WIDTH))
+    with offload.initialize(model, split(tmp_path, "Centred")):
+        x = torch.randn(5, WIDTH, device=ON)
+        with pytest.raises(UnsupportedError, match="the first micro-batch depends on the second"):
+            model(x)
+        assert len(model.eval()(x)) == 5
+
+
 # ------------------------------------------------------------------------- shapes of blocks
 class Masked(nn.Module):
     """Attention under a mask, which is passed on. Whether the mask requires a gradient decides

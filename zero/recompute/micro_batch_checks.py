@@ -1,9 +1,11 @@
 """Refuses blocks that micro-batches cannot split.
 
 A batch norm is known by its class. Every other block is compared with itself, once in each mode, by
-running it without a trace: two pieces together have to give what each gives alone. Mixing of
-samples that shows in no output of this call is not seen: a branch behind a gate that is still zero,
-or one that a condition switches on later.
+running it without a trace: two pieces together have to give what each gives alone. One that draws
+random numbers (dropout) gives that in eval mode; in training the first piece's outputs have to stay
+as they are when the second piece is exchanged. Mixing of samples that shows in no output of this
+call is not seen: a branch behind a gate that is still zero, or one that a condition switches on
+later.
 """
 
 from __future__ import annotations
@@ -129,22 +131,30 @@ class _Comparison:
         self._evaluates = False  # values are compared in eval mode
 
     def make(self) -> None:
-        together = self._together()
+        together = self._outputs_of_two(self._leaves())
         self._refuse_changes()
+        drawn = None
         if self._draws:
+            drawn = together, self._outputs_of_two(self._with_another_piece())
             self._evaluates, self._draws = True, False
-            together = self._together()
+            together = self._outputs_of_two(self._leaves())
         alone = [self._of_some(self._pieces.call(each, self._leaves())) for each in (0, 1)]
         for number, outputs in enumerate(alone):
             check_joinable(outputs, self._pieces.spans[number], self._unit.name)
         for place, whole in enumerate(together):
             joined = torch.cat([outputs[place] for outputs in alone])
             if joined.shape != whole.shape or not (self._draws or _is_close(joined, whole)):
-                raise UnsupportedError(
-                    f"{self._unit.name} ({type(self._block).__name__}): two micro-batches together "
-                    "do not give what each gives alone, so it mixes samples, or its first "
-                    f"dimension is not the batch; {SMALLER_BATCHES}"
-                )
+                self._refuse("two micro-batches together do not give what each gives alone")
+        if drawn is not None:
+            first = self._pieces.spans[0]
+            if not all(_is_close(a[first], b[first]) for a, b in zip(*drawn, strict=True)):
+                self._refuse("the output of the first micro-batch depends on the second")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{self._unit.name} ({type(self._block).__name__}): {why}, so it mixes samples, or its "
+            f"first dimension is not the batch; {SMALLER_BATCHES}"
+        )
 
     def _refuse_changes(self) -> None:
         changed = self._state.changed()
@@ -155,8 +165,9 @@ class _Comparison:
                 f"let other tensors be buffers, or {SMALLER_BATCHES}"
             )
 
-    def _together(self) -> list[Tensor]:
-        pair = self._pieces.pair(self._leaves())
+    def _outputs_of_two(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Return the outputs for the first two pieces together."""
+        pair = self._pieces.pair(leaves)
         return self._of_some(pair) if len(self._pieces.spans) > 2 else self._outputs(pair)
 
     def _of_some(self, call: tuple[Any, Any]) -> list[Tensor]:
@@ -189,6 +200,15 @@ class _Comparison:
             (leaf[:stop] if split else leaf).detach().clone() if isinstance(leaf, Tensor) else leaf
             for leaf, split in pairs
         ]  # fmt: skip
+
+    def _with_another_piece(self) -> list[Any]:
+        """Return copies with the samples of the first piece in the place of the second."""
+        first, second = self._pieces.spans[:2]
+        leaves = self._leaves()
+        for leaf, split in zip(leaves, self._pieces.split, strict=True):
+            if split:
+                leaf[second] = torch.cat([leaf[first]] * 2)[: second.stop - second.start]
+        return leaves
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
