@@ -64,6 +64,26 @@ def test_several_backward_passes_add_up_in_fp32(make: MakeEngine, precision: str
     assert_same_bits(together, alone)
 
 
+def test_a_step_with_fewer_passes_than_configured_is_refused_but_for_the_last(
+    make: MakeEngine,
+) -> None:
+    engine = make(seeded(TinyLM), gradient_accumulation_steps=2)
+
+    def step(passes: int) -> None:
+        for tokens in batches(passes):
+            tokens_loss(engine.module, tokens).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    with pytest.raises(StateError, match=r"gradient_accumulation_steps: 2 .* came after 1"):
+        step(1)
+    engine.optimizer.zero_grad()
+    step(2)
+    step(1)  # an epoch may end so
+    with pytest.raises(StateError, match="gradient_accumulation_steps: 2"):
+        step(1)  # so it was not the last
+
+
 def test_losses_of_two_forwards_may_go_back_in_any_order(make: MakeEngine) -> None:
     first, second = batches(2)
 

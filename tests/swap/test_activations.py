@@ -162,46 +162,6 @@ def test_a_new_tensor_where_a_parked_one_lay_is_not_mistaken_for_it(make: Make) 
 # ------------------------------------------------------------------------------ the disk
 
 
-def test_what_is_still_in_the_window_is_forwarded_without_a_read(make: Make) -> None:
-    bench = make(window=64)
-    parked = [bench.park(noise(4, seed)) for seed in range(16)]
-    for seed in reversed(range(16)):
-        assert same(parked[seed].tensor(), noise(4, seed))
-    assert bench.store.backend.statistics().read_nbytes == 0
-    assert bench.tier.statistics.forwarded_nbytes == 16 * 4 * PAGE
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["cpu", "gpu"])
-def test_many_times_the_window_come_back_in_reverse_and_are_read_ahead(
-    make: Make, in_place: bool
-) -> None:
-    bench = make(window=64, in_place=in_place)
-    parked = [bench.park(noise(4, seed)) for seed in range(100)]
-    bench.tier.settle()
-    assert bench.window.arena.used_nbytes <= 64 * PAGE
-    absent = bench.residencies().count(Residency.ABSENT)
-    assert absent >= 80
-    ahead = 0
-    for seed in reversed(range(100)):
-        ahead += bench.residencies()[seed] is not Residency.ABSENT
-        assert same(parked.pop().tensor(), noise(4, seed))
-    assert ahead >= 95  # all but those in the window when backward began were there beforehand
-    read = bench.store.backend.statistics().read_nbytes
-    assert absent * 4 * PAGE <= read <= 90 * 4 * PAGE
-    assert bench.tier.statistics.forwarded_nbytes == 100 * 4 * PAGE - read
-    bench.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["cpu", "gpu"])
-def test_a_tensor_larger_than_the_window_goes_in_pieces(make: Make, in_place: bool) -> None:
-    bench = make(window=16, in_place=in_place)
-    parked = [bench.park(noise(50.5, seed)) for seed in range(3)]
-    for seed in (2, 1, 0, 2):
-        assert same(parked[seed].tensor(), noise(50.5, seed))
-    parked.clear()
-    bench.assert_nothing_is_left()
-
-
 def test_without_a_store_the_window_is_their_home(make: Make) -> None:
     bench = make(window=32, stored=False, in_place=False)
     parked = [bench.park(noise(4, seed)) for seed in range(8)]
@@ -239,16 +199,6 @@ def test_a_full_disk_leaves_the_rest_where_it_is_and_says_so_once(
 
 
 # ------------------------------------------------------------------------------ ends
-
-
-def test_a_token_that_dies_inside_of_the_books_is_buried_by_the_next_call(make: Make) -> None:
-    bench = make(window=16)
-    parked = [bench.park(noise(4, seed)) for seed in range(8)]
-    bench.tier.settle()
-    with bench.tier._lock:
-        parked.clear()
-        assert bench.tier._records  # the lock is not entered twice
-    bench.assert_nothing_is_left()
 
 
 def test_a_failed_write_is_raised_where_room_is_needed_next(make: Make) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.swap.io.backends import BACKENDS, open_backend, probe_backends, resolve_backend
+from offload.swap.io.backends import open_backend, probe_backends
 from offload.swap.io.io_backend import IOBackend, Priority
 from offload.swap.io.io_request import MAX_RETRIES
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import Transfer, all_of
-from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import (
     ChecksumError,
-    ConfigError,
     NoSpaceError,
     StateError,
     StorageError,
@@ -88,21 +85,6 @@ class BackendConformance:
         assert caught.value.errno == errno.EBADF
         assert isinstance(caught.value.__cause__, OSError)
 
-    def test_before_runs_ahead_of_the_first_byte_and_after_behind_the_last(
-        self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
-    ) -> None:
-        sent, source, received = noise(4 << 20), pages(4 << 20), pages(4 << 20)
-        seen: list[bool] = []
-
-        def fill() -> None:
-            source[:] = sent
-
-        backend.submit_write(file.fd, source, 0, path="p", before=fill).wait(TIMEOUT_S)
-        backend.submit_read(
-            file.fd, received, 0, path="p", after=lambda: seen.append(received == sent)
-        ).wait(TIMEOUT_S)
-        assert seen == [True]
-
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_an_error_in_before_or_after_is_raised_at_wait(
         self, backend: IOBackend, file: SwapFile, pages: Pages, when: str
@@ -139,19 +121,6 @@ class BackendConformance:
             backend.close()
             with pytest.raises(StateError, match="closed"):
                 backend.submit_read(file.fd, pages(PAGE_NBYTES), 0, path="p")
-
-    def test_the_statistics_add_up(
-        self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
-    ) -> None:
-        moves = [
-            backend.submit_write(file.fd, noise(2 << 20), index * (2 << 20), path="p")
-            for index in range(4)
-        ]
-        all_of(moves).wait(TIMEOUT_S)
-        backend.submit_read(file.fd, pages(3 << 20), 0, path="p").wait(TIMEOUT_S)
-        counts = backend.statistics()
-        assert counts.write_nbytes == 8 << 20
-        assert counts.read_nbytes == 3 << 20
 
     @settings(
         max_examples=8, deadline=None,
@@ -356,51 +325,7 @@ def test_after_an_error_the_other_pieces_are_skipped_and_none_moves_later(
         assert calls == [0]
 
 
-def test_all_workers_share_each_urgent_read(disk_file: SwapFile, noise: Noise) -> None:
-    """So that of several the first arrives first."""
-    together = threading.Barrier(4)
-
-    def meeting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        together.wait(TIMEOUT_S)
-        return os.preadv(fd, buffers, offset)
-
-    sent, received = noise(3 << 20), AnonymousMemory(3 << 20)
-    with ThreadsBackend(workers=4, preadv=meeting) as backend:
-        backend.submit_write(disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
-        read = backend.submit_read(
-            disk_file.fd, memoryview(received), 0, path="p", priority=Priority.URGENT
-        )
-        read.wait(TIMEOUT_S)
-    assert memoryview(received)[:] == sent
-
-
-def test_a_call_is_never_asked_for_more_than_linux_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def counting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        sizes.append(buffers[0].nbytes)
-        return buffers[0].nbytes
-
-    nbytes = 0x80000000  # 2 GiB of address space, of which no page is touched
-    memory = memoryview(mmap.mmap(-1, nbytes))
-    with ThreadsBackend(io_block_nbytes=nbytes, preadv=counting) as backend:
-        backend.submit_read(0, memory, 0, path="p").wait(TIMEOUT_S)
-    assert sizes == [0x7FFFF000, nbytes - 0x7FFFF000]
-
-
 # ---- the registry
-
-
-def test_auto_is_the_first_backend_and_a_typo_gets_a_suggestion() -> None:
-    assert resolve_backend("auto") == next(iter(BACKENDS))
-    with pytest.raises(ConfigError, match="did you mean libaio"):
-        open_backend("libiao")
-
-
-def test_probing_tells_of_each_backend_whether_it_works(directory: Path, no_leak: None) -> None:
-    reports = {report.name: report for report in probe_backends(directory)}
-    assert list(reports) == list(BACKENDS)
-    assert reports["threads"].available
 
 
 def test_a_missing_package_is_a_reason_and_not_a_crash(

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.swap.io.block_store import StoredBlock, checksum_of
-from offload.swap.io.io_backend import Priority
+from offload.swap.io.block_store import StoredBlock
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.threads.transfer import all_of
 from offload.tiers.errors import ChecksumError, StateError, StorageError, TierFullError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import PAGE_NBYTES
@@ -34,31 +31,6 @@ OPTIMIZER = StateClass.OPTIMIZER
 def put(bench: Any, source: memoryview, **more: Any) -> StoredBlock:
     block = bench.store.write(source, owner="layer.3", state_class=OPTIMIZER, **more)
     return block.wait(TIMEOUT_S)  # type: ignore[no-any-return]
-
-
-def test_a_block_is_read_back_as_it_was_written(
-    make_bench: Any, directory: Path, noise: Noise, pages: Pages
-) -> None:
-    bench, sent, received = make_bench(directory), noise(2 * MIB), pages(2 * MIB)
-    block = put(bench, sent)
-    assert block.checksum is not None
-    bench.store.read(block, received, priority=Priority.URGENT).wait(TIMEOUT_S)
-    assert received == sent
-    bench.store.free(block)
-    assert bench.tier.account.used_nbytes == 0
-
-
-def test_extents_are_spread_over_three_paths(
-    make_bench: Any, tmp_path: Path, noise: Noise, pages: Pages
-) -> None:
-    bench = make_bench(tmp_path / "a", tmp_path / "b", tmp_path / "c")
-    sent = [noise(MIB) for _ in range(9)]
-    blocks = [put(bench, source) for source in sent]
-    assert [arena.used_nbytes for arena in bench.tier.arenas] == [3 * MIB] * 3
-    received = [pages(MIB) for _ in sent]
-    reads = [bench.store.read(*pair) for pair in zip(blocks, received, strict=True)]
-    all_of(reads).wait(TIMEOUT_S)
-    assert received == sent
 
 
 def test_a_write_never_touches_what_it_replaces_and_frees_it_afterwards(
@@ -124,12 +96,6 @@ def test_who_waits_for_room_goes_on_when_a_block_was_replaced(
     assert not bench.store.await_room()  # nothing is on its way
 
 
-@pytest.mark.parametrize("nbytes", [1, PAGE_NBYTES, 512 << 10, (512 << 10) + 1, MIB])
-def test_a_checksum_is_the_same_with_and_without_the_gil(noise: Noise, nbytes: int) -> None:
-    buffer = noise(nbytes)
-    assert checksum_of(buffer) == xxhash.xxh3_64(buffer).intdigest()
-
-
 def test_a_corrupted_block_is_found_and_names_path_offset_bytes_and_owner(
     make_bench: Any, directory: Path, noise: Noise, pages: Pages
 ) -> None:
@@ -167,29 +133,6 @@ def test_an_extent_is_kept_while_somebody_reads_it(
     read.wait(TIMEOUT_S)
     assert received == sent
     assert bench.tier.account.used_nbytes == 2 * MIB
-
-
-def test_a_block_that_is_being_replaced_cannot_be_freed_or_replaced_again(
-    make_bench: Any, tmp_path: Path, noise: Noise
-) -> None:
-    gate = threading.Event()
-    held: list[bool] = []
-
-    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if held:
-            gate.wait(TIMEOUT_S)
-        return os.pwritev(fd, buffers, offset)
-
-    bench = make_bench(tmp_path, backend=ThreadsBackend(pwritev=slow))
-    old = put(bench, noise(MIB))
-    held.append(True)
-    first = bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER, replaces=old)
-    with pytest.raises(StateError, match="two writes"):
-        bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER, replaces=old)
-    with pytest.raises(StateError, match="replaces it"):
-        bench.store.free(old)
-    gate.set()
-    first.wait(TIMEOUT_S)
 
 
 def test_a_full_tier_is_an_error_at_once_and_harms_nothing(

@@ -22,7 +22,7 @@ from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
-from offload.tiers.tier import PAGE_NBYTES, Residency, Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 
 PIECE = 4 * PAGE_NBYTES  # in a slot
 NBYTES = 2 * PIECE + PAGE_NBYTES  # the last piece is shorter
@@ -164,16 +164,6 @@ def test_a_slot_that_is_looked_at_is_not_given_up_and_one_that_is_not_may_be(mak
     assert state.can_evict()
 
 
-def test_a_slot_that_is_being_overwritten_is_not_given_up(make: Make) -> None:
-    state = make()
-    state.blank()
-    assert not state.can_evict()
-    assert state.residency() is Residency.DIRTY
-    state.host_blank().copy_(values().view(torch.uint8))
-    state.mark_host_dirty()
-    assert state.residency() is Residency.CLEAN
-
-
 def test_a_slot_that_could_not_be_filled_is_not_taken_for_values(
     make: Make, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,23 +205,3 @@ def test_threads_that_want_values_at_once_decode_them_once(
     assert torch.equal(found[0], found[1])
     monkeypatch.undo()
     assert torch.equal(found[0], rounded(codec, values()))
-
-
-def test_what_was_decoded_makes_room_before_any_codes_do(make: Make, home_kind: str) -> None:
-    if home_kind == "memory":
-        pytest.skip("codes at home in memory stay there")
-    state = filled(make)
-    home = state._home
-    assert isinstance(home, FileState)
-    state.tensor()
-    assert home.prefetch(next_use=None)
-    home.settle()
-    assert state.next_use() > home.next_use()
-    leases = []
-    while state.held_nbytes:
-        page = state._pool.offer(PAGE_NBYTES, "more", StateClass.PARAMETERS, next_use=-1.0)
-        assert page is not None
-        leases.append(page)
-    assert home.held_nbytes
-    for lease in leases:
-        lease.free()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -97,60 +96,6 @@ def test_a_write_that_nobody_kept_in_memory_is_refused(bench):
     assert state.tensor().unique().tolist() == [3]
 
 
-def test_a_view_keeps_a_slot_and_a_full_pool_says_so(bench):
-    views = [bench.filled(str(i), i, 2 * PAGE).tensor() for i in range(2)]
-    with pytest.raises(TierFullError, match="host tier full: third needs"):
-        bench.filled("third", 3, 2 * PAGE)
-    assert [int(view[0]) for view in views] == [0, 1]
-
-
-MANY = 192  # copies, for which one look finds four
-
-
-def test_of_many_copies_those_needed_last_give_way_and_not_all_are_looked_at_each_time(tmp_path):
-    for bench in make_bench(tmp_path, ThreadsBackend(), 2 * MANY, MANY):
-        states = [bench.filled(str(number), number % 256) for number in range(MANY)]
-        for state in states:
-            bench.next_use[state.name] = float(state.name)
-        asks = itertools.count()
-        states[0]._next_use = lambda asks=asks: 0.0 * next(asks)
-        for number in range(8):
-            bench.filled(f"new {number}", 0)
-        gone = [number for number in range(MANY) if states[number].residency() is Residency.ABSENT]
-        assert gone == list(range(MANY - 8, MANY))
-        assert next(asks) == 2
-
-
-def test_memory_that_is_being_filled_is_not_sent_home(bench):
-    state = bench.state("accumulator", 2 * PAGE, PAGE, StateClass.GRADIENTS)
-    view = state.blank()
-    with pytest.raises(TierFullError, match="host tier full: other needs"):
-        bench.state("other", 3 * PAGE).blank()
-    assert bench.store.backend.statistics().write_nbytes == 0
-    view.fill_(5)
-    del view
-    state.mark_dirty()
-    bench.state("other", 3 * PAGE).blank()
-    assert state.residency() is Residency.ABSENT
-    assert bench.store.backend.statistics().write_nbytes == 2 * PAGE
-
-
-@pytest.mark.parametrize(
-    ("kind", "versions"), [(StateClass.GRADIENTS, 1), (StateClass.PARAMETERS, 2)]
-)
-def test_only_what_somebody_may_go_back_to_has_two_versions(bench, kind, versions):
-    state = bench.state("twice", kind=kind)
-    for value in (1, 2):
-        state.blank().fill_(value)
-        state.mark_dirty()
-        state.write_back()
-        state.settle()
-    assert bench.ledger.accounts[Tier.NVME].peak_nbytes == versions * PAGE
-    state.evict()
-    assert state.tensor().unique().tolist() == [2]
-    bench.ledger.check_integrity()
-
-
 def used_extents(bench):
     return len(bench.store._records)
 
@@ -171,18 +116,6 @@ def test_a_write_of_one_trial_that_ends_in_the_next_one_is_not_gone_back_behind(
         state.go_back()
         assert state.tensor().unique().tolist() == [2]
         assert used_extents(bench) == 1
-
-
-def test_a_view_that_was_kept_shows_the_old_version_again(bench):
-    state = bench.filled("a", 1)
-    view = state.tensor()
-    state.keep_old()
-    state.host_piece(0).view.fill_(2)
-    state.mark_piece_dirty(0)
-    assert view[0] == 2
-    state.go_back()
-    state.settle()
-    assert view[0] == 1
 
 
 def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):

@@ -39,17 +39,6 @@ def test_two_accesses_are_a_race_if_they_meet_unordered_and_one_writes(writes, o
     assert found(order) == ([tuple(kinds)] if overlap and not told and any(writes) else [])
 
 
-def test_every_reader_since_the_last_write_is_remembered_byte_by_byte():
-    order = Order()
-    readers = [order.agent(f"reader {number}") for number in range(3)]
-    for number, reader in enumerate(readers):
-        order.access(reader, 10 * number, 10 * number + 15, "a look", write=False)
-    writer = order.agent("writer")
-    writer.learn(readers[1].tell())
-    order.access(writer, 12, 18, "a change", write=True)
-    assert [race.earlier.split()[-1] for race in order.races] == ["0"]  # 10 to 15; the second told
-
-
 # ------------------------------------------------------------------ a device
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> CheckedWorld:

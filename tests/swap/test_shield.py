@@ -47,39 +47,6 @@ def test_an_interrupt_is_raised_where_the_outermost_ends(kind: Any) -> None:
     assert seen == ["inner", "outer"]
 
 
-def test_the_handler_inside_and_after_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
-    try:
-        with defer_signals:
-            signal.raise_signal(signal.SIGTERM)
-            assert calls == []
-        assert calls == [signal.SIGTERM]
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with defer_signals:
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_two_signals_are_both_raised() -> None:
-    def end(*_: object) -> None:
-        raise SystemExit
-
-    @defer_signals
-    def both() -> None:
-        ctrl_c()
-        signal.raise_signal(signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            both()
-        assert isinstance(ended.value.__context__, KeyboardInterrupt)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def interrupt_soon() -> None:
     threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from offload.swap.io import swap_file, timeout_thread
-from offload.swap.io.measure import measure_bandwidth
 from offload.swap.io.swap_file import SwapFile, check_directory, file_system_of
 from offload.tiers.errors import NoSpaceError, PathError, StuckError
 from offload.tiers.tier import PAGE_NBYTES
@@ -166,12 +165,6 @@ def test_nothing_is_left_after_kill_9(directory: Path) -> None:
     assert list(directory.iterdir()) == []
     if file_system_of(directory) == "tmpfs":  # nobody else writes 64 MiB of it meanwhile
         assert os.statvfs(directory).f_bfree > free_before - (32 << 20) // PAGE_NBYTES
-
-
-def test_a_bandwidth_is_measured(directory: Path, no_leak: None) -> None:
-    bandwidth = measure_bandwidth(directory, 16 << 20)
-    assert bandwidth.read_bytes_per_s > 1e6
-    assert bandwidth.write_bytes_per_s > 1e6
 
 
 class Held:

@@ -13,7 +13,7 @@ import pytest
 from offload.swap.io import pinned_folder
 from offload.swap.io.maker_marks import maker_of
 from offload.swap.io.pinned_folder import PinnedFolder
-from offload.swap.io.swap_file import SwapFile, check_directory, direct_refusal
+from offload.swap.io.swap_file import SwapFile, check_directory
 from offload.tiers.errors import PathError
 from offload.tiers.tier import PAGE_NBYTES
 
@@ -66,17 +66,6 @@ def test_a_name_that_leads_elsewhere_after_the_checks_is_not_followed(
         assert os.fstat(file.fd).st_nlink == 0
     assert untouched(victim)
     assert not any((tmp_path / "moved away").iterdir())
-
-
-def test_links_that_the_user_names_are_followed_and_shown_as_what_they_lead_to(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert check_directory(tmp_path / "link").path == tmp_path / "real"
-    report = check_directory(tmp_path / "link" / "new")
-    assert (report.path, report.created) == (tmp_path / "real" / "new", True)
-    assert direct_refusal(tmp_path / "link") == direct_refusal(tmp_path / "real")
 
 
 # ----------------------------------------------------------------------- owners

@@ -43,24 +43,6 @@ def test_an_error_in_any_share_is_raised():
     runner.close()
 
 
-def test_a_worker_works_while_there_is_work_and_sleeps_after():
-    left, done = [3], threading.Event()
-
-    def work() -> bool:
-        if left[0] == 0:
-            done.set()
-            return False
-        left[0] -= 1
-        return True
-
-    worker = Worker("test", work, lambda error: None)
-    worker.wake()
-    assert done.wait(10)
-    worker.close()
-    assert left == [0]
-    assert worker.failure is None
-
-
 def test_a_failing_worker_tells_whoever_waits_for_it():
     told = threading.Event()
 
@@ -72,17 +54,6 @@ def test_a_failing_worker_tells_whoever_waits_for_it():
     assert told.wait(10)
     assert isinstance(worker.failure, RuntimeError)
     worker.close()
-
-
-def test_a_runner_that_is_let_go_ends_its_threads():
-    runner = ParallelRunner(3, min_share=1)
-    runner(lambda lo, hi: None, 10)
-    team = [each for each in threading.enumerate() if each.name == "offload-kernel"]
-    assert len(team) >= 2
-    del runner
-    for thread in team:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in team)
 
 
 AT_THE_END = """

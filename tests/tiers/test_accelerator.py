@@ -15,17 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from offload.cli.doctor import run_checks
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.memory.tier_manager import compute_device
-from offload.swap.device.streams import CopyStream, mark_here
+from offload.swap.device.streams import CopyStream
 from offload.tiers import accelerator
 from offload.tiers.accelerator import KINDS, Accelerator
 from offload.tiers.memory import HostMemory
 from offload.tiers.pinning import EXTENT_NBYTES
-
-SLEEPING = ("cuda", "npu")  # kinds whose events let a waiting thread sleep
 
 
 class Device(NamedTuple):
@@ -168,13 +165,6 @@ def test_a_copy_waits_for_the_model_and_is_marked_in_its_own_stream(
     assert module.calls[-1] == "model waits for side"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_thread_that_waits_sleeps_where_the_events_can(kind: str, module: FakeModule) -> None:
-    device: Any = Device(kind)
-    mark_here(device)
-    assert module.events[0].options.get("blocking", False) == (kind in SLEEPING)
-
-
 # ---------------------------------------------------------------- graphs
 
 
@@ -237,14 +227,6 @@ def test_memory_is_unpinned_also_where_the_device_has_failed(
     assert module.calls.count("unregister") >= 2
 
 
-def test_nothing_is_pinned_for_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "offload"):
-        memory = HostMemory(1 << 20, pin_for=torch.device("cpu"))
-        memory.tensor(0, 16)
-        assert not memory.pinned
-    assert caplog.messages == []
-
-
 # ---------------------------------------------------------------- which one
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_one_kind_there_is_the_default(
@@ -274,16 +256,3 @@ def test_a_rank_has_its_own_device_unless_one_was_chosen(
 
 
 # ---------------------------------------------------------------- what it lacks, and is
-def test_triton_kernels_are_for_cuda_alone(module: FakeModule) -> None:
-    reasons = {kind: each.lacks_triton for kind, each in KINDS.items()}
-    assert reasons.pop("cuda") is None
-    assert all(reason and "Triton" in reason for reason in reasons.values())
-
-
-def gpu_lines() -> list[tuple[str, str]]:
-    return [(each.status, each.found) for each in run_checks() if each.name.startswith("gpu")]
-
-
-def versions(monkeypatch: pytest.MonkeyPatch, **of: str | None) -> None:
-    for kind in ("cuda", "hip", "xpu"):
-        monkeypatch.setattr(torch.version, kind, of.get(kind))

@@ -11,30 +11,6 @@ from offload.tiers.arena import Arena
 from offload.tiers.tier import PAGE_NBYTES
 
 
-def test_sizes_are_rounded_to_a_page_and_not_to_a_power_of_two():
-    arena = Arena(64 * PAGE_NBYTES)
-    offset = arena.allocate(33 * PAGE_NBYTES + 1)
-    assert offset is not None
-    assert arena.size_of(offset) == 34 * PAGE_NBYTES
-
-
-def test_freed_neighbours_become_one_range():
-    arena = Arena(3 * PAGE_NBYTES)
-    offsets = [arena.allocate(1) for _ in range(3)]
-    for offset in (offsets[0], offsets[2], offsets[1]):
-        assert offset is not None
-        arena.free(offset)
-    assert arena.largest_free_nbytes == 3 * PAGE_NBYTES
-
-
-def test_the_smallest_hole_that_fits_is_taken():
-    arena = Arena(10 * PAGE_NBYTES)
-    offsets = [arena.allocate(n * PAGE_NBYTES) for n in (3, 1, 1, 1)]
-    arena.free(offsets[0])  # a hole of 3 pages
-    arena.free(offsets[2])  # a hole of 1 page
-    assert arena.allocate(1) == offsets[2]
-
-
 def test_freeing_twice_raises():
     arena = Arena(PAGE_NBYTES)
     offset = arena.allocate(1)

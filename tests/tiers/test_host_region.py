@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.tiers import host_region
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
@@ -155,13 +154,6 @@ def test_children_forked_by_several_threads_at_once_have_what_is_seen():
     for thread in threads:
         thread.join()
     assert found == ["[3, 3]"] * 20
-
-
-def test_a_kernel_that_cannot_keep_pages_from_children_is_put_up_with():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_region, "_MADV_WIPEONFORK", 9999)
-        lease = lease_of(tier(MIB), PAGE, 8)
-    assert in_child(lambda: int(lease.tensor.min())) == "8"
 
 
 @pytest.mark.gpu

@@ -71,17 +71,6 @@ def pinned_memory(nbytes: int = NBYTES) -> HostMemory:
     return HostMemory(nbytes, pin_for=torch.device("cuda", 0))
 
 
-@given(address=st.integers(0, 1 << 48), nbytes=st.integers(0, 1 << 32))
-def test_pieces_tile_a_range_and_end_where_extents_end(address: int, nbytes: int) -> None:
-    cut = list(pinning.pieces(address, nbytes))
-    assert [piece.start for piece in cut] == [0, *(piece.stop for piece in cut)][: len(cut)]
-    assert sum(piece.stop - piece.start for piece in cut) == nbytes
-    assert all((address + piece.stop) % pinning.EXTENT_NBYTES == 0 for piece in cut[:-1])
-    extents = [(address + p.start) // pinning.EXTENT_NBYTES for p in cut]
-    ends = [(address + p.stop - 1) // pinning.EXTENT_NBYTES for p in cut]
-    assert extents == ends
-
-
 def test_a_budget_is_not_pinned_before_it_is_used(driver: Driver) -> None:
     memory = pinned_memory(1 << 34)
     assert driver.registered == {}

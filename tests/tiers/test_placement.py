@@ -26,37 +26,6 @@ def test_every_tier_is_within_one_piece_of_its_share(sizes, percent):
     assert abs(held - share * sum(sizes)) <= max(sizes)
 
 
-def one_by_one(placement: Placement, sizes: list[int]) -> list[Tier]:
-    """Each piece to the tier that is furthest behind its share, in millionths."""
-    parts = {tier: round(share * 10**6) for tier, share in placement.shares if share > 0}
-    first = next(iter(parts))
-    parts[first] += 10**6 - sum(parts.values())
-    held, total, assigned = dict.fromkeys(parts, 0), 0, []
-    for size in sizes:
-        total += size
-        tier = max(parts, key=lambda name: parts[name] * total - held[name] * 10**6)
-        held[tier] += size
-        assigned.append(tier)
-    return assigned
-
-
-@given(
-    runs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 400)), min_size=1, max_size=5),
-    shares=st.tuples(st.integers(0, 100), st.integers(0, 100)).filter(lambda s: sum(s) <= 100),
-)
-@settings(deadline=None, derandomize=True)
-def test_many_equal_pieces_are_dealt_out_as_if_one_by_one(runs, shares):
-    device, host = (share / 100 for share in shares)
-    placement = Placement(((DEVICE, device), (HOST, host), (NVME, 1 - device - host)))
-    sizes = [size for size, count in runs for _ in range(count)]
-    assert placement.assign(sizes) == one_by_one(placement, sizes)
-
-
-def test_equal_pieces_alternate_instead_of_forming_blocks():
-    tiers = Placement(((HOST, 0.5), (NVME, 0.5))).assign([1] * 6)
-    assert tiers == [HOST, NVME] * 3
-
-
 @pytest.mark.parametrize("shares", [(), ((HOST, 0.5),), ((HOST, 1.5), (NVME, -0.5))])
 def test_shares_that_are_no_partition_are_refused(shares):
     with pytest.raises(ValueError, match="sum to 1"):
@@ -76,13 +45,6 @@ def test_sizes_are_read(text, nbytes):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match=r"size|unit"):
         parse_bytes(text)
-
-
-def test_equal_shares_make_equal_placements_however_they_are_written():
-    written = Placement(((NVME, 0.6), (DEVICE, 0.0), (HOST, 0.4)))
-    assert written == Placement(((HOST, 0.4), (NVME, 0.6)))
-    assert written.tiers == (HOST, NVME)
-    assert written.describe() == "host 40% + nvme 60%"
 
 
 @pytest.mark.parametrize(

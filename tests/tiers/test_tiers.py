@@ -56,13 +56,6 @@ def test_a_lease_is_in_use_while_a_view_of_it_lives(host):
     assert not lease.in_use()
 
 
-def test_leases_do_not_overlap(host):
-    leases = [host.lease(5000, owner=str(i), state_class=PARAMETERS) for i in range(8)]
-    for number, lease in enumerate(leases):
-        lease.tensor.fill_(number)
-    assert [int(lease.tensor.unique()) for lease in leases] == list(range(8))
-
-
 def test_a_reserved_budget_costs_no_memory_until_touched():
     memory = HostMemory(1 << 40)  # a terabyte of address space
     assert memory.tensor(1 << 39, 16).sum() == 0
@@ -90,16 +83,6 @@ def test_free_memory_is_given_back_and_what_is_leased_keeps_its_values():
     again = tier.lease(nbytes // 8, owner="b", state_class=PARAMETERS)
     assert int(again.tensor.fill_(9).min()) == 9
     assert tier.touched_nbytes == nbytes // 8 * 5
-
-
-def test_extents_follow_the_shares_of_the_paths(ledger):
-    tier = FileTier(1 << 20, [3.0, 1.0], ledger)
-    extents = [tier.allocate(PAGE_NBYTES, "x", PARAMETERS) for _ in range(40)]
-    assert [sum(e.path_index == i for e in extents) for i in (0, 1)] == [30, 10]
-    for extent in extents:
-        tier.free(extent)
-    ledger.check_integrity()
-    assert ledger.accounts[Tier.NVME].used_nbytes == 0
 
 
 def test_the_budget_of_a_file_tier_holds_over_all_paths(ledger):

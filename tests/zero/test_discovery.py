@@ -33,10 +33,6 @@ def names(model: nn.Module, *classes: str) -> list[str]:
     return [group.name for group in discover(model, classes).groups]
 
 
-def test_each_repeated_block_is_a_group_and_the_rest_its_own():
-    assert names(Model()) == ["embed", "layers.0", "layers.1", "layers.2", "norm", "head"]
-
-
 def test_a_tied_weight_is_in_one_group_that_both_units_need():
     model = Model()
     model.head.weight = model.embed.weight
@@ -81,27 +77,6 @@ def test_named_block_classes_replace_the_search():
 def test_a_class_that_is_not_in_the_model_is_an_error_naming_those_that_are():
     with pytest.raises(ConfigError, match=r"no module of class Blok .* Block, "):
         discover(Model(), ["Blok"])
-
-
-def test_a_small_subtree_is_one_group():
-    model = nn.Module()
-    model.tower = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    assert names(model) == ["tower"]
-
-
-def test_parameters_of_the_model_itself_are_a_group_of_the_whole_forward():
-    model = Model()
-    model.token = nn.Parameter(torch.zeros(LARGE))
-    found = discover(model)
-    assert found.units[0].module is model
-    assert found.groups[0].params[0][0] == ("token",)
-
-
-def test_a_module_in_two_places_is_one_unit():
-    model = Model()
-    model.again = model.layers[0]
-    modules = [id(unit.module) for unit in discover(model).units]
-    assert len(modules) == len(set(modules))
 
 
 def test_integer_and_complex_parameters_are_left_where_they_are():

@@ -138,44 +138,6 @@ def three(places: Places, found: Shared) -> list[GatheredState]:
     return states
 
 
-def are_gathered(states: list[GatheredState]) -> list[bool]:
-    return [state.is_gathered for state in states]
-
-
-def test_the_copy_used_longest_ago_makes_room(bench: tuple[Places, Shared]) -> None:
-    states = three(*bench)
-    for number in (0, 1):
-        states[number].tensor()
-    bench[1].gatherer.used(states[0])
-    states[2].tensor()
-    assert are_gathered(states) == [True, False, True]
-
-
-def test_a_copy_that_a_module_holds_does_not_make_room(bench: tuple[Places, Shared]) -> None:
-    states = three(*bench)
-    bench[1].held = {"group 0", "group 1"}
-    for state in states:  # more than the room says: what is needed is gathered all the same
-        state.tensor()
-    assert are_gathered(states) == [True, True, True]
-    bench[1].held = {"group 0"}
-    bench[1].gatherer.begin_pass()
-    assert are_gathered(states) == [True, False, False]
-
-
-def test_what_is_needed_next_is_gathered_if_there_is_room_beside_what_is_needed_now(
-    bench: tuple[Places, Shared],
-) -> None:
-    states = three(*bench)
-    for number in (0, 1):
-        states[number].tensor()
-    bench[1].gatherer.expect(states[2], now=states[0])  # though that was used longest ago
-    assert are_gathered(states) == [True, False, True]
-    bench[1].held = {"group 2"}
-    bench[1].gatherer.expect(states[1], now=states[0])
-    assert are_gathered(states) == [True, False, True]
-    assert torch.equal(states[2].tensor(), content(2, NBYTES))
-
-
 def test_a_view_of_a_copy_that_was_given_up_keeps_its_memory_until_it_is_gone(
     bench: tuple[Places, Shared],
 ) -> None:
@@ -195,19 +157,6 @@ def test_a_view_of_a_copy_that_was_given_up_keeps_its_memory_until_it_is_gone(
         for state in states:
             state.tensor()  # in three slots: the view's is one of them again
     assert account.peak_nbytes == 3 * NBYTES
-
-
-def test_a_copy_is_gathered_after_the_update_that_it_shows(bench: tuple[Places, Shared]) -> None:
-    places, found = bench
-    state = found.gathered(places.in_memory("group"))
-    fill(state, content(0, NBYTES))
-    update = found.updates["group"] = Transfer[None]("the update of group")
-    found.gatherer.gather(state)  # begun: it waits on the thread that gathers
-    for piece in range(state.pieces):
-        state.host_piece(piece).wait().copy_(content(1, NBYTES)[state.span(piece)])
-        state.mark_piece_dirty(piece)
-    update.complete(None)
-    assert torch.equal(state.tensor(), content(1, NBYTES))
 
 
 # ------------------------------------------------------------------ several ranks

@@ -83,19 +83,3 @@ def test_a_written_entry_that_a_load_leaves_out_is_refused(
             {f"model.{name}": value for name, value in part.items()}, strict=False
         )
         assert engine.module.state_dict()["1.bias"].eq(2.0).all()
-
-
-def test_copies_for_inference_are_only_read(tmp_path: Path) -> None:
-    with offload.initialize(build(), config(tmp_path, NVME)) as engine:
-        with torch.inference_mode():
-            kept = engine.module.state_dict()
-        passed(engine)
-        assert kept["0.bias"].shape == (4,)
-
-
-def test_nothing_is_remembered_of_what_nobody_has(tmp_path: Path) -> None:
-    with offload.initialize(build(), config(tmp_path, NVME)) as engine:
-        for _ in range(5):
-            engine.module.state_dict()
-        passed(engine)
-        assert engine.values._given._given == []

@@ -26,7 +26,7 @@ from offload.tiers.memory_tier import Lease
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.bits import DTYPE_OF
-from offload.zero.groups.group import Classes, GroupState, ParamGroup
+from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.sharding import Part
 from offload.zero.step import lazy_updates
@@ -287,40 +287,6 @@ def test_momentum_that_begins_and_ends_between_missed_steps(make: Make) -> None:
 
 
 # ------------------------------------------------------------------ what is read, and when
-def test_nothing_moves_for_a_missed_step_and_a_reader_makes_it(make: Make) -> None:
-    pair = make()
-    lazy, eager = pair
-    for table in pair:
-        table.backward({0, 1}, 1)
-        table.step()
-        table.updates.settle()
-    before = lazy.weights(1)
-    for table in pair:
-        table.backward({0}, 2)
-        table.step()
-        table.updates.settle()
-    assert lazy.groups[1].pending is None
-    assert lazy.groups[1].residing is GroupState.RELEASED  # old values are nowhere to be seen
-    assert lazy.states[1].steps.tolist() == [2, 2]  # as state_dict shows them
-    Unread.reads = 0
-    after = lazy.weights(1)
-    assert not torch.equal(after, before)
-    assert torch.equal(after, eager.weights(1))
-    assert Unread.reads == 0
-    for table in pair:
-        table.groups[2].gather()  # as a module's call
-    assert torch.equal(*(table.groups[2].params[0] for table in pair))
-
-
-def test_a_use_begins_the_update_before_the_weights_are_brought(make: Make) -> None:
-    lazy, _ = make(in_file=True)
-    lazy.backward({0}, 1)
-    lazy.step()
-    lazy.groups[2].begin_missed()
-    assert lazy.updates.is_pending(2) or lazy.groups[2].pending is not None
-    first = lazy.groups[2].pending
-    lazy.groups[2].begin_missed()
-    assert lazy.groups[2].pending is first
 
 
 def test_values_from_before_a_missed_step_are_outdated(make: Make) -> None:
@@ -332,26 +298,7 @@ def test_values_from_before_a_missed_step_are_outdated(make: Make) -> None:
     assert lazy.groups[1].version > versions[1]
 
 
-def test_an_update_follows_a_catch_up_that_is_not_over(make: Make) -> None:
-    pair = make(in_file=True)
-    for step, touched in enumerate([{0}, {0}, {0, 1}, {0}]):
-        for table in pair:
-            table.backward(touched, step)
-            table.step()
-            for group in table.groups:
-                group.begin_missed()  # as a forecast of its use that the step comes before
-    assert_same(pair)
-
-
 # ------------------------------------------------------------------ steps that are not missed
-def test_a_module_that_took_no_part_is_left_alone(make: Make) -> None:
-    lazy, _ = make()
-    lazy.backward({0, 1, 2, 3})
-    lazy.step()
-    before = lazy.content()
-    lazy.step()
-    assert lazy.content() == before
-    assert lazy.states[1].steps.tolist() == [1, 1]
 
 
 def test_a_skipped_step_is_not_missed(make: Make) -> None:
@@ -379,18 +326,6 @@ def test_parameters_in_no_param_group_or_frozen_meanwhile_are_left_alone(make: M
 # ------------------------------------------------------------------ the log
 def log_of(table: Table) -> Any:
     return table.stepper._missed._logs[0]
-
-
-def test_steps_that_all_have_made_are_forgotten(make: Make) -> None:
-    lazy, _ = make()
-    for step in range(5):
-        lazy.backward({0}, step)
-        lazy.step()
-    assert len(log_of(lazy)._steps) == 5
-    lazy.stepper.catch_up(lazy.groups[1:3])
-    assert len(log_of(lazy)._steps) == 5
-    lazy.stepper.catch_up(lazy.groups[3:])
-    assert not log_of(lazy)._steps
 
 
 def test_experts_that_nobody_needs_catch_up_in_the_end(

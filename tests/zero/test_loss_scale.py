@@ -75,29 +75,3 @@ def test_it_is_gradscalers_from_end_to_end_of_fp32(overflow: bool) -> None:
     assert seen[-1] == (2.0**-127 if overflow else 2.0**127)
     assert len(seen) == (143 if overflow else 200)
     assert has_inverse(pair.ours.scale)
-
-
-def test_it_does_not_fall_below_a_smallest_scale_and_grows_from_there() -> None:
-    scale = LossScale(16.0, growth_interval=2, min_scale=5.0)
-    seen = []
-    for overflow in (True, True, True, False, False, True):
-        scale.update(overflow=overflow)
-        seen.append(scale.scale)
-    assert seen == [8.0, 5.0, 5.0, 5.0, 10.0, 5.0]
-
-
-def test_an_interval_that_was_made_shorter_on_the_way_ends_at_once() -> None:
-    scale = LossScale(16.0, growth_interval=2, good_steps=100)
-    scale.update(overflow=False)
-    assert (scale.scale, scale.good_steps) == (32.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("scale", "usable"),
-    [
-        (0.0, False), (2.0**-149, False), (2.0**-128, False), (2.0**-127, True), (1.0, True),
-        (2.0**127, True), (3.5e38, False), (math.inf, False), (math.nan, False),
-    ],
-)  # fmt: skip
-def test_what_gradients_can_be_divided_by(scale: float, usable: bool) -> None:
-    assert has_inverse(scale) is usable

@@ -102,10 +102,3 @@ def test_its_address_is_refused(tmp_path: Path) -> None:
             p.data_ptr()
         with engine.gathered(p):
             assert p.data_ptr()
-
-
-def test_gathered_parameters_are_ordinary_tensors(tmp_path: Path) -> None:
-    with offload.initialize(seeded(Pair), config(tmp_path, NVME)) as engine:
-        p = released(engine)
-        with engine.gathered(p):
-            assert torch._C._dispatch_keys(p) == torch._C._dispatch_keys(nn.Parameter(p.clone()))

@@ -56,26 +56,6 @@ def test_numbers_are_drawn_again_and_then_go_on(
     assert drawn[rounds:] == [*expected, *continued]
 
 
-def test_a_second_normal_number_is_seen_though_its_draw_changes_no_word(generator: Any) -> None:
-    DRAWS["one of two normal"](generator)
-    start = RandomState([generator])
-    DRAWS["one of two normal"](generator)
-    assert start.moved()
-
-
-def test_another_bit_generator_of_numpy_is_asked_in_full() -> None:
-    before = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
-    try:
-        start = RandomState([GLOBAL["numpy"]])
-        expected = np.random.random(3).tolist()
-        assert start.moved()
-        with start.again():
-            assert np.random.random(3).tolist() == expected
-    finally:
-        np.random.set_bit_generator(before)
-
-
 def test_a_state_of_before_is_whole_when_it_is_set_again(generator: Any) -> None:
     """The words are those of a state that was seen since, without the second number of a pair."""
     draw = DRAWS["one of two normal"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import ModifiedError, UnsupportedError
-from offload.zero.recompute.block_state import BlockState
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
@@ -116,19 +114,6 @@ class Counting(Plain):
         return x * scale
 
 
-class Stateful(Plain):
-    """Carries its last output on; with a graph, for nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = torch.zeros(WIDTH)
-
-    def inner(self, x: Tensor) -> Tensor:
-        y = x + self.last.detach()
-        self.last = y.mean(0)
-        return y
-
-
 class Inner(Normed):
     """Checkpoints a part of itself, which holds a batch norm."""
 
@@ -176,19 +161,6 @@ def made(build: Callable[[], nn.Module]) -> Any:
         return seeded(build)
 
 
-def scaled_inputs(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Hooks of the blocks themselves change what goes in and comes out."""
-
-    def build() -> nn.Module:
-        model = Stack(make)
-        for block in model.blocks:
-            block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
-            block.register_forward_hook(lambda module, args, output: output * 0.5)
-        return model
-
-    return build
-
-
 def batches(count: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(4, WIDTH, generator=generator).to(ON) for _ in range(count)]
@@ -225,38 +197,6 @@ def compare(folder: Path, build: Callable[[], nn.Module], check: Any) -> nn.Modu
 @pytest.mark.parametrize("check", [True, "selective"])
 def test_a_recomputed_block_is_as_one_that_is_not(tmp_path: Path, kind: str, check: Any) -> None:
     compare(tmp_path, lambda: Stack(KINDS[kind]), check)
-
-
-@pytest.mark.parametrize("check", [True, "selective"])
-def test_hooks_of_a_block_change_its_input_and_output_once(tmp_path: Path, check: Any) -> None:
-    compare(tmp_path, scaled_inputs(Normed), check)
-
-
-def test_attributes_are_as_if_nothing_was_computed_again(tmp_path: Path) -> None:
-    model: Any = compare(tmp_path, lambda: Stack(Counting), True)
-    assert [block.calls for block in model.blocks] == [6, 3, 3]
-    assert [len(block.seen) for block in model.blocks] == [6, 3, 3]
-    assert model.blocks[1].by_size == {4: 3}
-
-
-class _Known:
-    def __call__(self, gradient: Tensor) -> None:
-        """Nothing."""
-
-
-def test_evaluation_without_backward_keeps_nothing_of_the_passes_before(tmp_path: Path) -> None:
-    """Tensors with a graph, known by an attribute, would otherwise hold one another."""
-    model: Any = made(lambda: Stack(Stateful))
-    with offload.initialize(model, settings(tmp_path, True, HOST, "Stateful")):
-        model(batches()[0])
-        known = _Known()
-        model.blocks[1].last.register_hook(known)  # lives as long as the graph
-        died = weakref.ref(known)
-        del known
-        assert died() is not None
-        for x in batches()[1:]:
-            model(x)
-        assert died() is None
 
 
 class Renormed(Plain):
@@ -321,18 +261,6 @@ def test_a_block_changed_between_forward_and_backward_is_an_error(
         change(model, engine)
         with pytest.raises(ModifiedError, match=rf"blocks\.[02] again .* but {what}"):
             loss.backward()
-
-
-def test_large_buffers_that_stay_as_they_are_are_not_copied_until_backward(tmp_path: Path) -> None:
-    model: Any = made(lambda: Stack(Large))
-    block = model.blocks[0]
-    state = BlockState(block)
-    state.keep()
-    block(batches()[0])
-    state.settle()
-    (kept,) = [each for each in state._modules if each.module is block]
-    assert kept.buffers["mask"] is block.mask
-    assert kept.buffers["table"] is not block.table
 
 
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])

@@ -111,74 +111,6 @@ def test_every_attribute_of_a_released_parameter_is_plain_pytorchs(
     assert not wrong, "\n".join(wrong)
 
 
-QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
-    "is_contiguous(channels_last)": lambda p: p.is_contiguous(memory_format=torch.channels_last),
-    "strides": lambda p: (p.stride(0), p.stride(), p.storage_offset(), p.is_contiguous()),
-    "dim_order": lambda p: p.dim_order(),
-    "suggest_memory_format": lambda p: torch._prims_common.suggest_memory_format(p),
-    "is_non_overlapping_and_dense": lambda p: torch.ops.aten.is_non_overlapping_and_dense(p),
-    "overlap": lambda p: torch._debug_has_internal_overlap(p),
-    "bytes": lambda p: (p.nbytes, p.itemsize, p.element_size(), p.numel()),
-    "layout": lambda p: (
-        p.layout,
-        p.is_sparse,
-        p.is_quantized,
-        p.is_mkldnn,
-        p.is_meta,
-        p.is_nested,
-    ),
-    "leaf": lambda p: (p.is_leaf, p.grad_fn is None, p.output_nr, p._is_view(), p._base is None),
-    "shared": lambda p: (p.is_shared(), p.is_pinned(), p.is_inference(), p.is_set_to(p)),
-    "names": lambda p: (p.names, p.is_neg(), p.is_conj(), p.is_complex(), p.type()),
-    "itself": lambda p: (p.contiguous() is p, p.to(p.dtype) is p, torch.result_type(p, 1)),
-    "as_strided": lambda p: torch.as_strided(p, p.shape, p.stride(), p.storage_offset()),
-    "as_strided, from the start": lambda p: p.as_strided((2,), (1,), 1).tolist(),
-    "views": lambda p: [v.storage_offset() for v in p.detach().unbind()],
-    "a product over a view": lambda p: torch.ones(3, 2, 3).transpose(0, 1) @ p[0, 0],
-}
-MADE: dict[str, Callable[[Tensor], Any]] = {
-    "new": lambda p: p.new(2, 3).shape,
-    "new(data)": lambda p: p.new([1, 2]),
-    "new_tensor": lambda p: p.new_tensor([1, 2.5]),
-    "new_tensor(p)": lambda p: p.new_tensor(p),
-    "new_tensor(dtype=)": lambda p: p.new_tensor(data=[1], dtype=torch.int32, requires_grad=False),
-    "new_empty": lambda p: p.new_empty(2, 3).shape,
-    "new_empty_strided": lambda p: p.new_empty_strided((2, 3), (1, 2)).stride(),
-    "new_zeros": lambda p: p.new_zeros((2, 3)),
-    "new_ones": lambda p: p.new_ones(2, dtype=torch.float64, requires_grad=True),
-    "new_full": lambda p: p.new_full((2,), 3),
-    "empty_like": lambda p: (torch.empty_like(p).shape, torch.empty_like(p).stride()),
-    "empty_like(meta)": lambda p: torch.empty_like(p, device="meta").stride(),
-    "zeros_like": lambda p: torch.zeros_like(p, dtype=torch.int32),
-    "ones_like": lambda p: torch.ones_like(p, requires_grad=True),
-    "full_like": lambda p: torch.full_like(p, 2),
-    "rand_like": torch.rand_like,
-    "randn_like": torch.randn_like,
-    "randint_like": lambda p: torch.randint_like(p, 9),
-    "torch.tensor": lambda p: torch.tensor(p),
-    "bernoulli": lambda p: torch.bernoulli(p.abs().clamp(0, 1)),
-    "normal": lambda p: torch.normal(p, 1.0),
-    "type_as": lambda p: torch.ones(2, dtype=torch.float64).type_as(p),
-    "expand_as": lambda p: torch.ones(1).expand_as(p),
-    "empty_strided": lambda p: torch.empty_strided(p.shape, p.stride()).stride(),
-}
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("of", ["weight", "bias", "weight.data", "bias.data", "weight.grad"])
-def test_what_code_branches_on_and_makes_after_a_tensor_is_plain_pytorchs(
-    pair: tuple[Any, Any], of: str, mode: str
-) -> None:
-    wrong = []
-    for name, question in {**QUESTIONS, **MADE}.items():
-        tensors = [eval(f"model[1].{of}", {"model": model}) for model in pair]
-        expected, found = (asked(tensor, question, mode) for tensor in tensors)
-        if found != expected:
-            wrong.append(f"{name}: {found}, not {expected}")
-    assert not wrong, "\n".join(wrong)
-
-
 INITIALISERS = [n for n in dir(nn.init) if n.endswith("_") and not n.startswith("_")]
 VALUES = {"constant_": (2.0,), "sparse_": (0.5,)}
 
@@ -223,15 +155,6 @@ def test_parameters_that_are_not_contiguous_are_named_once(
     with offload.initialize(model, config(tmp_path, NVME)) as engine:
         assert caplog.text.count("1.weight does not lie contiguous in memory") == 1
         assert engine.module[1].weight.is_contiguous()
-
-
-def test_parameters_on_the_meta_device_are_not_called_noncontiguous(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 4))
-    with offload.initialize(model, config(tmp_path, NVME)):
-        assert "contiguous" not in caplog.text
 
 
 @pytest.mark.parametrize("begin", [offload.initialize, offload.dispatch])

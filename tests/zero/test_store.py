@@ -26,7 +26,7 @@ from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
-from offload.tiers.tier import PAGE_NBYTES, Residency, Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.group import GroupState
@@ -163,29 +163,6 @@ def test_a_model_generates_from_the_store_alone_with_the_same_bits(
     store.close()
 
 
-def test_the_second_pass_is_fetched_ahead(make_homes: Callable[..., Homes]) -> None:
-    model = seeded(lambda: TinyLM(4))
-    homes = make_homes(3 * largest(model), in_files=True)
-    store = stored(model, homes)
-    generate(model, 1)
-    assert store.trace.hits == 0
-    generate(model, 3)
-    assert store.trace.hits >= 2 * len(store.groups)
-    store.close()
-
-
-def test_weights_are_not_written_back(make_homes: Callable[..., Homes]) -> None:
-    model = seeded(lambda: TinyLM(4))
-    homes = make_homes(2 * largest(model), in_files=True)
-    store = stored(model, homes)
-    for state in homes.states:
-        state.settle()
-    before = homes.files.backend.statistics().write_nbytes
-    generate(model)
-    assert homes.files.backend.statistics().write_nbytes == before
-    store.close()
-
-
 def test_the_store_imports_nothing_of_a_trainer() -> None:
     code = (
         "import sys, offload.zero.groups.store, offload.zero.groups.weight_values;"
@@ -259,123 +236,3 @@ def test_the_same_stored_bytes_give_the_same_bits_wherever_they_are(
 
 
 # ---------------------------------------------------------------- parts that a module chooses
-@dataclass
-class Expert:
-    """A part of a layer that is fetched where it is chosen. Not a group."""
-
-    index: int
-    state: State
-
-
-def with_tables(
-    homes: Homes, layers: int, experts: int, prefetch: int
-) -> tuple[WeightStore, list[Expert], list[list[Expert]]]:
-    """A store whose fetcher also knows layers, and experts in tables, of one page each."""
-    store = WeightStore(
-        discover(nn.Linear(4, 4)), homes, torch.float32, torch.device("cpu"), prefetch=prefetch
-    )
-    fetcher = store.fetcher
-
-    def add(name: str, table: str) -> Expert:
-        index = fetcher.next_number
-        state = homes.state(name, PAGE_NBYTES, lambda: fetcher.next_use(index))
-        state.blank().fill_(index)
-        state.mark_dirty()
-        state.settle()
-        item = Expert(index, state)
-        fetcher.add(item, table)
-        return item
-
-    blocks = [add(f"layer {layer}", "") for layer in range(layers)]
-    chosen = [
-        [add(f"expert {layer}.{number}", f"layer {layer}") for number in range(experts)]
-        for layer in range(layers)
-    ]
-    return store, blocks, chosen
-
-
-def compute(store: WeightStore, item: Expert, *, backward: bool = False) -> bool:
-    """Use a part; whether it had been brought, or was on its way."""
-    there = item.state.residency() is not Residency.ABSENT
-    store.fetcher.need(item, backward=backward)
-    store.fetcher.fetch_ahead()
-    assert item.state.tensor().unique().tolist() == [item.index]
-    return there
-
-
-def step(
-    store: WeightStore, blocks: list[Expert], chosen: list[list[Expert]], *, announces: bool
-) -> tuple[list[bool], list[bool]]:
-    """A forward and a backward; which experts of each were fetched ahead."""
-    forward, backward = [], []
-    store.fetcher.begin_forward()
-    for block, experts in zip(blocks, chosen, strict=True):
-        compute(store, block)
-        if announces:
-            store.fetcher.announce(experts)
-        forward += [compute(store, each) for each in experts]
-    for block, experts in zip(reversed(blocks), reversed(chosen), strict=True):
-        compute(store, block, backward=True)
-        backward += [compute(store, each, backward=True) for each in reversed(experts)]
-    store.trace.end_cycle()
-    return forward, backward
-
-
-@pytest.mark.parametrize("slots", [5, 30])
-def test_forward_fetches_what_is_announced_and_backward_what_forward_chose(
-    slots: int, make_homes: Callable[..., Homes]
-) -> None:
-    homes = make_homes(slots * PAGE_NBYTES, in_files=True)
-    store, blocks, experts = with_tables(homes, 3, 6, prefetch=2)
-    step(store, blocks, [some[:3] for some in experts], announces=True)
-    chosen = [[some[number] for number in (5, 1, 4)] for some in experts]
-    for each in homes.states:
-        each.settle()
-    forward, backward = step(store, blocks, chosen, announces=True)
-    assert all(forward + backward)
-    forward, backward = step(store, blocks, [some[2::-1] for some in experts], announces=False)
-    assert all(backward)
-    assert all(forward) == (slots == 30), "nothing is guessed"
-
-
-def test_no_part_is_fetched_that_no_pass_chose(make_homes: Callable[..., Homes]) -> None:
-    homes = make_homes(8 * PAGE_NBYTES, in_files=True)
-    store, blocks, experts = with_tables(homes, 3, 6, prefetch=4)
-    for number in range(6):  # others each time
-        chosen = [[some[number], some[(number + 3) % 6]] for some in experts]
-        homes.pool.traffic.filled_nbytes = 0
-        step(store, blocks, chosen, announces=number % 2 == 0)
-        # six experts and three layers, once if what backward needs had stayed, or twice
-        assert homes.pool.traffic.filled_nbytes <= 2 * 9 * PAGE_NBYTES
-
-
-def test_announced_parts_that_found_no_room_come_when_there_is_some(
-    make_homes: Callable[..., Homes],
-) -> None:
-    homes = make_homes(3 * PAGE_NBYTES, in_files=True)
-    store, (block,), (experts,) = with_tables(homes, 1, 6, prefetch=1)
-    compute(store, block)
-    store.announce(experts)
-    there = [each.state.residency() is not Residency.ABSENT for each in experts]
-    assert there == [True, True, False, False, False, False]  # and the layer itself stays
-    assert block.state.residency() is not Residency.ABSENT
-    for each in experts:
-        each.state.settle()
-        assert compute(store, each)
-    assert block.state.residency() is not Residency.ABSENT
-
-
-def test_what_a_failed_call_announced_is_not_expected_by_the_next(
-    make_homes: Callable[..., Homes],
-) -> None:
-    homes = make_homes(2 * PAGE_NBYTES, in_files=True)
-    store, (block,), (experts,) = with_tables(homes, 1, 3, prefetch=1)
-    step(store, [block], [experts], announces=True)
-    store.fetcher.begin_forward()
-    compute(store, block)
-    store.announce(experts)
-    expected = [store.fetcher.next_use(each.index) for each in experts]
-    assert expected == sorted(expected)
-    assert expected[-1] < 0 <= store.trace.next_use(block.index)
-    store.fetcher.begin_forward()
-    assert all(store.fetcher.next_use(each.index) >= 0 for each in experts)

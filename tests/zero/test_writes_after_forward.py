@@ -61,34 +61,3 @@ def test_a_write_leaves_graphs_alone_that_saved_other_parameters_of_the_group(
         assert x.grad is not None
         assert mine.grad is not None
         assert torch.equal(mine.grad, x.grad)
-
-
-class Around(nn.Module):
-    """Calls the modules inside a unit, and never the unit: as PEFT's models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = two().requires_grad_(False)
-        self.gain = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner[2](self.inner[1](self.inner[0](x * self.gain)))
-        return y
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_weight_in_a_unit_that_is_never_called_can_be_replaced_while_a_graph_lives(
-    tmp_path: Path, placement: str
-) -> None:
-    keys: dict[str, Any] = {"groups": {"blocks": ["Sequential"]}}
-    plain, x = seeded(Around), torch.ones(2, 4)
-    plain.inner[0].weight.data = plain.inner[0].weight.data * 2
-    with offload.initialize(
-        seeded(Around), config(tmp_path, PLACEMENTS[placement], **keys)
-    ) as engine:
-        model: Any = engine.module
-        held = model(x)
-        model.inner[0].weight.data = model.inner[0].weight.data * 2
-        assert torch.equal(model(x).detach(), plain(x).detach())
-        with pytest.raises(ModifiedError, match=r"inner\.0\.weight.*\.data was set"):
-            held.sum().backward()
