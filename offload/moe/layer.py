@@ -9,6 +9,7 @@ tokens, experts and places of an expert (MegaBlocks, Gale et al., 2022, does wit
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ from offload.moe.gate import Gate, GateOptions
 from offload.moe.gating import Routing
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.recompute.random_state import RandomState, default_generators
+
+_log = logging.getLogger("offload")
 
 MakeExpert = Callable[[], nn.Module]
 
@@ -93,6 +96,7 @@ class MoE(nn.Module):
         self.k = k
         self.ep_size = ep_size
         self.use_residual = use_residual
+        self._told = False
         make = _maker(expert)
         self.gate = Gate(hidden_size, options)
         here = num_experts // ep_size
@@ -139,6 +143,7 @@ class MoE(nn.Module):
         if self.ep_size == 1:
             return self.experts.compute(x, counts)
         self._refuse_ddp()
+        self._tell_without_engine()
         exchange = Exchange(counts, expert_groups(self.ep_size).expert, x.device)
         return exchange.back(self.experts.compute(exchange.there(x), exchange.counts))
 
@@ -152,6 +157,16 @@ class MoE(nn.Module):
                 f"MoE: ep_size is {self.ep_size}, and DistributedDataParallel makes the experts of "
                 "all ranks equal; train with offload.initialize, or set ep_size=1"
             )
+
+    def _tell_without_engine(self) -> None:
+        """Warn once where no engine trains the layer: a loop may average gradients by itself."""
+        if not self._told and torch.is_grad_enabled() and self.experts.on_chosen is None:
+            self._told = True
+            _log.warning(
+                "MoE: ep_size is %d, and no engine trains this model: nothing averages gradients "
+                "over ranks; use offload.initialize, or average them before each step, those of "
+                "experts over the ranks that have the same ones", self.ep_size,
+            )  # fmt: skip
 
     def _check(self, x: Tensor, used: Tensor | None) -> None:
         if not x.is_floating_point() or not x.ndim or x.shape[-1] != self.hidden_size:

@@ -5,5 +5,5 @@ knows the tensors of a weight, and computes the values that the library computes
     parts.py                the tensors of one weight, checked before any of them is read
     matrix.py               a weight in codes, read piece by piece
     compressed_tensors.py, gptq.py, awq.py, bitsandbytes.py
-    writing.py, grouped.py  a weight that is to be written; codes before a format packs them
+    writing.py              a weight that is to be written, and its codes before a format packs them
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -132,4 +133,19 @@ def errors() -> list[str]:
         model.load_state_dict({**model.state_dict(), "layers.0.experts.8.0.weight": torch.ones(1)})
     except RuntimeError as error:
         said.append(str(error))
+    return said
+
+
+def warnings() -> list[str]:
+    """What is logged without an engine: before training, and in two forwards of it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offload").addHandler(handler)
+    model = net(ep_size=2)
+    with torch.no_grad():
+        model(x_of(0, 0))
+    said.append("training")
+    for _ in range(2):
+        model(x_of(0, 0))
     return said

@@ -21,6 +21,7 @@ from tests.moe.parallel_programs import (
     load_and_save,
     net,
     run_cases,
+    warnings,
     x_of,
 )
 from tests.ranks.processes import run_ranks
@@ -126,3 +127,10 @@ def test_sizes_that_do_not_fit_are_named(tmp_path: Path) -> None:
         assert "layers.0.experts.8.0.weight" in said[5]
     with pytest.raises(ConfigError, match="no process group"):
         MoE(WIDTH, expert, num_experts=EXPERTS, ep_size=2)
+
+
+def test_a_loop_without_an_engine_is_told_once_per_layer_to_average(tmp_path: Path) -> None:
+    for said in run_ranks(2, tmp_path, warnings):
+        assert said[0] == "training"
+        assert len(said) == 3
+        assert "nothing averages gradients over ranks; use offload.initialize" in said[1]
