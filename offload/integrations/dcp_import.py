@@ -90,6 +90,10 @@ class _DcpFolder:
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor, put together from the parts that ranks have written."""
         key, found = self.weights[name]
+        if sum(chunk.sizes.numel() for chunk in found.chunks) != found.size.numel():
+            raise CheckpointError(
+                f"{self._path}: {plain(key, 200)}: its parts do not make a whole; {_REMEDY}"
+            )
         value = torch.empty(found.size, dtype=found.properties.dtype)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         with refusals(f"{self._path}: {plain(key, 200)}", "cannot be read", _REMEDY):

@@ -58,6 +58,8 @@ class Maker:
         ticks = _ticks(self.pid, proc)
         if self.space != _space(proc) or _UNKNOWN in (self.space, self.ticks, ticks):
             return Life.UNKNOWN
+        if ticks is None and _is_hidden(self.pid):
+            return Life.UNKNOWN
         return Life.ALIVE if ticks == self.ticks else Life.DEAD
 
 
@@ -89,6 +91,17 @@ def _space(proc: Path) -> int:
         return int(re.sub(r"\D", "", os.readlink(proc / "self/ns/pid")) or _UNKNOWN)
     except OSError:
         return _UNKNOWN
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process lives that /proc does not show (mounted with hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user; no pid at all
+        return True
+    return True
 
 
 def _ticks(pid: int, proc: Path) -> int | None:

@@ -78,6 +78,19 @@ def test_a_damaged_part_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [where]
 
 
+def test_parts_that_do_not_make_a_whole_are_refused(tmp_path: Path) -> None:
+    where = tmp_path / "dcp"
+    dcp.save({"model": {"x": torch.ones(4)}}, checkpoint_id=where)
+    metadata = pickle.loads((where / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.x"].chunks[:] = [
+        ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+    ]
+    (where / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"model\.x: its parts do not make a whole"):
+        import_dcp(where, tmp_path / "out.safetensors")
+    assert sorted(tmp_path.iterdir()) == [where]
+
+
 def test_the_command(tmp_path: Path) -> None:
     dcp.save({"model": seeded(Net).state_dict()}, checkpoint_id=tmp_path / "dcp")
     command = ["checkpoint", "import-dcp", str(tmp_path / "dcp"), str(tmp_path / "o.safetensors")]

@@ -58,6 +58,7 @@ def test_what_cannot_be_seen_from_here_is_not_dead(proc: Path) -> None:
     assert replace(gone, ticks=0).life(is_local=True, proc=proc) is Life.UNKNOWN
     elsewhere = replace(gone, boot="89abcdef")  # another machine, or before a restart
     assert replace(elsewhere, boot="0" * 8).life(is_local=True, proc=proc) is Life.UNKNOWN
+    assert replace(gone, pid=1).life(is_local=True, proc=proc) is Life.UNKNOWN  # hidden
     assert elsewhere.life(is_local=False, proc=proc) is Life.UNKNOWN
     assert elsewhere.life(is_local=True, proc=proc) is Life.DEAD
     assert Maker.here(proc / "nothing").life(is_local=True, proc=proc / "nothing") is Life.UNKNOWN
