@@ -147,7 +147,6 @@ class MetaInitialiser:
                 self._of.setdefault(id(owner.module), []).append(entry)
         self._names: dict[int, str] = {}
         self._around: dict[int, list[nn.Module]] = {}  # a module and those around it, inside first
-        self._called: dict[nn.Module, bool] = {}  # models: whether it called its `_init_weights`
         self._note(model, "", [])
 
     def _note(self, module: nn.Module, name: str, around: list[nn.Module]) -> None:
@@ -297,39 +296,20 @@ class MetaInitialiser:
             yield call, counts
 
     def _refuse_uncalled(self, entry: Entry, module: nn.Module) -> None:
-        """Refuse a tensor of an `_init_weights` that the constructor may not have called."""
-        for model, needed in self._needed_writes(entry, module):
-            if entry.version < needed and not self._has_called(model):
-                raise UnsupportedError(
-                    f"{type(model).__name__}._init_weights: its constructor wrote to {entry.name} "
-                    "only as often as reset_parameters() does, so that it is not clear whether it "
-                    f"called _init_weights; {_REMEDY}"
-                )
-
-    def _has_called(self, model: nn.Module) -> bool:
-        """Return whether some tensor was written as often as a call of its `_init_weights` adds."""
-        if model not in self._called:
-            self._called[model] = any(
-                entry.version >= needed
-                for inner in model.modules()
-                for entry in self._of.get(id(inner), ())
-                for by, needed in self._needed_writes(entry, inner) if by is model
-            )  # fmt: skip
-        return self._called[model]
-
-    def _needed_writes(
-        self, entry: Entry, module: nn.Module
-    ) -> Iterator[tuple[nn.Module, float]]:  # fmt: skip
-        """Yield the models whose `_init_weights` writes to a tensor that the module's own
-        reset_parameters wrote to, and how often it is written with that."""
-        if not (entry.version and entry.is_meta and entry.is_alone):
+        """Refuse a tensor of an `_init_weights` that the constructor may not have called for it."""
+        if not (entry.version and entry.is_alone):
             return
-        own: float = 0
+        own: float = 0  # writes by the module's own reset_parameters
         for call, counts in self._counted(module, [entry]):
+            count = counts[entry]
             if call.model is None:
-                own += counts[entry] if call.module is module else 0
-            elif own and counts[entry] and counts[entry] != math.inf:
-                yield call.model, own + counts[entry]
+                own += count if call.module is module else 0
+            elif own and 0 < count < math.inf and entry.version < own + count:
+                raise UnsupportedError(
+                    f"{type(call.model).__name__}._init_weights: its constructor wrote to "
+                    f"{entry.name} only as often as reset_parameters() does, so that it is not "
+                    f"clear whether it called _init_weights; {_REMEDY}"
+                )
 
     def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, Made]:
         """Initialise a module's own tensors."""
