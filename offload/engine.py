@@ -278,12 +278,9 @@ class Engine(TieredModel):
         self, group: ParamGroup, first: WeightInitialisation
     ) -> Callable[[ParamSpec], torch.Tensor]:
         """Return a group's first values; ranks that share the group get those of the first one."""
-        value, ranks = super()._values_of(group, first), self._ranks
-        if group.ep_size > 1:
-            assert self._runtime is not None, "made just before"
-            experts = self._runtime.rank_work.experts
-            ranks = None if experts is None else experts.ranks
-        if ranks is None:
+        assert self._runtime is not None, "made just before"
+        value, ranks = super()._values_of(group, first), self._runtime.rank_work.of(group.ep_size)
+        if not ranks.has_others:
             return value
         params = group.layout.params
         agreed = ranks.as_on_first([value(spec) for spec in params])

@@ -423,13 +423,8 @@ class GradientHandles:
             start = state.parts[index].start
             whole[start : start + mine.numel()] = mine.reshape(-1)
         name = f"{spec.name}.grad"
-        combined = self._ranks_of(state).combine(whole, name)
+        combined = self._rank_work.of(state.group.ep_size).combine(whole, name)
         return combined.to(DTYPE_OF[gradients.format]).view(spec.shape)
-
-    def _ranks_of(self, state: OptimizerState) -> RankWork:
-        """Return the ranks with other parts of the gradient."""
-        work = self._rank_work
-        return work.experts if state.group.ep_size > 1 and work.experts is not None else work
 
     @property
     def _loss_scale(self) -> float:
@@ -449,7 +444,8 @@ class GradientHandles:
 
     def _note(self, source: GradientSource, what: str) -> None:
         if self._is_shared(source.key):
-            self._ranks_of(source.state).note(f"{source.name} {what}")
+            work = self._rank_work.of(source.state.group.ep_size)
+            work.note(f"{source.name} {what}")
 
     def scale(self, source: GradientSource, factor: float) -> None:
         if factor == 1.0:  # clipping to infinity only asks for the norm

@@ -157,10 +157,9 @@ class WeightStore:
                 index, plan.name, numel, lambda: fetcher.next_use(index), edge, stride
             )
 
-        ranks = self.ranks if plan.shape.ep_size == 1 else self.ranks.experts
-        if ranks is None or layout.is_stored:  # experts that no other rank has, or see above
+        if layout.is_stored:  # see above
             return make(layout.numel, layout.edge, None)
-        return ranks.parameters(
+        return self.ranks.of(plan.shape.ep_size).parameters(
             make,
             layout,
             lambda: this.groups[index].is_entered,

@@ -67,11 +67,8 @@ class ParameterValues(WeightValues):
                 self._master(chunk) if field == "master"
                 else chunk.record_format.read_state(chunk.arrays, field, chunk.here)
             )  # fmt: skip
-        whole = torch.from_numpy(out)
-        work = self._runtime.rank_work
-        ranks = work if group.ep_size == 1 else work.experts
-        if ranks is not None:  # else no other rank has a part
-            whole = ranks.combine(whole, f"{field} of {spec.name}")
+        ranks = self._runtime.rank_work.of(group.ep_size)
+        whole = ranks.combine(torch.from_numpy(out), f"{field} of {spec.name}")
         return like(param, whole.view(spec.shape))
 
     def part_of(self, param: nn.Parameter) -> slice:

@@ -48,7 +48,11 @@ class RankWeights:
     sharding: Sharding = ALONE
     rank = 0
     has_others = False
-    experts: SharedWeights | None = None  # of those that are spread: with which ranks
+
+    def of(self, ep_size: int) -> RankWeights:
+        """Return the ranks that share a group: of experts that are spread over `ep_size` ranks
+        those that have the same ones."""
+        return self if ep_size == 1 else RankWeights()
 
     def parameters(
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
@@ -76,6 +80,10 @@ class RankWeights:
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:
         """Return every rank's numbers, one row each (see `Ranks.exchange`)."""
         return np.array([numbers])
+
+    def as_on_first(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the first rank's values of each tensor."""
+        return tensors
 
     def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """Return the whole tensor, of which each rank passes its part and zeros for the rest."""
@@ -169,6 +177,9 @@ class SharedWeights(RankWeights):
 
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:
         return self.ranks.exchange(numbers, what)
+
+    def as_on_first(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self.ranks.as_on_first(tensors)
 
     def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
         return self.ranks.combine(part, name)

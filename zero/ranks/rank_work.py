@@ -23,10 +23,11 @@ from offload.zero.ranks.sharding import Part
 class RankWork(RankWeights):
     """The ranks that train a model together; this base class is a single rank."""
 
-    experts: SharedWork | None = None
-
     def __init__(self) -> None:
         self.reductions = Reductions()
+
+    def of(self, ep_size: int) -> RankWork:
+        return self
 
     def refresh_updated(self) -> None:
         """Call `refresh` for groups that the step in progress updates, in the order of use."""
@@ -50,9 +51,9 @@ class RankWork(RankWeights):
 class SharedWork(SharedWeights, RankWork):
     """This rank's side of all collectives.
 
-    `experts` is the same of experts that are spread over ranks, where some ranks have the same
-    ones: with processes and threads of its own. Their gradients are summed here and reduced in the
-    step, since which of them come in backward, and when, depends on tokens.
+    Those of experts that are spread over ranks, where some ranks have the same ones, have process
+    groups and threads of their own. Their gradients are summed here and reduced in the step, since
+    which of them come in backward, and when, depends on tokens.
     """
 
     def __init__(
@@ -65,17 +66,20 @@ class SharedWork(SharedWeights, RankWork):
         self._reduce_dtype = reduce_dtype
         self._exchanges_tokens = ep_size > 1
         same = ranks.same_experts(ep_size) if ep_size > 1 else None
-        if same is not None:
-            self.experts = SharedWork(same, memory, dtype, reduce_dtype)
+        self._experts = (
+            RankWork() if same is None else SharedWork(same, memory, dtype, reduce_dtype)
+        )
         self._memory = memory
         self._reduced: list[ReducedGradients] = []
         self.reductions = Reductions()  # until `reduce`
 
+    def of(self, ep_size: int) -> RankWork:
+        return self if ep_size == 1 else self._experts
+
     # ---------------------------------------------------------------- passes
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
         super().watch(groups, trace)
-        if self.experts is not None:
-            self.experts.watch(groups, trace)
+        self._experts.watch(groups, trace)
 
     def use(self, group: ParamGroup, *, backward: bool) -> None:
         if backward:
@@ -87,8 +91,7 @@ class SharedWork(SharedWeights, RankWork):
 
     def refresh_updated(self) -> None:
         self.refresh(self._groups[index] for index in self.reductions.forward_order)
-        if self.experts is not None:
-            self.experts.refresh_updated()
+        self._experts.refresh_updated()
 
     def gradients(
         self, index: int, part: Part, own: GradientAccumulator,
@@ -106,10 +109,10 @@ class SharedWork(SharedWeights, RankWork):
             wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
         made.exchanges_tokens = self._exchanges_tokens
-        if self.experts is not None:
-            theirs = self.experts.reduce(dtype, wait_for_complete_groups=wait_for_complete_groups)
-            theirs.synchronising = False
-            made.experts = theirs
+        made.experts = self._experts.reduce(
+            dtype, wait_for_complete_groups=wait_for_complete_groups
+        )
+        made.experts.synchronising = False
         self.reductions = made
         return made
 
@@ -117,11 +120,9 @@ class SharedWork(SharedWeights, RankWork):
         self.ranks.note(what)
 
     def moved_nbytes(self) -> dict[str, int]:
-        found = super().moved_nbytes()
-        theirs = {} if self.experts is None else self.experts.moved_nbytes()
+        found, theirs = super().moved_nbytes(), self._experts.moved_nbytes()
         return {name: nbytes + theirs.get(name, 0) for name, nbytes in found.items()}
 
     # ---------------------------------------------------------------- ending
     def orders(self) -> list[OrderedWork]:
-        theirs = [] if self.experts is None else self.experts.orders()
-        return [*self.reductions.orders(), *theirs, *super().orders()]
+        return [*self.reductions.orders(), *self._experts.orders(), *super().orders()]

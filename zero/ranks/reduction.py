@@ -242,7 +242,7 @@ class SharedReductions(Reductions):
         reduced, so it should not be reduced before all its gradients are there."""
         self._groups = groups
         self._of = {group.index: group for group in groups}
-        self.experts: Reductions | None = None  # among the ranks with the same ones
+        self.experts = Reductions()  # among the ranks with the same ones
         # Within backward ranks wait for each other's tokens. One that waited here for a group that
         # another rank does not use would never come to send them; so more buckets are taken, as
         # many as there is memory for.
@@ -337,8 +337,7 @@ class SharedReductions(Reductions):
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
         group = self._of.get(group_index)
         if group is None:  # an expert that other ranks do not have, or some
-            if self.experts is not None:
-                self.experts.clear(group_index, indices)
+            self.experts.clear(group_index, indices)
             return
         for index in indices:
             if group.had[index]:
@@ -455,8 +454,7 @@ class SharedReductions(Reductions):
         self._take_over(self._ranks.exchange(self._what_is_here(), what, name))
         for group in self._groups:
             group.landed.wait()
-        if self.experts is not None:  # not before: it has the same workspace
-            self.experts.agree(use, name)
+        self.experts.agree(use, name)  # not before: it has the same workspace
 
     def _what_is_here(self) -> list[int]:
         present = [int(passes > 0) for group in self._groups for passes in group.passes]
@@ -513,8 +511,7 @@ class SharedReductions(Reductions):
             self._ranks.note("all gradients are cleared")
         self._kept_passes = False
         self._arrivals.clear()
-        if self.experts is not None:
-            self.experts.discard()
+        self.experts.discard()
 
     def all_squares(self, squares: list[float]) -> np.ndarray:
         return self._ranks.exchange_sums(squares)
@@ -522,7 +519,7 @@ class SharedReductions(Reductions):
     def await_progress(self, *, in_backward: bool) -> bool:
         if self._thread.await_oldest():
             return True
-        if self.experts is not None and self.experts.await_progress(in_backward=False):
+        if self.experts.await_progress(in_backward=False):
             return True
         left = self._order[self._place :]
         if not in_backward or self._issuing:

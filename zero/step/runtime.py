@@ -227,9 +227,6 @@ class Runtime:
             # of an expert the sum over `ep_size` ranks' tokens comes here, and no average
             1.0 / ep_size,
         )  # fmt: skip
-        work = self.rank_work if ep_size == 1 else self.rank_work.experts
-        if work is None:  # no other rank has the expert
-            return own
         layout = part.layout
 
         def local() -> GradientAccumulator:
@@ -242,7 +239,9 @@ class Runtime:
                 self._run_blocks,
             )  # fmt: skip
 
-        return work.gradients(index, part, own, local, lambda: self.groups[index].wait_for_update())
+        return self.rank_work.of(ep_size).gradients(
+            index, part, own, local, lambda: self.groups[index].wait_for_update()
+        )
 
     def start(self, model: nn.Module, values: Values, owner: object) -> None:
         """Install the hooks: from here on `model` trains through this runtime, and keeps its
