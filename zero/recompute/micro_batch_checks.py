@@ -1,4 +1,4 @@
-"""Refuses blocks that micro-batches cannot split.
+"""Splits the arguments of a block into pieces, and refuses blocks that cannot be split.
 
 A batch norm is known by its class. Every other block is compared with itself, once in each mode, by
 running it without a trace: two pieces together have to give what each gives alone. One that draws
@@ -13,7 +13,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -80,26 +81,40 @@ def refuse_outer_checkpoint(unit: Unit) -> None:
         )
 
 
+# ---------------------------------------------------------------- pieces
+class Pieces:
+    """The arguments of a block, piece by piece. Tensors whose first dimension is the batch are
+    split (by views), everything else goes to every piece."""
+
+    def __init__(
+        self, leaves: Sequence[Any], structure: pytree.TreeSpec, batch: int, count: int
+    ) -> None:
+        self.leaves = leaves
+        self.structure = structure
+        self.batch = batch
+        bounds = [batch * number // count for number in range(count + 1)]
+        self.spans = [slice(lo, hi) for lo, hi in pairwise(bounds)]
+        self.split = [
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+            for leaf in leaves
+        ]
+
+    def call(self, number: int, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """Return (args, kwargs) of one piece, from whole leaves."""
+        return self._call(self.spans[number], leaves)
+
+    def pair(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """Return (args, kwargs) of the first two pieces together."""
+        return self._call(slice(0, self.spans[1].stop), leaves)
+
+    def _call(self, span: slice, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        pairs = zip(leaves, self.split, strict=True)
+        chosen = [leaf[span] if split else leaf for leaf, split in pairs]
+        args, kwargs = pytree.tree_unflatten(chosen, self.structure)
+        return args, kwargs
+
+
 # ---------------------------------------------------------------- mixing of samples
-class Pieces(Protocol):
-    """The arguments of a block, piece by piece."""
-
-    @property
-    def leaves(self) -> Sequence[Any]: ...
-
-    @property
-    def spans(self) -> Sequence[slice]: ...
-
-    @property
-    def split(self) -> Sequence[bool]:
-        """Whether each of the leaves is split."""
-        ...
-
-    def call(self, number: int, leaves: Sequence[Any]) -> tuple[Any, Any]: ...
-
-    def pair(self, leaves: Sequence[Any]) -> tuple[Any, Any]: ...
-
-
 Run = Callable[[tuple[Any, Any]], Any]
 
 

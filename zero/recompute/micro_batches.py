@@ -29,7 +29,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -44,6 +43,7 @@ from offload.zero.groups.discovery import Unit
 from offload.zero.hooks.forwards import ReplacedForward
 from offload.zero.recompute.micro_batch_checks import (
     SMALLER_BATCHES,
+    Pieces,
     check_joinable,
     refuse_batch_norm,
     refuse_chosen_gradients,
@@ -130,7 +130,7 @@ class _BatchedBlock(ReplacedForward):
         if not training and self._check is not None:
             self._check(self.unit.name, args, kwargs)
         self._refuse_objects(leaves)
-        pieces = _Pieces(leaves, structure, batch, self.count)
+        pieces = Pieces(leaves, structure, batch, self.count)
         self._refuse_mixing_once(pieces)
         if not training:
             return self._in_turn(pieces)
@@ -141,7 +141,7 @@ class _BatchedBlock(ReplacedForward):
         whole.outputs = list(_OverPieces.apply(self, pieces, whole, needed, *tensors))
         return whole.result()
 
-    def _in_turn(self, pieces: _Pieces) -> Any:
+    def _in_turn(self, pieces: Pieces) -> Any:
         """Compute one piece after the other, without a graph."""
         whole = _Whole(pieces.batch)
         for number in range(self.count):
@@ -181,7 +181,7 @@ class _BatchedBlock(ReplacedForward):
             raise UnsupportedError(f"{self.unit.name}: no tensor is given to the block to split")
         return sizes[0]
 
-    def _refuse_mixing_once(self, pieces: _Pieces) -> None:
+    def _refuse_mixing_once(self, pieces: Pieces) -> None:
         """Compare once per mode of its modules and choice of arguments that are split."""
         mode = (*(each.training for each in self.unit.module.modules()), *pieces.split)
         if self._alone is not None and mode not in self._alone:
@@ -191,38 +191,6 @@ class _BatchedBlock(ReplacedForward):
 
 class _Call:
     """One call of a block whose backward is still to come, or was given up with its graph."""
-
-
-class _Pieces:
-    """The arguments of a block, piece by piece. Tensors whose first dimension is the batch are
-    split (by views), everything else goes to every piece."""
-
-    def __init__(
-        self, leaves: Sequence[Any], structure: pytree.TreeSpec, batch: int, count: int
-    ) -> None:
-        self.leaves = leaves
-        self.structure = structure
-        self.batch = batch
-        bounds = [batch * number // count for number in range(count + 1)]
-        self.spans = [slice(lo, hi) for lo, hi in pairwise(bounds)]
-        self.split = [
-            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
-            for leaf in leaves
-        ]
-
-    def call(self, number: int, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        """Return (args, kwargs) of one piece, from whole leaves."""
-        return self._call(self.spans[number], leaves)
-
-    def pair(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        """Return (args, kwargs) of the first two pieces together."""
-        return self._call(slice(0, self.spans[1].stop), leaves)
-
-    def _call(self, span: slice, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        pairs = zip(leaves, self.split, strict=True)
-        chosen = [leaf[span] if split else leaf for leaf, split in pairs]
-        args, kwargs = pytree.tree_unflatten(chosen, self.structure)
-        return args, kwargs
 
 
 @dataclass(slots=True)
@@ -236,7 +204,7 @@ class _Whole:
     outputs: list[torch.Tensor] = field(default_factory=list)
 
     def put(
-        self, number: int, pieces: _Pieces, output: tuple[list[Any], pytree.TreeSpec], name: str
+        self, number: int, pieces: Pieces, output: tuple[list[Any], pytree.TreeSpec], name: str
     ) -> list[torch.Tensor]:
         """Copy a piece's outputs, which are flattened, to their place; its tensors.
         UnsupportedError for others than tensors that are not the same for every piece."""
@@ -308,7 +276,7 @@ class _OverPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, block: _BatchedBlock, pieces: _Pieces, whole: _Whole, needed: torch.Tensor,
+        ctx: Any, block: _BatchedBlock, pieces: Pieces, whole: _Whole, needed: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
@@ -361,7 +329,7 @@ class _OverPieces(torch.autograd.Function):
 
 
 def _entered(
-    pieces: _Pieces, number: int, differentiable: Sequence[int], sink: list[_InputGradients]
+    pieces: Pieces, number: int, differentiable: Sequence[int], sink: list[_InputGradients]
 ) -> tuple[Any, Any]:
     """Return one piece's (args, kwargs), with differentiable inputs at the start of a new graph."""
     span = pieces.spans[number]
