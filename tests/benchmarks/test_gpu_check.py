@@ -10,9 +10,7 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,10 @@ import pytest
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Check, Wanted, run_all, succeeded
-from benchmarks.gpu_page import render
 from benchmarks.gpu_parts import Outcome, Status
 from benchmarks.gpu_sizes import GIB, STEPS
-from benchmarks.gpu_step import row_of
-from offload.bench.record import Kind, Record
 from offload.config import OffloadConfig
-from tests.benchmarks.gpu_check_cases import H200, chosen, solved_once
+from tests.benchmarks.gpu_check_cases import H200, solved_once
 
 __all__ = ["solved_once"]
 
@@ -261,14 +256,6 @@ def test_a_peer_that_fails_does_not_fail_the_check(run: Any) -> None:
     assert "out of memory" in page
 
 
-def test_a_peer_that_cannot_compile_is_not_run(run: Any) -> None:
-    broken = Outcome("deepspeed", Status.FAILED, 3.0, 60.0, "no nvcc")
-    check, record, _ = run(peer=True, deepspeed=broken)
-    assert succeeded(check.outcomes.values())
-    assert list(record["details"]["cases"]) == ["step", "step:spill"]
-    assert check.outcomes["step:deepspeed"].note == "no nvcc"
-
-
 def test_only_the_parts_and_the_model_that_were_asked_for(run: Any) -> None:
     _, record, _ = run(Wanted(parts=("step",), model="1.5 B"))
     assert [part["name"] for part in record["details"]["parts"]] == [
@@ -280,55 +267,4 @@ def test_only_the_parts_and_the_model_that_were_asked_for(run: Any) -> None:
     assert record["details"]["cases"]["step"]["shape"]["name"] == "1.5 B"
 
 
-def test_a_part_for_which_no_time_is_left_is_left_out(run: Any, tmp_path: Path) -> None:
-    check = gpu_check.begin(tmp_path / "late.json", tmp_path)
-    check.deadline = time.monotonic() + 5
-    assert check.run("kernels", {}, 60).status is Status.LEFT_OUT
-    assert f"5 s were left of {gpu_check.TOTAL_S:.0f}" in (tmp_path / "late.md").read_text()
-
-
-def test_without_transformers_its_part_is_left_out(run: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(gpu_check, "_TRANSFORMERS", "a_library_that_nobody_has")
-    check, _, page = run()
-    assert check.outcomes["inference"].status is Status.LEFT_OUT
-    assert "pip install 'offload[hf]'" in page
-
-
 # ---------------------------------------------------------------- the page
-def test_a_record_as_markdown() -> None:
-    case = dataclasses.replace(chosen(H200), batch=16)
-    parts = [
-        {"name": name, "status": "done", "seconds": 1.4, "note": "", "result": GOOD[name]}
-        for name in ("tests", "kernels", "copies", "step")
-    ]
-    details = {
-        "date": "2026-01-02 03:04 UTC", "machine": dataclasses.asdict(H200), "parts": parts,
-        "cases": {"step": {**dataclasses.asdict(case), "label": "ours, 8 B"}},
-    }  # fmt: skip
-    rows = [
-        row_of("ours, 8 B", Kind.OURS, case, STEP, H200),
-        row_of("theirs, 8 B", Kind.PEER, case, {**STEP, "seconds": [9.0, 9.0]}, H200),
-    ]
-    record = Record(
-        "gpu", {}, rows, notes=["step: a | b"], details=details, machine=HARDWARE
-    )  # fmt: skip
-    record.compare("ours, 8 B", "theirs, 8 B", "tokens_per_s")
-    lines = render(record).splitlines()
-    assert lines[0] == "# GPU check: NVIDIA H200, 139.0 GiB"
-    assert "- software: python 3.12.3, torch 2.11.0, cuda 13.0, triton 3.6.0, kernel 6.1" in lines
-    assert "40 passed, 0 failed, 2 skipped, in 8 processes." in lines
-    assert "| ours | adamw \\| split | 0.250 | 4000 |" in lines
-    assert "| adamw \\| split / copy | bytes/s | 1.000 | 0.75 .. 1.25 |  |" in lines
-    assert any(line.startswith("| limit | raw, host to device |") for line in lines)
-    (line,) = [line for line in lines if line.startswith("| ours | ours, 8 B |")]
-    shown = ["4.50", f"{case.predicted_s:.2f}", "4.00 .. 5.00", f"{16 * 1024 / 4.5:.0f}"]
-    assert line.split(" | ")[2:6] == shown
-    assert "| ours, 8 B / theirs, 8 B | tokens/s | 2.000 |  |  |" in lines
-    (said,) = [line for line in lines if line.startswith("- step: 8.03 G parameters")]
-    for name in ("compute", "link", "bus"):
-        assert f"bound by {name}, s: " in said
-    assert "bytes moved per least possible: host to device 0.00" in said
-    assert "- step: a \\| b" in lines
-    for previous, line in pairwise(lines):
-        if line.startswith("|") and previous.startswith("|"):
-            assert line.replace("\\|", "").count("|") == previous.replace("\\|", "").count("|")

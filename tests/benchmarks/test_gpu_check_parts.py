@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_tests
 from benchmarks.gpu_parts import Outcome, Status, run_part, run_program
-from benchmarks.gpu_tests import gpu_test_files, run_files
-
-REPOSITORY = Path(__file__).parents[2]
+from benchmarks.gpu_tests import run_files
 
 
 # ---------------------------------------------------------------- parts
@@ -32,16 +29,6 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outc
         return run_program("part", "a_part:run", {}, limit_s, folder)
 
     return run
-
-
-def test_a_part_that_answers_is_done(ended: Any) -> None:
-    outcome = ended("print('compiling')\nparent.answer({'found': 3})")
-    assert (outcome.status, outcome.result) == (Status.DONE, {"found": 3})
-
-
-def test_an_answer_larger_than_a_pipe_arrives_whole(ended: Any) -> None:
-    outcome = ended("parent.answer({'found': 'x' * 300_000})")
-    assert (outcome.status, outcome.result) == (Status.DONE, {"found": "x" * 300_000})
 
 
 @pytest.mark.parametrize(
@@ -158,19 +145,3 @@ def test_tests_that_do_not_get_to_their_end_are_named(
     tests = run_files(tmp_path, [file], 1, limit_s, tmp_path)
     assert not tests.ok
     assert fragment in json.dumps(tests.to_dict())
-
-
-def test_a_test_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_tests, "_HANG_S", 1)
-    file = tmp_path / "test_some.py"
-    file.write_text(f"{GPU_TESTS}def test_hangs():\n    time.sleep(600)\n")
-    (broken,) = run_files(tmp_path, [file], 1, 120, tmp_path).broken
-    assert "test_some.py::test_hangs" in broken
-
-
-def test_the_files_with_gpu_tests_are_found() -> None:
-    names = {path.name for path in gpu_test_files(REPOSITORY)}
-    assert {"test_triton_optimizer.py", "test_triton_gradients.py", "test_gpu.py"} <= names
-    assert {"test_parity.py", "test_loops.py", "test_paged.py"} <= names
-    assert "test_planner.py" not in names
-    assert "test_config.py" not in names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks.generation import dispatch
 from benchmarks.gpu_bits import Generation
 from offload.zero.groups.group import ParamGroup
 from tests.offload.order_cases import on_a_checked_device
@@ -54,20 +52,3 @@ def test_logits_that_differ_are_named(generation: Generation, monkeypatch: Any) 
     monkeypatch.setattr(generation, "_plain", lambda values: changed(generation._model))
     found = generation.check({"parameters": "nvme"})
     assert found.startswith("the logits of token 2 are not the same: up to 0.5")
-
-
-def test_quick_values_are_one_block_repeated_and_norms_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.generation._PATTERN_NUMEL", 1001)
-    config = {
-        "device": "cpu", "precision": "bf16", "placement": {"parameters": "host"},
-        "budget": {"host": "16MiB"},
-    }  # fmt: skip
-    with ExitStack() as stack:
-        values = dispatch("small", config, stack).state_dict()
-    assert torch.equal(values["model.norm.weight"], torch.ones(256, dtype=torch.bfloat16))
-    for name in ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"):
-        flat = values[name].flatten()
-        assert torch.equal(flat[:1001], flat[1001:2002])
-        assert flat.float().std().item() == pytest.approx(0.02, rel=0.1)

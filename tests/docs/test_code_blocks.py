@@ -168,16 +168,3 @@ def test_a_command_that_is_not_there_is_found(line: str, said: str) -> None:
     ((_, words),) = command_lines.lines_of(line)
     with pytest.raises(command_lines.CommandError, match=said):
         command_lines.check(words)
-
-
-def test_command_lines_are_read_as_a_shell_does() -> None:
-    text = "# a comment\nmake demo  # a minute\noffload train \\\n  x.yaml\n"
-    assert list(command_lines.lines_of(text)) == [
-        (1, ["make", "demo"]),
-        (2, ["offload", "train", "x.yaml"]),
-    ]
-    shown = "$ offload doctor\npython 3.11 'what is this\n$ make test\n"
-    assert [words for _, words in command_lines.lines_of(shown)] == [
-        ["offload", "doctor"],
-        ["make", "test"],
-    ]

@@ -59,13 +59,3 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def has(page: Path, anchor: str) -> bool:
     return anchor in anchors(page) or made_on_the_site(page, anchor)
-
-
-def test_slugs_are_those_of_github() -> None:
-    for heading, slug in {
-        "8 B on 24 GB + 64 GB": "8-b-on-24-gb--64-gb",
-        "`torch.distributed.checkpoint`": "torchdistributedcheckpoint",
-        "What's a *step*? (c)": "whats-a-step-c",
-        "[A link](x.md), `in_code`": "a-link-in_code",
-    }.items():
-        assert _slug(heading) == slug

@@ -156,23 +156,3 @@ def test_a_compiled_kernel_is_used_again_for_other_addresses_and_numbers() -> No
     launched(kernel, second, first, number=6, FLAG=7)
     assert kernel.anew == [((3,), first, second, 5, 7, 1)]
     assert kernel.again == [(3, 1, 1, 99, "function", "metadata", None, None, None, 48, 32, 6, 7)]
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_what_triton_compiles_anew_for_is_left_to_it() -> None:
-    kernel = _Call("cuda")
-    calls: list[tuple[list[Any], dict[str, Any]]] = [
-        ([_Pointer(32)], {}),
-        ([_Pointer(36)], {}),  # an address that is not a multiple of 16
-        ([_Pointer(32, torch.float64)], {}),
-        ([_Pointer(32, index=1)], {}),
-        ([_Pointer(32)], {"num_warps": 4}),
-        ([_Pointer(32)], {"FLAG": 8}),
-        ([_Pointer(32), _Pointer(36)], {}),
-        ([_Pointer(36), _Pointer(32)], {}),
-    ]
-    for tensors, options in calls:
-        launched(kernel, *tensors, **{"FLAG": 7, **options})
-    assert (len(kernel.anew), kernel.again) == (len(calls), [])
-    launched(_Call("cuda"), _Pointer(32), FLAG=7)
-    assert kernel.again == []

@@ -33,17 +33,6 @@ def test_decoding_anything_has_the_cpus_bits(weights: WeightFormat, kind: Float)
     assert_same(reference.decode(get(found), kind), reference.decode(expected, kind))
 
 
-@pytest.mark.parametrize("groups", [0, 1, 31, 32, 33])
-def test_nothing_behind_the_last_group_is_written(groups: int) -> None:
-    weights = WeightFormat(Code.INT4)
-    memory = torch.full((groups * 64 + 64,), 7.0, device=DEVICE)
-    words = torch.full((groups + 1,), 0x3F800000, dtype=torch.int32, device=DEVICE)
-    codes = torch.zeros(groups * 32 + 32, dtype=torch.uint8, device=DEVICE)
-    decode_weights(words[:groups], codes[: groups * 32], memory[: groups * 64], weights)
-    assert get(memory)[: groups * 64].any() == 0
-    assert (get(memory)[groups * 64 :] == 7).all()
-
-
 def test_a_bad_argument_is_named() -> None:
     weights = WeightFormat(Code.NF4)
     values, words = zeros(128, Float.BF16), torch.zeros(2, dtype=torch.int32, device=DEVICE)

@@ -58,15 +58,3 @@ def test_a_trace_equals_a_real_pass(kind: str, long: bool) -> None:
         real = real_facts(_built(kind, "cpu"), config, workload)
         assert traced == real, (precision, checkpoint, micro_batches)
     print(f"{kind}: {len(passes)} traces, largest difference 0 bytes, 0 FLOPs, 0 operations")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_of_alternating_blocks_four_periods_are_run(kind: str) -> None:
-    model, config, workload = _built(kind, "meta"), config_of(), Workload(2, 40)
-    calls = []
-    blocks: Any = model.get_submodule("model.layers")
-    for block in blocks:
-        block.self_attn.register_forward_hook(lambda *_: calls.append(1))
-    trace_activations(model, config, workload)
-    assert len(calls) == {"llama": 2 * 4, "gemma2": 2 * 8}[kind]

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +15,6 @@ from offload.planning.machine import calibration
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.disk_cache import digest_of
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
-from offload.swap.io.swap_file import SwapFile
-from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import PathError
 
 COMPUTE: dict[str, Any] = {
@@ -81,35 +73,6 @@ def test_a_machine_is_measured_once(counted: Counted, tmp_path: Path) -> None:
     assert (counted.compute, counted.disk) == (1, 1)
     assert first.nvme_read_bytes_per_s == 1e9
     assert first.matmul_flops_per_s["bf16"] == 3e11
-
-
-def test_remeasuring_replaces_what_was_kept(counted: Counted, tmp_path: Path) -> None:
-    first = machine_speeds([tmp_path])
-    second = machine_speeds([tmp_path], remeasure=True)
-    assert second.operation_s == 2 * first.operation_s
-    assert known_speeds([tmp_path]) == second
-    assert len(kept(tmp_path)) == 2
-
-
-def test_another_file_system_is_measured_and_compute_is_not_again(
-    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine_speeds([tmp_path])
-    real = calibration._disk_key
-    monkeypatch.setattr(
-        calibration, "_disk_key", lambda folders: {**real(folders), "file systems": ["another"]}
-    )
-    assert known_speeds([tmp_path]) is None
-    machine_speeds([tmp_path])
-    assert (counted.compute, counted.disk) == (1, 2)
-
-
-def test_another_version_of_torch_is_another_machine(
-    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine_speeds([tmp_path])
-    monkeypatch.setattr(calibration.machine, "version_of", lambda name: "0.0")
-    assert known_speeds([tmp_path]) is None
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"key": {}, "speeds": {}}', "\x00\xff"])
@@ -193,112 +156,6 @@ def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == before
 
 
-class Calls:
-    """The calls of a disk that allows `burst_nbytes` at once and `bytes_per_s` from then on."""
-
-    def __init__(self, burst_nbytes: float = math.inf, bytes_per_s: float = math.inf) -> None:
-        self.done: list[tuple[str, int, int]] = []  # direction, offset, bytes
-        self._left, self._rate = burst_nbytes, bytes_per_s
-        self._lock = threading.Lock()
-
-    def backend(self) -> ThreadsBackend:
-        return ThreadsBackend(preadv=self.preadv, pwritev=self.pwritev)
-
-    def preadv(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
-        self._wait("r", parts, offset)
-        return os.preadv(fd, parts, offset)
-
-    def pwritev(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
-        self._wait("w", parts, offset)
-        return os.pwritev(fd, parts, offset)
-
-    def _wait(self, direction: str, parts: Sequence[memoryview], offset: int) -> None:
-        nbytes = sum(part.nbytes for part in parts)
-        with self._lock:
-            self.done.append((direction, offset, nbytes))
-            self._left -= nbytes
-            if self._left < 0:
-                time.sleep(nbytes / self._rate)
-
-
-def disk_of(calls: Calls, monkeypatch: pytest.MonkeyPatch, folder: Path, mib: int) -> DiskSpeeds:
-    from offload.planning.machine import speed_tests
-
-    monkeypatch.setattr(speed_tests, "open_backend", calls.backend)
-    return speed_tests.measure_disk([folder], beside_compute=False, file_nbytes=mib << 20)
-
-
-def test_a_disk_that_is_throttled_after_a_while_is_measured_as_it_is_then(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found = disk_of(Calls(64 << 20, 1e9), monkeypatch, tmp_path, 96)
-    rates = (
-        found.nvme_read_bytes_per_s, found.nvme_write_bytes_per_s, found.nvme_mixed_bytes_per_s,
-    )  # fmt: skip
-    assert max(rates) <= 1e9
-
-
-def test_a_slow_disk_is_measured_with_less_of_the_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from offload.planning.machine import speed_tests
-
-    monkeypatch.setattr(speed_tests, "_FILL_S", 0.05)
-    monkeypatch.setattr(speed_tests, "_PART_S", 0.02)
-    calls = Calls(0, 1e9)
-    found = disk_of(calls, monkeypatch, tmp_path, 1024)
-    assert found.nvme_mixed_bytes_per_s <= 1e9
-    assert sum(nbytes for _, _, nbytes in calls.done) < 1 << 30
-
-
-def test_what_is_read_was_written_long_before_and_writes_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from offload.planning.machine import speed_tests
-
-    block, file_nbytes = 1 << 20, 96 << 20
-    monkeypatch.setattr(speed_tests, "_BLOCK_NBYTES", block)
-    monkeypatch.setattr(speed_tests, "_IN_FLIGHT_NBYTES", 4 * block)
-    calls = Calls()
-    disk_of(calls, monkeypatch, tmp_path, 96)
-    moves = [(how, offset) for how, offset, nbytes in calls.done if nbytes == block]
-    written: list[int] = []
-    for direction, offset in moves:
-        if direction == "w":
-            written.append(offset)
-        else:
-            assert offset in written
-            since = len(written) - max(i for i, each in enumerate(written) if each == offset)
-            assert since * block > file_nbytes / 3
-    assert 2.5 * file_nbytes < len(written) * block <= 3 * file_nbytes
-
-
-def test_a_file_that_lies_in_memory_is_small(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from offload.planning.machine import speed_tests
-
-    monkeypatch.setattr(speed_tests, "file_system_of", lambda path: "tmpfs")
-    monkeypatch.setattr(speed_tests, "_MEMORY_NBYTES", 32 << 20)
-    calls = Calls()
-    disk_of(calls, monkeypatch, tmp_path, 96)
-    assert max(offset + nbytes for _, offset, nbytes in calls.done) == 32 << 20
-
-
-def test_a_disk_is_measured_behind_the_page_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from offload.planning.machine import speed_tests
-
-    monkeypatch.setattr(speed_tests, "SwapFile", partial(SwapFile, direct=False))
-    synced: list[int] = []
-    sync = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(fd), sync(fd)))
-    found = speed_tests.measure_disk([tmp_path], beside_compute=False, file_nbytes=16 << 20)
-    assert found.nvme_write_bytes_per_s > 0
-    assert synced
-
-
 def test_measuring_leaves_the_global_random_numbers_alone() -> None:
     import torch
 
@@ -314,10 +171,3 @@ def test_measuring_leaves_the_global_random_numbers_alone() -> None:
     assert rate > 0
     assert call_s > 0
     assert touching["fp16"] == touching["fp32"] > 0  # too slow to be tried: fp32 stands for it
-
-
-def test_a_format_without_a_fast_kernel_is_not_tried_at_length() -> None:
-    from offload.planning.machine.speed_tests import is_slow
-
-    assert is_slow(1e9, (512, 1024, 4096))
-    assert not is_slow(1e11, (512, 1024, 4096))

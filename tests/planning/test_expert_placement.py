@@ -12,13 +12,12 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.planning.choice.plan_text import reasons
-from offload.planning.choice.planner import chosen_config, make_plan
+from offload.planning.choice.planner import make_plan
 from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.plan.experts import idle_nbytes
 from offload.planning.plan.plan import Plan, home_nbytes
 from offload.planning.plan.sizes import CLASSES, PLACED, ExpertClass, class_of
 from offload.planning.plan.workload import Workload
-from offload.planning.step.step_time import estimate_step
 from offload.tiers.errors import ConfigError
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
@@ -74,16 +73,6 @@ def test_homes_add_up_to_what_a_plan_holds() -> None:
     assert not any(n for held in everything.values() for n in held.values())
 
 
-@pytest.mark.slow
-def test_a_chosen_plan_is_made_again_from_its_configuration() -> None:
-    shape = model(num_hidden_layers=2, num_local_experts=32)
-    best = solved(shape, FEW, {"experts": "auto"}).best
-    config = OffloadConfig.load(chosen_config(best.config, best.plan).to_dict())
-    again = make_plan(config, shape, HARDWARE)
-    assert again.placements == best.plan.placements
-    assert (again.parameters, again.records) == (best.plan.parameters, best.plan.records)
-
-
 def test_at_stage_3_of_several_ranks_experts_have_no_homes() -> None:
     config = OffloadConfig.load({**TIGHT, "placement": {"experts": "nvme"}})
     hardware = replace(HARDWARE, sharding=Sharding.of(3, None, 2, 0))
@@ -130,14 +119,6 @@ def test_homes_of_their_own_are_not_slower(work: Workload, gpu: bool, long: bool
     assert seconds[1] <= seconds[0] * 1.03
 
 
-@pytest.mark.slow
-def test_what_is_named_stays() -> None:
-    placement = {"optimizer": "nvme", "experts": {"parameters": "nvme", "optimizer": "nvme"}}
-    plan = solved(model(num_local_experts=8), FEW, placement).best.plan
-    for placed in "optimizer", "experts.parameters", "experts.optimizer":
-        assert plan.placements[placed] == Placement.on(Tier.NVME)  # type: ignore[index]
-
-
 # ---------------------------------------------------------------- a step
 def test_a_step_of_experts_on_nvme_moves_the_predicted_bytes(
     monkeypatch: pytest.MonkeyPatch,
@@ -147,19 +128,6 @@ def test_a_step_of_experts_on_nvme_moves_the_predicted_bytes(
     keys = {"budget": {"host": "8MiB", "nvme": "1GiB"}, "optimizer": {"chunk": 65536}}
     config = OffloadConfig.load({**keys, "placement": {**rest, "experts": "nvme"}})
     assert_a_step_moves_what_is_predicted(monkeypatch, config)
-
-
-def test_experts_elsewhere_take_longer_by_what_is_touched() -> None:
-    shape = model(1)
-    rest = {"parameters": "host", "gradients": "host", "optimizer": "host"}
-    seconds = {}
-    for experts in "host", "nvme":
-        budget = {"host": "512MiB", "nvme": "8GiB"}
-        plan, config = plan_of(shape, placement={**rest, "experts": experts}, budget=budget)
-        for name, work in ("few", FEW), ("many", MANY):
-            seconds[experts, name] = estimate_step(plan, config, shape, FACTS, work, SPEEDS).seconds
-    few = seconds["nvme", "few"] - seconds["host", "few"]
-    assert 0 < few < (seconds["nvme", "many"] - seconds["host", "many"]) / 4
 
 
 # ---------------------------------------------------------------- memest
@@ -186,14 +154,3 @@ def test_memest_says_and_writes_where_experts_are(tmp_path: Path, capsys: Any) -
     written = OffloadConfig.load(path).placement.homes()
     shares = {n: {str(t): s for t, s in home.shares} for n, home in written.items() if home}
     assert shares == placements
-
-
-def test_an_override_of_one_class_does_not_lose_the_others() -> None:
-    base = {"placement": {"experts": "nvme"}}
-    with pytest.raises(ConfigError, match=r"placement\.experts is 'nvme', which has no keys"):
-        OffloadConfig.load(base, ["placement.experts.optimizer=host"])
-    kept = OffloadConfig.load(OffloadConfig.load(base), ["placement.experts.optimizer=host"])
-    homes = kept.placement.homes()
-    assert (homes["experts.optimizer"], homes["experts.parameters"]) == (
-        Placement.on(Tier.HOST), Placement.on(Tier.NVME),
-    )  # fmt: skip

@@ -13,7 +13,7 @@ import offload.planning.machine.preflight as module
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, PathError
 from offload.planning.choice.planner import lay_out_plan
-from offload.planning.machine.preflight import Preflight, activations_beyond, preflight
+from offload.planning.machine.preflight import Preflight, preflight
 from offload.planning.plan.plan import Hardware, Plan
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
@@ -63,22 +63,6 @@ def test_ram_that_others_have_taken_is_refused_with_the_missing_bytes(tmp_path):
         found.refuse()
 
 
-def test_parameters_that_already_take_ram_are_not_counted_twice(tmp_path):
-    keys = {"placement": HOST, "budget": {"host": "1GiB"}}
-    root = made_up(tmp_path, available=100 * MIB)
-    assert fly(tmp_path, keys, root, freed=32 * MIB).refusals == ()
-
-
-def test_a_gpu_needs_no_more_ram_than_its_plan(tmp_path):
-    """Memory is pinned as it is used, not as a whole."""
-    keys = {"placement": HOST, "budget": {"host": "1GiB"}}
-    root = made_up(tmp_path, available=512 * MIB)
-    assert fly(tmp_path, keys, root, gpu=True).refusals == ()
-    found = fly(tmp_path, keys, made_up(tmp_path, available=100 * MIB), gpu=True)
-    with pytest.raises(BudgetError, match=r"budget.host: the plan needs 1.* short; close other"):
-        found.refuse()
-
-
 def test_files_in_ram_count_as_ram(tmp_path):
     keys = {"placement": NVME, "budget": {"host": "128MiB", "nvme": "1GiB"}}
     root = made_up(tmp_path, available=200 * MIB)
@@ -87,18 +71,6 @@ def test_files_in_ram_count_as_ram(tmp_path):
     found = fly(tmp_path, keys, root)
     with pytest.raises(BudgetError, match=r"nvme.paths: .* is RAM .* name a folder on a disk"):
         found.refuse()
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [("tmpfs", "RAM"), ("nfs4", "network"), ("cifs", "network"), ("fuse.gocryptfs", "FUSE"),
-     ("overlay", "container"), ("ext4", "")],
-)  # fmt: skip
-def test_the_kind_of_file_system_is_said_where_files_are_used(tmp_path, kind, said):
-    root = made_up(tmp_path, available=GIB, kind=kind)
-    warnings = fly(tmp_path, {"placement": NVME, "budget": {"host": "128MiB"}}, root).warnings
-    assert [said in warning for warning in warnings] == ([True] if said else [])
-    assert fly(tmp_path, {"placement": HOST}, root).warnings == ()
 
 
 def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):
@@ -147,15 +119,6 @@ def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
     )
     with caplog.at_level(logging.WARNING), offload.initialize(seeded(TinyLM), config(tmp_path)):
         assert "slow disk" in caplog.text
-
-
-def test_activations_that_find_no_room_now_are_said(tmp_path):
-    keys = {"placement": HOST, "budget": {"host": "1GiB"}}
-    root = made_up(tmp_path, available=GIB)
-    assert list(activations_beyond(plan_of(keys), 100 * MIB, root)) == []
-    (said,) = activations_beyond(plan_of(keys), GIB, root)
-    assert "128.0 MiB more than the 1,024.0 MiB that are available now" in said
-    assert "placement.activations.checkpoint: true" in said
 
 
 def test_a_disk_that_is_smaller_than_its_budget_is_said(tmp_path):

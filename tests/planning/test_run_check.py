@@ -22,10 +22,9 @@ from offload.planning.choice.run_check import (
     Prediction,
     check_run,
     compare,
-    usual_step_s,
 )
 from offload.planning.step.memory import PlannedMemory
-from offload.runs.folder import RunFolder, other_numbers, with_choices_of
+from offload.runs.folder import RunFolder, with_choices_of
 from offload.runs.forecast import forecast, workload_of
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.tier import Tier
@@ -52,17 +51,6 @@ def test_the_line_has_every_tier_that_holds_something(tmp_path):
     assert found.line == "predicted / measured: host 1.10, nvme 1.00, RSS 1.10, step 0.80"
     assert found.finished
     assert [row.unit for row in found.rows] == ["bytes", "bytes", "bytes", "seconds"]
-
-
-def test_what_is_written_is_read_back():
-    assert Prediction.from_json(PREDICTION.to_json()) == PREDICTION
-    assert Measured.from_json(MEASURED.to_json()) == MEASURED
-
-
-def test_a_time_that_was_not_predicted_is_left_out():
-    untimed = replace(PREDICTION, seconds=None)
-    assert "step" not in compare(untimed, MEASURED).line
-    assert "step" not in compare(PREDICTION, replace(MEASURED, seconds=None)).line
 
 
 def test_of_a_tier_that_depends_on_the_moment_a_bound_is_predicted(tmp_path):
@@ -112,11 +100,6 @@ def test_a_folder_that_cannot_be_checked_says_why(tmp_path: Path, damage: Any, s
         check_run(tmp_path / "run")
     assert said in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_the_first_steps_do_not_count():
-    assert usual_step_s([30.0, 9.0]) is None
-    assert usual_step_s([30.0, 9.0, 2.0, 3.0, 2.5]) == 2.5
 
 
 # ---------------------------------------------------------------- a run of offload train
@@ -182,31 +165,6 @@ def test_a_resumed_run_keeps_which_states_are_where_if_tiers_keep_them_different
     assert with_choices_of(alike, before.to_dict()) == alike
 
 
-def test_a_resumed_run_that_keeps_states_elsewhere_says_what_that_changes():
-    states = {"host": "fp32", "nvme": "int8"}
-
-    def config(states: Any, **placement: str) -> OffloadConfig:
-        return OffloadConfig.load({"optimizer": {"states": states}, "placement": placement})
-
-    before = config(states, optimizer="nvme").to_dict()
-    (said,) = other_numbers(before, config(states, optimizer="host"))
-    assert said.startswith("placement.optimizer: host was nvme: optimizer.states differ by tier")
-    assert not list(other_numbers(before, config(states, optimizer="nvme")))
-    alike = config("int8", optimizer="nvme").to_dict()
-    assert not list(other_numbers(alike, config("int8", optimizer="host")))
-
-
-@pytest.mark.slow
-def test_going_on_with_a_run_that_has_ended_leaves_what_it_measured(tmp_path):
-    config, _ = train(tmp_path, train={"checkpoint_every": 6})
-    before = (tmp_path / "run/measured.json").read_text()
-    out = StringIO()
-    run(config, RunFolder.reopen(tmp_path / "run"), resume=True,
-        console=Console(file=out, width=200, highlight=False))  # fmt: skip
-    assert "nothing to do: 6 of 6 steps are done" in out.getvalue()
-    assert (tmp_path / "run/measured.json").read_text() == before
-
-
 @pytest.mark.sample("nvme")
 @pytest.mark.parametrize("parameters", ["host", "nvme"])
 def test_nvme_never_holds_more_than_at_most(
@@ -232,19 +190,6 @@ def test_nvme_never_holds_more_than_at_most(
     longer = config.train.model_copy(update={"steps": 4})
     run(config.model_copy(update={"train": longer}), RunFolder.reopen(tmp_path / "run"),
         resume=True, console=Console(file=StringIO()))  # fmt: skip
-    check_bound(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_nvme_never_holds_more_than_at_most_beside_activations(tmp_path: Path):
-    keys: dict[str, Any] = {
-        "placement": {
-            "parameters": "host", "gradients": "host", "optimizer": "nvme",
-            "activations": {"tier": "nvme"},
-        },
-        "budget": {"host": "12MiB", "nvme": "256MiB"}, "clip_grad_norm": 1.0,
-    }  # fmt: skip
-    train(tmp_path, train={"steps": 2, "batch": 16}, **keys)
     check_bound(tmp_path / "run")
 
 

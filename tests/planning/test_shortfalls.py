@@ -60,15 +60,6 @@ def test_gpu_memory_fits_once_the_named_classes_are_moved() -> None:
     assert said({**keys, "placement": {**placement, **advised(first[0])}}, device=GIB) == []
 
 
-def test_no_class_is_named_that_leaves_too_little() -> None:
-    keys = {
-        "precision": "fp32", "budget": {"host": "1MiB", "nvme": "1GiB"}, "placement": HERE,
-        "optimizer": {"chunk": 65536},
-    }  # fmt: skip
-    (message,) = said(keys)
-    assert message.endswith("; raise budget.host")
-
-
 def test_a_chunk_is_named_where_buffers_are_what_does_not_fit() -> None:
     nvme = dict.fromkeys(HERE, "nvme")
     keys = {

@@ -17,13 +17,11 @@ from offload.config import OffloadConfig
 from offload.errors import BudgetError
 from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
-from offload.planning.choice.evaluator import NO_LIBRARIES
-from offload.planning.choice.planner import chosen_config, make_plan, resolved_config, shortfalls
+from offload.planning.choice.planner import make_plan, shortfalls
 from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.workload import Workload
-from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import ParamShape
@@ -87,29 +85,6 @@ def test_every_choice_fits_its_budgets_to_the_byte(about: RunFacts | None):
         assert solution.best.fits, host
         assert shortfalls(plan, hardware()) == ()
         assert needed_nbytes(plan, Tier.HOST) <= host * MIB
-
-
-def test_pieces_of_a_few_pages_are_counted_in_whole_pages():
-    """A record of 4096 parameters takes 32 KiB and a little: nine pages."""
-    small = model(4, 200)
-    for states in ("fp32", "int8", {"host": "fp32", "nvme": "int8"}):
-        keys = {"optimizer": {"chunk": 4096, "states": states}}
-        on_host = OffloadConfig.load({**keys, "placement": dict.fromkeys(CLASSES, "host")})
-        needed = needed_nbytes(solve(on_host, small, hardware()).best.plan, Tier.HOST)
-        for short in (4096, 64 << 10, 256 << 10, 512 << 10):
-            budget = {"host": needed - short, "nvme": "1GiB"}
-            assert solve(
-                OffloadConfig.load({**keys, "budget": budget}), small, hardware()
-            ).best.fits
-
-
-def test_what_was_chosen_still_fits_when_less_memory_is_free_a_moment_later():
-    from offload.planning.choice.planner import make_plan
-
-    before, later = (Hardware(0, 64 * GIB, n * MIB, 64 * GIB) for n in (300, 250))
-    best = solve(OffloadConfig(), model(), before, known()).best
-    plan = make_plan(chosen_config(best.config, best.plan), model(), later)
-    assert (plan.budgets, plan.placements) == (best.plan.budgets, best.plan.placements)
 
 
 def test_more_host_memory_never_makes_a_step_slower():
@@ -217,14 +192,6 @@ def test_micro_batches_are_chosen_where_auto_is_written_alone():
     assert (unknown.micro_batches, unknown.placement.activations.checkpoint) == (1, False)
 
 
-def test_choices_are_printed_back():
-    about = replace(known(), facts_of=by_checkpoint)
-    best = solved({**AUTO, "budget": {"host": "500MiB"}}, about, host=560 * MIB).best
-    written = resolved_config(best.config, best.plan, "cpu").to_dict()
-    assert written["placement"]["activations"]["checkpoint"] is True
-    assert written["micro_batches"] in (1, 2)
-
-
 # ---------------------------------------------------------------- GPU
 def gpu_known(saved: int = 16 * MIB) -> RunFacts:
     speeds: Speeds = replace(SPEEDS, gpu=True, compute_bytes_per_s=1e12)
@@ -237,43 +204,6 @@ def test_everything_lives_on_a_gpu_that_has_room_for_activations_too():
     tight = solved({}, gpu_known(saved=1900 * MIB), gpu=4 * GIB)
     assert tight.best.fits
     assert placed(tight)[2] != "device"
-
-
-def test_an_open_host_budget_is_what_is_free_without_the_reserve():
-    """Not a share of it: what RAM would hold is not spilt to a disk."""
-    for about in (None, gpu_known()):
-        budgets = solved({}, about, gpu=4 * GIB, host=64 * GIB).best.plan.budgets
-        assert budgets[Tier.HOST] == pytest.approx(0.95 * 64 * GIB, rel=1e-5)
-    little = solved({}, gpu_known(), gpu=4 * GIB, host=2 * GIB).best.plan.budgets
-    assert little[Tier.HOST] == pytest.approx(0.7 * 2 * GIB, rel=1e-3)
-    libraries = replace(gpu_known(), baseline=replace(NO_LIBRARIES, ram_nbytes=4 * GIB))
-    beside = solved({}, libraries, gpu=4 * GIB, host=64 * GIB).best.plan.budgets
-    assert beside[Tier.HOST] == pytest.approx(0.95 * 60 * GIB, rel=1e-5)
-
-
-def test_on_a_cpu_unknown_activations_have_a_share_of_ram():
-    known_ones = solved({}, known(facts(saved=3 * GIB)), host=64 * GIB).best.plan.budgets
-    assert known_ones[Tier.HOST] < 0.95 * 58 * GIB
-    assert known_ones[Tier.HOST] > 0.9 * 57 * GIB
-    unknown = solved({}, host=64 * GIB).best.plan.budgets
-    assert unknown[Tier.HOST] == int(0.7 * 64 * GIB)
-
-
-def test_without_knowing_the_batch_only_parameters_take_device_memory():
-    solution = solved({}, gpu=4 * GIB)
-    placements = placed(solution)
-    assert placements[0] == "device"
-    assert "device" not in placements[1] + placements[2]
-
-
-def test_a_device_budget_that_is_named_is_used_also_without_knowing_the_batch():
-    keys = {"precision": "bf16", "budget": {"device": "4GiB"}}
-    assert placed(solved(keys, gpu=80 * GIB)) == ["device", "device", "device"]
-    states = sum(each.numel for each in model().groups) * 16
-    some = {**keys, "budget": {"device": states // 2}}
-    plan = solved(some, gpu=80 * GIB).best.plan
-    assert needed_nbytes(plan, Tier.DEVICE) <= states // 2
-    assert plan.expected[Tier.DEVICE][StateClass.OPTIMIZER] > 0
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
@@ -302,43 +232,3 @@ def test_planning_needs_no_torch():
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
-
-
-def test_records_of_a_large_model_are_dealt_out_a_few_times_only(monkeypatch):
-    from offload.tiers.placement import Placement
-
-    dealt: list[object] = []
-    original = Placement.assign
-
-    def assign(self: Any, sizes: Any) -> Any:
-        if len(sizes) > 600:
-            dealt.append(self)
-        return original(self, sizes)
-
-    monkeypatch.setattr(Placement, "assign", assign)
-    large = model(blocks=80, width=16384)  # 64 B parameters, 61,440 chunks
-    config = OffloadConfig.load({"budget": {"host": "60GiB", "nvme": "2TiB"}})
-    machine = Hardware(0, 64 * GIB, 64 * GIB, 3000 * GIB)
-    assert solve(config, large, machine, known()).best.fits
-    # whole in a tier, the shares that fit, and what is tried around the best
-    assert len(dealt) <= 20
-
-
-def test_memory_that_others_have_now_is_left_to_them():
-    """Keeping activations is faster; where RAM is taken at the moment, they are recomputed."""
-
-    def facts_of(config: OffloadConfig) -> ActivationFacts:
-        kept = config.placement.activations.checkpoint is False
-        seconds, saved = (0.1, 8 * GIB) if kept else (0.13, GIB)
-        return facts(saved=saved, seconds=seconds)
-
-    keys = {"budget": {"host": "2GiB", "nvme": "4GiB"},
-            "placement": {"activations": {"checkpoint": "auto"}}}  # fmt: skip
-    about = replace(known(), facts_of=facts_of)
-    config = OffloadConfig.load(keys)
-    quiet = solve(config, model(), hardware(), about).best
-    assert quiet.config.placement.activations.checkpoint is False
-    taken = replace(hardware(), host_free_nbytes=8 * GIB)
-    busy = solve(config, model(), taken, about).best
-    assert busy.config.placement.activations.checkpoint is not False
-    assert busy.fits

@@ -20,11 +20,9 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Workload
-from offload.planning.step import planned_run, step_time, traffic
-from offload.planning.step.program import Bytes, Verb, write_program
+from offload.planning.step import planned_run, traffic
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import step_traffic
-from offload.planning.step.work_time import pass_s
 from offload.swap.io.io_request import IORequest
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import ConfigError
@@ -223,34 +221,6 @@ def test_a_step_sends_the_predicted_bytes_to_the_device(
 
 
 # ---------------------------------------------------------------- the program
-def test_a_group_is_updated_before_its_next_use_and_after_its_gradients() -> None:
-    config = OffloadConfig.load(BASE)
-    actions = write_program(config, shape_of(config), 2).actions
-    seen: dict[int, list[tuple[Verb, int]]] = {}
-    for action in actions:
-        seen.setdefault(action.group, []).append((action.verb, action.number))
-    for found in seen.values():
-        assert found[0] == (Verb.UPDATE, 0)
-        assert found.count((Verb.GRADIENT, 0)) == found.count((Verb.GRADIENT, 1)) == 1
-        assert found[-1] == (Verb.GRADIENT, 1)
-        assert found.index((Verb.FORWARD, 1)) > found.index((Verb.GRADIENT, 0))
-
-
-def test_in_backward_every_update_follows_its_last_gradients() -> None:
-    config = OffloadConfig.load(BASE, ["optimizer.in_backward=true", "clip_grad_norm=null"])
-    shape = shape_of(config)
-    order = [(a.verb, a.group) for a in write_program(config, shape, 1).actions]
-    for group in range(len(shape.groups)):
-        assert order.index((Verb.UPDATE, group)) > order.index((Verb.GRADIENT, group))
-
-
-def test_the_matrix_of_an_embedding_is_not_needed_in_backward() -> None:
-    config = OffloadConfig.load(BASE)
-    shape = shape_of(config)
-    uses = write_program(config, shape, 1).uses
-    assert shape.groups[0].name == "embedding"
-    assert uses.count(0) == 1
-    assert all(uses.count(group) == 2 for group in (1, 2, 3, 4))
 
 
 # ---------------------------------------------------------------- the time
@@ -271,44 +241,6 @@ def test_a_step_takes_at_least_as_long_as_its_slowest_link() -> None:
         assert step.bottleneck in {link.name for link in step.links}
 
 
-def test_writes_that_nothing_waits_for_bound_a_step_that_goes_on_for_ever() -> None:
-    """Records with copies in memory are written and never read: the disk falls behind."""
-    slow = replace(SPEEDS, nvme_write_bytes_per_s=1e7)
-    step = step_of(homes("host", "host", "nvme"), "budget.host=640MiB", speeds=slow)
-    written = {link.name: link.nbytes for link in step.links}["nvme write"]
-    assert step.seconds == pytest.approx(written / 1e7)
-
-
-def test_without_anything_on_nvme_a_step_is_compute_and_optimizer() -> None:
-    step = step_of(homes("host", "host", "host"), "budget.host=64MiB")
-    assert {link.name for link in step.links} == {"compute", "optimizer"}
-    assert step.seconds == pytest.approx(sum(link.seconds for link in step.links))
-    by_hand = 3e9 / 1e11 + 3e7 / 1e10 + 300e-6
-    assert step.seconds == pytest.approx(by_hand, rel=0.1)
-
-
-def test_bytes_that_a_slow_disk_moves_bound_the_step() -> None:
-    slow = replace(
-        SPEEDS, nvme_read_bytes_per_s=1e7, nvme_write_bytes_per_s=2e7,
-        nvme_mixed_bytes_per_s=2 / (1 / 1e7 + 1 / 2e7),
-    )  # fmt: skip
-    step = step_of(ALL, speeds=slow)
-    moved = {link.name: link.nbytes for link in step.links}
-    by_hand = moved["nvme read"] / 1e7 + moved["nvme write"] / 2e7
-    assert step.bottleneck in ("nvme read", "nvme write")
-    assert step.seconds == pytest.approx(by_hand, rel=0.1)
-    shared = step_of(ALL, speeds=replace(slow, update_disk_share=0.5))
-    assert 1.1 * step.seconds < shared.seconds < 2 * step.seconds
-    assert step.written_nbytes == moved["nvme write"]
-
-
-def test_a_disk_that_reads_and_writes_at_once_is_faster_than_one_that_takes_turns() -> None:
-    slow = replace(SPEEDS, nvme_read_bytes_per_s=1e7, nvme_write_bytes_per_s=1e7)
-    turns = step_of(ALL, speeds=replace(slow, nvme_mixed_bytes_per_s=1e7))
-    both = step_of(ALL, speeds=replace(slow, nvme_mixed_bytes_per_s=2e7))
-    assert both.seconds < 0.8 * turns.seconds
-
-
 def test_a_faster_link_never_makes_a_step_slower() -> None:
     before = step_of(ALL).seconds
     for name in (
@@ -317,35 +249,6 @@ def test_a_faster_link_never_makes_a_step_slower() -> None:
     ):  # fmt: skip
         faster = replace(SPEEDS, **{name: 2 * getattr(SPEEDS, name)})
         assert step_of(ALL, speeds=faster).seconds <= before * 1.002, name
-
-
-def test_io_beside_compute_on_a_cpu_costs_what_was_measured() -> None:
-    lost = replace(SPEEDS, io_lost_s_per_byte=1e-8)
-    without, with_loss = step_of(ALL), step_of(ALL, speeds=lost)
-    moved = sum(link.nbytes for link in with_loss.links if link.name.startswith("nvme"))
-    assert without.seconds < with_loss.seconds <= without.seconds + moved * 1e-8 * 1.001
-
-
-def test_more_passes_multiply_compute_and_not_the_update() -> None:
-    one = step_of(homes("host", "host", "host"), "budget.host=64MiB")
-    three = step_of(
-        homes("host", "host", "host"), "budget.host=64MiB", "gradient_accumulation_steps=3",
-        workload=replace(WORK, passes=3),
-    )  # fmt: skip
-    busy = [{link.name: link.seconds for link in step.links} for step in (one, three)]
-    assert busy[1]["optimizer"] == pytest.approx(busy[0]["optimizer"])
-    assert busy[1]["compute"] == pytest.approx(3 * busy[0]["compute"], rel=0.05)
-    assert three.tokens == 3 * one.tokens
-
-
-def test_on_a_gpu_the_optimizer_hides_behind_compute() -> None:
-    gpu = replace(SPEEDS, gpu=True)
-    keys = (homes("host", "host", "host"), "budget.host=64MiB", "budget.device=8MiB")
-    step = step_of(*keys, speeds=gpu, gpu=1 << 30)
-    busy = {link.name: link.seconds for link in step.links}
-    assert busy["host to device"] > 0
-    assert busy["device to host"] > 0
-    assert step.seconds < sum(busy.values())
 
 
 def test_what_is_not_known_of_a_machine_is_said() -> None:
@@ -363,45 +266,3 @@ def test_bytes_of_activations_on_nvme_are_written_and_read_beyond_the_window() -
     assert 0 < moved["nvme read"] < moved["nvme write"] < saved
     none = step_of(*keys, facts=replace(FACTS, saved_nbytes=1 << 20))
     assert none.written_nbytes == 0
-
-
-def test_parts_of_the_traffic_add_up() -> None:
-    config = OffloadConfig.load(BASE, CASES["accumulation"])
-    shape = shape_of(config)
-    plan = make_plan(config, shape, Hardware(0, 1 << 34, 1 << 34, 1 << 36))
-    found = step_traffic(plan, config, shape, None, replace(WORK, passes=3))
-    total = Bytes()
-    for move in found.moves:
-        total.add(move.nbytes)
-        assert sum(fetch.read_nbytes for fetch in move.fetches) <= move.nbytes.read
-    assert total == found.total
-
-
-@pytest.mark.parametrize(
-    ("homes_of", "host", "more"),
-    [(("nvme", "host", "nvme"), "14MiB", ()), (("nvme", "host", "nvme"), "32MiB", ()),
-     (("host", "host", "host"), "64MiB", ()),
-     (("nvme", "nvme", "nvme"), "13MiB", ("optimizer.in_backward=true", "clip_grad_norm=null"))],
-)  # fmt: skip
-def test_many_passes_take_what_going_through_all_of_them_gives(
-    homes_of: tuple[str, str, str], host: str, more: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    keys = (homes(*homes_of), f"budget.host={host}", "gradient_accumulation_steps=12", *more)
-    many = replace(WORK, passes=12)
-    quick = step_of(*keys, workload=many)
-    monkeypatch.setattr(step_time, "MOST_PASSES", 12)
-    monkeypatch.setattr(planned_run, "_MOST_PASSES", 12)
-    whole = step_of(*keys, workload=many)
-    assert quick.seconds == pytest.approx(whole.seconds, rel=0.01)
-    assert quick.tokens == whole.tokens
-    for link, all_of_it in zip(quick.links, whole.links, strict=True):
-        assert (link.name, link.nbytes) == (all_of_it.name, all_of_it.nbytes)
-        assert link.seconds == pytest.approx(all_of_it.seconds, rel=1e-6)
-
-
-def test_memory_that_is_fresh_every_time_costs_a_pass_its_clearing() -> None:
-    speeds = replace(SPEEDS, fresh_s_per_byte=1e-9)
-    cost = PassCost(int(1e9), int(1e7), 100)
-    more = pass_s(replace(cost, fresh_nbytes=1 << 30), "fp32", speeds)
-    assert more - pass_s(cost, "fp32", speeds) == pytest.approx(1.073741824)

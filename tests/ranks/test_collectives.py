@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, ParamShape, lay_out
 from offload.zero.ranks.collectives import Collectives, Workspace
-from offload.zero.ranks.sharding import Part, Sharding
+from offload.zero.ranks.sharding import Part
 from tests.ranks.threads import run_threads
 
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 1), (4, 2), (6, 3), (6, 2)]
@@ -96,19 +96,3 @@ def test_shards_tile_every_group_and_parts_tile_every_parameter(ranks: int) -> N
             start += each.spec.numel
     padding = layout.numel - lay_out(shapes).numel
     assert padding < 2 * ranks * SHARD_ALIGN_NUMEL
-
-
-@pytest.mark.parametrize(
-    ("stage", "group", "world", "expected"),
-    [(0, None, 6, (1, 6)), (1, None, 6, (6, 1)), (3, 2, 6, (2, 3)), (2, 6, 6, (6, 1))],
-)
-def test_a_stage_says_how_many_share_and_what_is_whole(
-    stage: int, group: int | None, world: int, expected: tuple[int, int]
-) -> None:
-    found = [Sharding.of(stage, group, world, rank) for rank in range(world)]
-    assert {(each.ranks, each.replicas) for each in found} == {expected}
-    assert {(each.rank, each.replica) for each in found} == {
-        (r, g) for r in range(expected[0]) for g in range(expected[1])
-    }
-    assert found[0].parameters is (stage == 3)
-    assert found[0].gradients is (stage >= 2)

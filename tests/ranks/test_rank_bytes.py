@@ -23,7 +23,6 @@ from offload.planning.plan.workload import Workload
 from offload.planning.step.exchanges import step_collectives
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
-from offload.tiers.units import round_up
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, Layout
 from offload.zero.ranks.collectives import Collectives
@@ -188,25 +187,6 @@ def test_the_ledger_reaches_what_was_predicted(
         assert predicted - few <= each.peaks["host"] <= predicted + each.slack_nbytes
         assert each.planned["nvme"].get("optimizer", 0) <= each.peaks["nvme"]
         assert each.peaks["nvme"] <= each.predicted["nvme"]
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_staging_is_what_was_planned_and_reductions_that_are_late(
-    stage: int, held: dict[tuple[int, str], list[Held]]
-) -> None:
-    for each in held[stage, "host"]:
-        staging = each.by_class["host"].get("staging", 0)
-        assert staging <= each.shared_nbytes + each.slack_nbytes
-        assert each.planned["host"]["staging"] == each.shared_nbytes
-
-
-def test_a_stage_holds_less_than_the_one_before(held: dict[tuple[int, str], list[Held]]) -> None:
-    classes = ("parameters", "gradients", "optimizer")
-    states = [
-        sum(held[stage, "host"][0].by_class["host"][name] for name in classes) for stage in range(4)
-    ]
-    assert states[0] > states[1] >= states[2] > states[3]
-    assert states[3] <= round_up(states[0], 2) / 2 + BLOCKS * 4 * pages(1)
 
 
 @pytest.mark.parametrize("stage", range(4))

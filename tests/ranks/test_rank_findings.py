@@ -46,20 +46,9 @@ def test_a_silent_rank_is_named_with_what_it_was_in() -> None:
     assert "when it was in the all-gather of blocks.3" in text
 
 
-def test_a_rank_that_never_spoke_is_named() -> None:
-    ranks, text = found_among(WAITING, None)
-    assert ranks == (2,)
-    assert "never come to offload.initialize" in text
-
-
 def test_who_left_because_of_others_is_not_named_beside_the_silent_one() -> None:
     gave_up = RankRecord(9, 101.0, left="RankError: rank 1: ...", blames=(2,))
     assert found_among(gave_up, WAITING, silent=(2,))[0] == (2,)
-
-
-def test_who_left_because_of_others_is_named_if_nobody_else_is() -> None:
-    gave_up = RankRecord(9, 101.0, left="RankError: rank 1: ...", blames=(2,))
-    assert found_among(gave_up, WAITING) == ((1,), "rank 1 has left: RankError: rank 1: ...")
 
 
 def test_who_left_is_named_before_those_who_are_late() -> None:
@@ -76,20 +65,3 @@ def test_another_collective_in_the_same_place_is_told() -> None:
     ranks, text = found_among(RankRecord(9, 104.0, doing=(other,)), WAITING)
     assert ranks == (1,)
     assert "is in the all-gather of blocks.1 instead, for 4.0 s" in text
-
-
-def test_an_idle_rank_is_named_before_one_that_waits_elsewhere() -> None:
-    idle = RankRecord(9, 101.0, done={"gather": BEFORE})
-    norms = Activity("control", 3, "the all-gather of gradient norms", 99.0)
-    busy = RankRecord(9, 101.0, doing=(norms,), done={"gather": BEFORE})
-    ranks, text = found_among(busy, idle)
-    assert ranks == (2,)
-    assert "it had ended the all-gather of blocks.2 3.0 s before" in text
-    ranks, text = found_among(busy, WAITING)
-    assert ranks == (1,)
-    assert "it is in the all-gather of gradient norms, for 2.0 s" in text
-
-
-def test_records_survive_the_store() -> None:
-    record = RankRecord(9, 1.5, (MINE,), {"gather": BEFORE}, "ValueError: ü", (1, 2))
-    assert RankRecord.from_text(record.to_text()) == record

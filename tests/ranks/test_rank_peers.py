@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from offload.zero.groups.discovery import discover
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -26,7 +25,7 @@ from tests.offload.engine_cases import (
     seeded,
 )
 from tests.ranks.processes import run_ranks
-from tests.ranks.programs import BUDGET, OPTIMIZER, Case, Outcome, train_all
+from tests.ranks.programs import BUDGET, Case, Outcome, train_all
 
 STEPS, CLIP = 4, 0.5
 NUMBERS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -132,60 +131,3 @@ def test_a_hybrid_shards_within_groups_and_sums_across_them(tmp_path: Path, long
 
 
 # ------------------------------------------------------------------------- what a step moves
-BLOCKS = 12
-
-
-def moved_per_step(stage: int, folder: str) -> tuple[dict[str, int], int]:
-    """Bytes of one step after the first ones, and the room for gathered parameters."""
-    torch.set_num_threads(1)
-    keys = config(
-        Path(folder), HOST, budget=BUDGET, zero={"stage": stage}, optimizer={**OPTIMIZER}
-    )  # fmt: skip
-    with offload.initialize(seeded(lambda: TinyLM(BLOCKS)), keys) as engine:
-        seen = []
-        for tokens in mine()[:4]:
-            engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            engine.settle()
-            seen.append(engine.report().bytes_moved)
-        shared = engine.plan.shared
-        assert shared is not None
-        return {key: seen[-1][key] - seen[-2][key] for key in seen[-1]}, shared.gather_nbytes
-
-
-def moved_at_all_stages(folder: str) -> list[tuple[dict[str, int], int]]:
-    return [moved_per_step(stage, folder) for stage in range(4)]
-
-
-@pytest.fixture(scope="module")
-def moved_by_rank(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> list[list[tuple[dict[str, int], int]]]:
-    folder = tmp_path_factory.mktemp("moved")
-    return run_ranks(2, folder, moved_at_all_stages, str(folder), timeout_s=120)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_step_moves_two_or_three_times_the_parameters(
-    moved_by_rank: list[list[tuple[dict[str, int], int]]], stage: int
-) -> None:
-    """Rajbhandari et al., 2020: 2 psi for stages 1 and 2, 3 psi for stage 3."""
-    groups = (
-        discover(TinyLM(BLOCKS)).shape().sharded(1 if stage == 0 else 2, 2 if stage == 0 else 1)
-    )
-    trained = sum(group.layout.numel_trainable for group in groups.groups) * 4
-    frozen = sum(group.layout.numel for group in groups.groups) * 4 - trained
-    for moved, room in (per_stage[stage] for per_stage in moved_by_rank):
-        if stage == 0:  # whole gradients: exchanged, and gathered again
-            assert moved == {**moved, "reduce-scatter": 0, "all-gather": 0}
-            assert moved["all-reduce"] == 2 * trained
-            continue
-        assert moved["reduce-scatter"] == trained
-        assert moved["all-reduce"] == 0
-        if stage < 3:
-            assert moved["all-gather"] == trained
-            continue
-        # at the turn from forward to backward, what is in the room is not gathered again
-        gathered = 2 * (trained + frozen)
-        assert gathered - room <= moved["all-gather"] < gathered

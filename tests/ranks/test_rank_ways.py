@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import ConfigError
-from offload.planning.plan.plan import needed_nbytes
-from offload.tiers.tier import Tier
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -74,22 +72,6 @@ class Picks(nn.Module):
         return loss
 
 
-class Backwards(nn.Module):
-    """Uses its blocks in the reverse of the order in which they are registered."""
-
-    def __init__(self, blocks: int = 8) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in reversed(self.blocks):
-            x = block(x)
-        loss: Tensor = x.square().mean()
-        return loss
-
-
 def inputs(number: int) -> Tensor:
     seed = 10 * number + dist.get_rank()
     return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -131,30 +113,6 @@ def test_ranks_on_other_branches_do_not_wait_for_each_other(
     calls = [(str(tmp_path), stage, more) for stage in (1, 2, 3)]
     found = run_in_turn(2, tmp_path, pick, calls)
     for values in (*found[0], *found[1]):
-        assert_same_bits(values, found[0][0])
-
-
-def use_backwards(folder: str, stage: int, more: dict[str, Any]) -> Values:
-    """With no more memory than is planned."""
-    torch.set_num_threads(1)
-    keys = keys_of(folder, stage, **more)
-    with offload.initialize(seeded(Backwards), keys) as engine:
-        needed = needed_nbytes(engine.plan, Tier.HOST)
-    budget = {**BUDGET, "host": needed}
-    with offload.initialize(seeded(Backwards), {**keys, "budget": budget}) as engine:
-        for number in range(STEPS):
-            engine.backward(engine.module(inputs(number)))
-            step(engine)
-        return dict(engine.module.state_dict())  # one group at a time
-
-
-@pytest.mark.parametrize(("world_size", "more"), [(2, {}), (3, {**IN_BACKWARD, "placement": NVME})])
-def test_what_is_planned_is_enough_for_any_order_of_use(
-    tmp_path: Path, world_size: int, more: dict[str, Any]
-) -> None:
-    calls = [(str(tmp_path), stage, more) for stage in (1, 3)]
-    found = run_in_turn(world_size, tmp_path, use_backwards, calls)
-    for values in itertools.chain(*found):
         assert_same_bits(values, found[0][0])
 
 
@@ -215,39 +173,6 @@ def load_into(folder: str, stage: int) -> tuple[Values, Values]:
 def test_a_state_dict_is_loaded_where_parameters_are_sharded(tmp_path: Path) -> None:
     for given, found in run_ranks(2, tmp_path, load_into, str(tmp_path), 3):
         assert_same_bits(found, given)
-
-
-class Frozen(nn.Module):
-    """Groups without anything trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.body:
-            x = torch.tanh(layer(x))
-        loss: Tensor = self.head(x).square().mean()
-        return loss
-
-
-def save_and_load_frozen(folder: str, first: int, second: int) -> tuple[Values, Values]:
-    path = Path(folder) / f"{first}"
-    with offload.initialize(seeded(Frozen), keys_of(folder, first)) as engine:
-        engine.backward(engine.module(inputs(0)))
-        step(engine)
-        engine.save_checkpoint(path)
-        saved = parameters_of(engine)
-    with offload.initialize(seeded(Frozen, seed=1), keys_of(folder, second)) as engine:
-        engine.load_checkpoint(path)
-        return saved, parameters_of(engine)
-
-
-def test_frozen_groups_are_saved_and_loaded(tmp_path: Path) -> None:
-    calls = [(str(tmp_path), *stages) for stages in ((1, 3), (3, 1))]
-    for saved, loaded in itertools.chain(*run_in_turn(2, tmp_path, save_and_load_frozen, calls)):
-        assert_same_bits(loaded, saved)
 
 
 # ------------------------------------------------------------------------- what has to be alike

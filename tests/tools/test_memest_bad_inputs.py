@@ -20,7 +20,7 @@ from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.safetensors_header import read_header
-from offload.tools.memest.source.stated_sizes import StatedSizes, divisors
+from offload.tools.memest.source.stated_sizes import StatedSizes
 from offload.tools.memest.source.transformers_models import build_on_meta
 from tests.tools.model_files import BITS, TINY_LLAMA, entries_of, write_config, write_safetensors
 
@@ -104,14 +104,6 @@ def test_what_is_no_configuration_is_refused(data: bytes, expected: str, tmp_pat
     assert expected in reason(path)
 
 
-def test_a_key_given_twice_among_very_many_is_found_at_once(tmp_path: Path) -> None:
-    """In time that grows with the file: with its square, 40,000 keys took 20 seconds."""
-    pairs = ", ".join(f'"k{n}": 1' for n in range(400_000))
-    path = tmp_path / "config.json"
-    path.write_text(f'{{{pairs}, "k399999": 2}}')
-    assert "'k399999' is given twice" in reason(path)
-
-
 _REPOSITORY = "somebody/kernels-of-his-own"
 
 
@@ -158,15 +150,6 @@ def test_sizes_that_no_model_has_are_refused_before_they_are_counted() -> None:
     for sizes, said in cases:
         with pytest.raises(ConfigError, match=said):
             read_stated(StatedSizes(**sizes))
-
-
-def test_divisors_of_a_number_are_all_of_them() -> None:
-    for number in (1, 2, 12, 36, 97, 1 << 24):
-        found = divisors(number)
-        assert (found[0], found[-1]) == (1, number)
-        if number < 100:
-            assert found == [n for n in range(1, number + 1) if number % n == 0]
-    assert len(divisors((1 << 32) - 5)) == 2  # a prime: by its root, not by trying all
 
 
 def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:

@@ -24,26 +24,6 @@ def search(needed: int, *knobs: list[tuple[str, int]], tries: int = 1000) -> lis
     return [" ".join(name for name, _ in options) for options in found]
 
 
-def test_the_mildest_option_that_is_enough_is_taken() -> None:
-    assert search(5, knob("a", 1, 4, 6, 9), knob("b", 2, 3)) == ["a2"]
-
-
-def test_a_pair_is_as_mild_as_both_allow_and_has_none_that_is_enough_alone() -> None:
-    assert search(5, knob("a", 1, 2, 3), knob("b", 1, 2, 4), knob("c", 5)) == ["c0", "a0 b2"]
-
-
-def test_three_are_found_where_two_are_not_enough() -> None:
-    assert search(6, knob("a", 2), knob("b", 2), knob("c", 2)) == ["a0 b0 c0"]
-    assert search(7, knob("a", 2), knob("b", 2), knob("c", 2)) == []
-
-
-def test_no_more_is_tried_than_allowed() -> None:
-    asked = []
-    knobs = [knob(letter, 1, 2, 3) for letter in "abcdefgh"]
-    minimal_sets(knobs, lambda options: asked.append(options) is not None, most_tries=7, enough=99)
-    assert len(asked) == 7
-
-
 gains = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(sorted), max_size=4)
 
 

@@ -22,12 +22,9 @@ from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
-from offload.tools.memest.estimate.knobs import knobs
 from offload.tools.memest.hardware.read_profile import read_profile
-from offload.tools.memest.show import view
 from offload.tools.memest.source.read_model import read_stated, read_yaml
 from offload.tools.memest.source.stated_sizes import StatedSizes
-from tests.tools.estimates import estimate as made_up
 
 GIB = 1 << 30
 MODEL = read_stated(StatedSizes(layers=2, hidden=256, vocab=512))
@@ -40,14 +37,6 @@ def candidate(checkpoint: object, nvme: str | int) -> Candidate:
     )
     hardware = Hardware(0, GIB, GIB, GIB, kernels_missing="the model computes on the CPU")
     return solve(config, MODEL.shape, hardware).best
-
-
-def test_what_is_done_already_is_no_remedy() -> None:
-    open_, done = candidate(False, 0), candidate(True, 0)
-    one, four = Workload(1, 32), Workload(4, 32)
-    assert "checkpoint: true" in remedy(C.ACTIVATIONS, Tier.HOST, open_, four)
-    assert remedy(C.ACTIVATIONS, Tier.HOST, done, four) == "a smaller batch"
-    assert remedy(C.ACTIVATIONS, Tier.HOST, done, one) == "a shorter sequence"
 
 
 def test_nothing_is_moved_to_a_disk_that_is_not_there() -> None:
@@ -78,22 +67,6 @@ def test_the_terms_of_gpu_memory_add_up() -> None:
     assert needed_nbytes(plan, Tier.DEVICE) == plan.total(Tier.DEVICE) + gathered
     text = breakdown(plan, Tier.DEVICE)
     assert f"parameters of the unit that runs {format_bytes(gathered)}" in text
-
-
-def test_a_machine_by_name_is_offered_no_other_gpus() -> None:
-    config = OffloadConfig.load(
-        {"budget": {"device": "64KiB"}, "placement": {"parameters": "device"}}
-    )
-    for gpu, offered in (("DGX-2", False), ("V100-32", True)):
-        profile = read_profile(gpu=gpu, ram="64GiB", nvme="0")
-        case = Case(MODEL, config, Workload(1, 32), profile, None)
-        estimator = Estimator()
-        found = estimator(case)
-        peak_at = estimator.facts(case, found.config).peak_at
-        assert Tier.DEVICE in {each.tier for each in found.shortfalls}
-        all_knobs = knobs(case, found, peak_at)
-        options = {key for knob in all_knobs for option in knob for key in option.settings}
-        assert ("--gpu" in options) == offered
 
 
 MIB = 1 << 20
@@ -142,21 +115,3 @@ def test_on_a_tight_machine_train_plan_and_memest_choose_the_same_plan(
 
 
 # ---------------------------------------------------------------- what fits, but is hardly of use
-@pytest.mark.parametrize(
-    ("tokens_per_s", "life", "said"),
-    [
-        (3.7, 2089, "fits, but slow: 3.70 tokens/s; the SSD's rated writes last 2,089 steps"),
-        (3.7, None, "fits, but slow: 3.70 tokens/s"),
-        (400, 50_000, "fits"),
-        (12, None, "fits"),
-    ],
-)
-def test_the_verdict_says_what_is_bad_about_a_plan_that_fits(
-    tokens_per_s: float, life: int | None, said: str
-) -> None:
-    case = made_up()
-    step = case.step
-    assert step is not None
-    step = replace(step, seconds=step.tokens / tokens_per_s)
-    endurance = 0 if life is None else life * step.written_nbytes
-    assert view.verdict(replace(case, step=step, endurance_nbytes=endurance)) == said

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from offload.config import OffloadConfig
 from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.experts import active_numel
 from offload.planning.plan.workload import Workload
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.groups.discovery import experts_per_token, experts_per_token_of
+from offload.zero.groups.discovery import experts_per_token
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128,
@@ -43,13 +41,6 @@ def test_qwen3_30b_a3b_has_three_billion_active_parameters(tmp_path: Path) -> No
     assert shape.groups[2].params[0].names == ("model.layers.0.mlp.experts.gate_up_proj[0]",)
 
 
-def test_dense_blocks_between_have_no_table(tmp_path: Path) -> None:
-    keys = {**QWEN3_30B, "mlp_only_layers": [0, 3], "decoder_sparse_step": 2}
-    shape = read_model(written(tmp_path, **keys)).shape
-    assert len(shape.tables) == 23  # 1, 5, 7, ... 47: every second, and not the one that is named
-    assert "model.layers.3.mlp.experts" not in shape.tables
-
-
 @pytest.mark.parametrize(
     ("values", "number"),
     [
@@ -70,40 +61,6 @@ def test_how_many_are_chosen_is_read_by_any_of_its_names(
     values: dict[str, Any], number: int | None
 ) -> None:
     assert experts_per_token(values) == number
-
-
-def test_models_of_transformers_that_have_experts_say_how_many_are_chosen() -> None:
-    """Their default configurations, without building a model."""
-    transformers = pytest.importorskip("transformers")
-    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    silent, known = set(), 0
-    auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    for name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        try:
-            config = transformers.CONFIG_MAPPING[name]().get_text_config()
-        except Exception:  # noqa: BLE001, S112 - a configuration without defaults
-            continue
-        if not any((getattr(config, key, None) or 0) > 1 for key in counts):
-            continue
-        known += 1
-        if experts_per_token(vars(config)) is None:
-            silent.add(name)
-    assert known > 40
-    assert silent == {"deepseek_v2"}  # null by default
-
-
-class Router(nn.Module):
-    def __init__(self, chosen: int) -> None:
-        super().__init__()
-        self.top_k = chosen
-
-
-@pytest.mark.parametrize(("chosen", "number"), [((2, 2), 2), ((2, 4), None), ((), None)])
-def test_modules_without_a_configuration_are_asked(
-    chosen: tuple[int, ...], number: int | None
-) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), *(Router(each) for each in chosen))
-    assert experts_per_token_of(model) == number
 
 
 def test_a_function_of_ones_own_with_listed_experts(

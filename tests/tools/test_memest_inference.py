@@ -12,12 +12,9 @@ import torch
 from offload.config import OffloadConfig
 from offload.planning.activations.generation_facts import generation_facts
 from offload.planning.activations.trace import trace_forward
-from offload.planning.choice.planner import make_plan
-from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.source.cache_shapes import modules_cache
-from offload.tools.memest.source.read_model import read_model
 from tests.tools.test_memest_cli import run
 
 transformers = pytest.importorskip("transformers")
@@ -76,13 +73,6 @@ def _kept(model_type: str, settings: dict[str, Any], length: int) -> int:
 
 
 # ---------------------------------------------------------------- what a pass takes
-def test_a_forward_alone_keeps_nothing_and_leaves_the_model_in_training() -> None:
-    model = built("llama", {})
-    config = OffloadConfig.load({"precision": "bf16", "device": "cpu"})
-    found = trace_forward(model, config, Workload(3, 32))
-    assert found.saved_nbytes == found.backward.flops == 0
-    assert found.peak_nbytes > 0
-    assert model.training
 
 
 def test_an_encoder_with_a_decoder_is_refused() -> None:
@@ -92,15 +82,6 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
     config = OffloadConfig.load({"device": "cpu"})
     with pytest.raises(UnsupportedError, match="has an encoder and a decoder"):
         trace_forward(model, config, Workload(1, 8))
-
-
-def test_a_pass_without_gradients_counts_skipped_blocks_as_if_they_ran() -> None:
-    model = built("llama", {"num_hidden_layers": 9})
-    config = OffloadConfig.load({"precision": "bf16", "device": "cpu"})
-    few, all_of_them = (
-        trace_forward(model, config, Workload(2, 16), skip=skip) for skip in (True, False)
-    )
-    assert few == all_of_them
 
 
 def test_the_cache_is_part_of_the_peak_and_of_what_decoding_touches() -> None:
@@ -154,23 +135,6 @@ def test_every_form_says_the_same(folder: Path, tmp_path: Path, capsys: Any) -> 
     assert "optimizer" not in table
 
 
-def test_times_are_of_both_kinds_of_pass(folder: Path, capsys: Any) -> None:
-    gpu = ["--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD"]
-    streamed = ["-o", "budget.device=200KiB", "-o", "placement.parameters=nvme"]
-    assert run(str(folder), *ASKED, *gpu, *streamed, "--format", "json") == 0
-    value = json.loads(capsys.readouterr().out)
-    prefill, decode = value["inference"]["prefill"], value["step"]
-    assert {link["name"] for link in decode["links"] if link["nbytes"]} <= {
-        "nvme read", "host to device",
-    }  # fmt: skip
-    assert decode["tokens_per_s"] == pytest.approx(4 / decode["seconds"])
-    assert prefill["tokens_per_s"] == pytest.approx(4 * 64 / prefill["seconds"])
-    assert run(str(folder), *ASKED, *gpu, *streamed) == 0
-    table = capsys.readouterr().out
-    for text in ("Prefill: ", "Decoding, one pass: ", "per token"):
-        assert text in table
-
-
 def test_a_written_configuration_is_for_dispatch(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     assert run(str(folder), *ASKED, *HARDWARE, "--no-measure", "--write", str(path)) == 0
@@ -217,25 +181,3 @@ def test_what_does_not_fit_says_what_would(folder: Path, capsys: Any) -> None:
     assert not any(
         "optimizer" in key or "checkpoint" in key for c in changes for key in c["settings"]
     )
-
-
-def test_few_rows_are_multiplied_straight_from_codes(folder: Path) -> None:
-    from offload.kernels.cpu.weight_products import MOST_ROWS
-    from offload.planning.step.traffic import STRAIGHT_ROWS, step_traffic
-
-    assert STRAIGHT_ROWS == MOST_ROWS
-    source = read_model(str(folder))
-    keys = {
-        "device": "cpu",
-        "budget": {"host": "300KiB"},
-        "storage": {"weights": "int4", "group_size": 32},
-    }
-    config = OffloadConfig.load({**keys, "placement": {"parameters": "nvme"}}).for_inference()
-    shape = source.shape.frozen.stored(config.stored)
-    plan = make_plan(config, shape, Hardware(0, 1 << 34, 1 << 34, 1 << 34))
-    few, many = (
-        step_traffic(plan, config, shape, None, Workload(rows, 1)).total.decoded
-        for rows in (MOST_ROWS, MOST_ROWS + 1)
-    )
-    assert few == 0
-    assert many > 0

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.config.training import ModelConfig
 from offload.gpt import build_meta_model
 from offload.planning.machine.disk_cache import cache_folder, remembered
 from offload.planning.plan.workload import Workload
@@ -24,7 +23,7 @@ from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated
-from offload.tools.memest.source.stated_sizes import StatedSizes, built_in_shape, parse_count
+from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
 from tests.tools.model_files import (
@@ -64,15 +63,6 @@ def test_tied_weights_count_once_and_their_group_serves_both_units(tmp_path: Pat
     names = ("model.embed_tokens.weight", "lm_head.weight")
     assert shape.groups[0].params[0].names == names
     assert shape.units[-1].groups == (0,)
-
-
-def test_code_beside_the_weights_is_left_alone_and_that_is_said(tmp_path: Path) -> None:
-    (tmp_path / "modeling_evil.py").write_text("raise SystemExit('executed')")
-    source = read_model(
-        str(write_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}))
-    )
-    assert source.shape.numel == TINY_LLAMA_NUMEL
-    assert any("auto_map" in note for note in source.notes)
 
 
 def test_code_of_a_folder_does_not_make_an_unknown_architecture_known(tmp_path: Path) -> None:
@@ -127,14 +117,6 @@ def test_another_head_than_a_language_models_is_the_librarys_own_class(tmp_path:
     assert shape.units[-1].name == "score"
 
 
-def test_named_blocks_replace_the_search(tmp_path: Path) -> None:
-    path = str(write_config(tmp_path))
-    names = [g.name for g in read_model(path, blocks=["LlamaMLP"]).shape.groups]
-    assert "model.layers.0.mlp" in names
-    with pytest.raises(ConfigError, match=r"no module of class Llama .*LlamaDecoderLayer"):
-        read_model(path, blocks=["Llama"])
-
-
 # the cache
 
 
@@ -163,15 +145,6 @@ def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path) -> None:
         assert file.read_bytes() == whole
     ask("other")
     assert found[-1] == "other"
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert remembered("shapes", "some", int, lambda: 3) == 3
-    assert remembered("shapes", "some", int, lambda: 4) == 4
 
 
 def activation_config(**activations: Any) -> OffloadConfig:
@@ -243,29 +216,6 @@ LLAMA_TENSORS = {
         )
     },
 }  # fmt: skip
-
-
-def test_groups_of_weights_are_told_from_their_names(tmp_path: Path) -> None:
-    path = write_safetensors(tmp_path / "model.safetensors", entries_of(LLAMA_TENSORS))
-    source = read_model(str(path))
-    assert source.kind is SourceKind.SAFETENSORS
-    assert [group.name for group in source.shape.groups] == [
-        "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.10", "model.norm",
-        "lm_head",
-    ]  # fmt: skip
-    assert [u.name for u in source.shape.units if u.repeated] == [
-        "model.layers.0", "model.layers.1", "model.layers.10",
-    ]  # fmt: skip
-    assert source.shape.numel == 2 * 640 * 320 + 320 + 3 * (320 * 320 + 480 * 320 + 320)
-
-
-@pytest.mark.parametrize(
-    "prefix", ["transformer.h", "blocks", "gpt_neox.layers", "a.b.encoder.layer"]
-)
-def test_blocks_are_found_under_any_name(prefix: str, tmp_path: Path) -> None:
-    shapes = {f"{prefix}.{i}.fc.weight": (300, 300) for i in range(12)}
-    source = read_model(str(write_safetensors(tmp_path / "w.safetensors", entries_of(shapes))))
-    assert [g.name for g in source.shape.groups] == [f"{prefix}.{i}" for i in range(12)]
 
 
 def test_weights_saved_by_a_model_have_the_models_count(tmp_path: Path) -> None:
@@ -355,13 +305,6 @@ def test_an_offload_configuration_names_the_built_in_model(text: str, tmp_path: 
     assert any("train:" in note for note in source.notes) is ("train" not in text)
 
 
-def test_experts_of_the_built_in_model_say_how_many_compute_a_token() -> None:
-    values = {"hidden": 128, "heads": 4, "experts": 6, "experts_per_token": 3, "expert_mlp": 48}
-    shape = built_in_shape(ModelConfig(**values))
-    assert shape.tables
-    assert shape.experts_per_token == 3
-
-
 # stated sizes
 
 
@@ -384,24 +327,6 @@ def test_stated_parameters_are_met_by_the_width_of_the_mlp(sizes: dict[str, Any]
     assert 0 <= sizes["params"] - source.shape.numel < 3 * model.hidden * model.layers
     for name in ("layers", "hidden", "vocab"):
         assert sizes.get(name) in (None, getattr(model, name))
-
-
-def test_sizes_without_a_count_are_taken_as_they_are() -> None:
-    source = read_stated(StatedSizes(layers=2, hidden=256, vocab=512))
-    assert source.train_model is not None
-    config = OffloadConfig().model_copy(
-        update={"train": OffloadConfig().train.model_copy(update={"model": source.train_model})}
-    )
-    assert source.shape == discover(build_meta_model(config)).shape()
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("350M", 350 * 10**6), ("1.5T", 1_500_000_000_000),
-     ("6_738_415_616", 6_738_415_616), ("1", 1), ("0.5k", 500), (" 13 b ", 13 * 10**9)],
-)  # fmt: skip
-def test_counts_are_written_as_people_write_them(text: str, count: int) -> None:
-    assert parse_count(text) == count
 
 
 @pytest.mark.parametrize(

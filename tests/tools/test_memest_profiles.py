@@ -12,7 +12,7 @@ from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.hardware import profiles
 from offload.tools.memest.hardware.parts import GEN4, GPUS, MACHINES, SSDS
-from offload.tools.memest.hardware.profiles import MATMUL_SHARE, SYSTEM_NBYTES
+from offload.tools.memest.hardware.profiles import SYSTEM_NBYTES
 from offload.tools.memest.hardware.read_profile import (
     LocalGpu,
     local_gpus,
@@ -45,55 +45,6 @@ def test_one_rank_gets_an_even_share_of_its_node() -> None:
     assert "2 nodes" in profile.name
 
 
-def test_ram_that_is_described_leaves_the_system_its_part() -> None:
-    for profile in (read_profile(gpu="none", ram="8GiB"), read_profile(gpu="DGX-2")):
-        kept = profile.ram_nbytes - SYSTEM_NBYTES
-        hardware = profile.hardware()
-        assert profile.usable_ram_nbytes == kept
-        assert hardware.host_nbytes == hardware.host_free_nbytes == kept // profile.ranks_per_node
-        assert "2.0 GiB are left to the system" in profile.all_notes[-1]
-    here = read_profile(gpu="RTX 4090")
-    assert here.usable_ram_nbytes == machine.memory_limit_nbytes()
-    assert here.all_notes == here.notes
-
-
-def test_speeds_are_shared_out_and_stay_below_the_peaks() -> None:
-    one = read_profile(gpu="A100-80", ram="512GiB", ssd="4 x Gen4 server SSD").speeds()
-    four = read_profile(gpu="A100-80", ram="512GiB", ssd="4 x Gen4 server SSD", gpus=4).speeds()
-    assert one is not None
-    assert four is not None
-    assert one.matmul_flops_per_s["bf16"] == pytest.approx(312e12 * MATMUL_SHARE)
-    assert four.matmul_flops_per_s == one.matmul_flops_per_s
-    assert four.host_bytes_per_s == pytest.approx(one.host_bytes_per_s / 4)
-    assert four.nvme_read_bytes_per_s == pytest.approx(one.nvme_read_bytes_per_s / 4)
-    assert four.endurance_nbytes == one.endurance_nbytes // 4 == 7008 * 10**12
-    assert four.host_to_device_bytes_per_s == one.host_to_device_bytes_per_s < 31.5e9
-
-
-def test_gpus_behind_few_uplinks_share_them() -> None:
-    speeds = read_profile(gpu="DGX-2").speeds()
-    assert speeds is not None
-    # 4 uplinks for 16 GPUs; ZeRO-Infinity (2104.07857, figure 2) has 3.0 GB/s for each
-    assert speeds.host_to_device_bytes_per_s == pytest.approx(3.0e9, rel=0.1)
-    assert speeds.nvme_read_bytes_per_s == pytest.approx(1.6e9, rel=0.1)
-
-
-def test_a_bare_size_says_that_its_speed_is_assumed() -> None:
-    profile = read_profile(gpu="24GiB", ram="64GiB", nvme="1TiB")
-    assert profile.gpu_nbytes == 24 * GIB
-    text = " ".join(profile.notes)
-    assert "assumed to be that of an RTX 3090" in text
-    assert f"assumed to be that of a {GEN4.name}" in text
-    named = read_profile(gpu="RTX 3090", ram="64GiB", ssd="Gen4 SSD")
-    assert not any("assumed" in note for note in named.notes)
-
-
-def test_what_is_not_given_is_as_on_this_machine() -> None:
-    profile = read_profile(gpu="H100")
-    assert profile.ram_nbytes == machine.memory_limit_nbytes()
-    assert any("this machine's" in note for note in profile.notes)
-
-
 def test_this_machine_is_what_the_process_may_use(tmp_path: Path) -> None:
     profile = this_machine([tmp_path, tmp_path / "not" / "there"])
     assert profile.here
@@ -116,15 +67,6 @@ def test_measured_speeds_hold_where_it_computes_here_and_named_drives_replace_th
     assert other.matmul_flops_per_s == measured.matmul_flops_per_s
     assert other.nvme_read_bytes_per_s == pytest.approx(2 * 7.45e9 * profiles.SSD_SHARE)
     assert other.endurance_nbytes == 2400 * 10**12
-
-
-def test_no_gpu_means_that_the_cpu_computes() -> None:
-    profile = read_profile(gpu="none", ram="64GiB", nvme="0")
-    hardware = profile.hardware()
-    assert hardware.device_nbytes == 0
-    assert hardware.kernels_missing is not None
-    assert hardware.nvme_free_nbytes == 0
-    assert "CPU only" in profile.name
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload.config import OffloadConfig
-from offload.process.machine import swap_folder
 from offload.tools.memest.cli import main
 from offload.tools.memest.commands.output import check_target, write_file
-from tests.tools.model_files import write_config
 
 TINY = ["--layers", "2", "--hidden", "64", "--vocab", "256"]
 ONE = ["-o", "placement.activations.checkpoint=false", "-o", "micro_batches=1"]  # one trace each
@@ -50,26 +47,6 @@ def test_what_was_planned_is_what_is_written(tmp_path: Path, capsys: Any) -> Non
     assert config.nvme.paths == ("a b", "c: d")
     assert config.chunk_numel == value["plan"]["chunk_numel"]
     assert config.prefetch == value["plan"]["prefetch"]
-
-
-def test_what_the_machine_does_not_decide_stays_open(tmp_path: Path) -> None:
-    config = written(tmp_path / "a.yaml", *TINY, *WORK, "--gpu", "none")
-    assert config.threads.optimizer == "auto"
-    assert config.optimizer.in_backward == "auto"
-    assert config.seed == 0
-
-
-def test_every_key_has_its_reason_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    written(path, *TINY, *WORK, "--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD")
-    text = path.read_text()
-    assert text.startswith("# ")
-    assert "# predicted: " in text
-    assert "# predicted peaks: GPU memory " in text
-    keys = re.findall(r"^( *\w+): *(\S.*)?$", text.split("\ntrain:")[0], re.MULTILINE)
-    bare = [k.strip() for k, v in keys if v and "#" not in v]
-    assert set(bare) <= {"type", "betas", "weight_decay", "eps", "amsgrad"}
-    assert OffloadConfig.load(path).device == "cuda"
 
 
 def test_a_written_configuration_says_the_same_when_asked_about(
@@ -151,23 +128,6 @@ def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path, capsys: Any)
     assert os.listdir(tmp_path) == ["a.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("options", "lr"), [((), 1e-5), (("-o", "optimizer.lr=3e-4"), 3e-4)], ids=["open", "given"]
-)
-def test_a_pretrained_model_is_given_a_learning_rate_for_one(
-    options: tuple[str, ...], lr: float, tmp_path: Path
-) -> None:
-    source = str(write_config(tmp_path))
-    config = written(tmp_path / "a.yaml", source, *WORK, "--gpu", "none", *options)
-    assert config.optimizer.lr == lr
-
-
-def test_swap_files_get_a_folder_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    options = ["--gpu", "none", "-o", "placement={parameters: nvme, optimizer: nvme}"]
-    assert written(path, *TINY, *WORK, *options).nvme.paths == (str(swap_folder()),)
-
-
 # ---------------------------------------------------------------- files
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: Any) -> None:
     from offload.tiers.errors import PathError
@@ -185,14 +145,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: A
         write_file(path, b"new", "--out")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
-
-
-def test_a_link_is_followed_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("old")
-    (tmp_path / "link").symlink_to("target")
-    write_file(tmp_path / "link", b"new", "--out")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "target").read_text() == "new"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -74,16 +74,6 @@ def test_plan_refuses_another_model_and_says_whose_file_it_is(
     assert f"{file}:" in said
 
 
-def test_a_model_that_moved_is_named_with_model(file: Path, folder: Path, capsys: Any) -> None:
-    moved = folder.rename(folder.with_name("moved"))
-    assert run(offload_main, "plan", file) == 2
-    assert f"not at {folder} any more; name it: `offload plan FILE --model" in (
-        capsys.readouterr().err
-    )
-    assert run(offload_main, "plan", file, "--model", moved) == 0
-    assert "moved" in capsys.readouterr().out
-
-
 def test_train_refuses_a_file_written_for_another_model(
     file: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -104,15 +94,6 @@ def test_memest_reads_the_model_that_a_file_was_written_for(
     assert (value["workload"]["batch"], value["workload"]["sequence"]) == (3, 16)
     assert run(memest_main, other(tmp_path), "--config", file, *WORK) == 2
     assert "was written for tiny-llama" in capsys.readouterr().err
-
-
-def test_code_that_only_the_file_names_is_not_run(file: Path, tmp_path: Path, capsys: Any) -> None:
-    text = file.read_text()
-    place = next(line for line in text.splitlines() if line.startswith("  source: "))
-    file.write_text(text.replace(place, "  source: os:abort"))
-    assert run(offload_main, "plan", file) == 2
-    assert "--model os:abort" in capsys.readouterr().err
-    assert run(memest_main, file, "--no-measure") == 2
 
 
 def test_initialize_says_when_the_model_is_another(

@@ -33,8 +33,6 @@ from tests.offload.engine_cases import (
 
 pytestmark = MARKS
 
-TIGHT: dict[str, Any] = {"budget": {"host": "600KiB", "nvme": "64MiB"}}
-
 
 def tokens(count: int, batch: int, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -374,33 +372,6 @@ def test_a_block_that_draws_random_numbers_draws_them_for_each_piece(tmp_path: P
     assert torch.equal(y, h)
 
 
-class Infinite(nn.Linear):
-    """Also returns infinities and NaN, whose signs and places are the same for any batch, or not:
-    `mixing` sees how many samples there are."""
-
-    def __init__(self, mixing: bool) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.mixing = mixing
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        sign = -1.0 if self.mixing and len(x) > 2 else 1.0
-        special = y.new_tensor([sign * float("inf"), float("nan"), -float("inf")])
-        return torch.cat([y, special.expand(len(x), 3)], -1)
-
-
-@pytest.mark.parametrize("mixing", [False, True])
-def test_infinities_and_nan_are_compared_exactly(tmp_path: Path, mixing: bool) -> None:
-    model = nn.ModuleList([Infinite(mixing), Infinite(mixing)])
-    with offload.initialize(model, split(tmp_path, "Infinite")):
-        x = torch.randn(4, WIDTH, device=ON)
-        if mixing:
-            with pytest.raises(UnsupportedError, match="mixes samples"):
-                model[0](x)
-        else:
-            assert model[0](x)[:, WIDTH:].isinf().sum() == 8
-
-
 class Centred(nn.Linear):
     """In training samples are centred together, beside dropout."""
 
@@ -576,19 +547,3 @@ def test_a_shared_table_as_long_as_the_batch_is_found_out_at_any_call(
         assert engine.module(torch.randn(4, 6, WIDTH, device=ON)).shape == (4, 6, WIDTH)
         with pytest.raises(UnsupportedError, match="fails on a piece of its batch"):
             engine.module(torch.randn(4, 4, WIDTH, device=ON))
-
-
-def test_a_gradient_that_comes_in_parts_is_neither_read_nor_changed_amid_them(
-    tmp_path: Path,
-) -> None:
-    """A hook on a parameter is called for each part."""
-    uses: list[Callable[[Tensor], object]] = [torch.Tensor.norm, torch.Tensor.clone]
-    uses.append(lambda gradient: gradient.mul_(0.5))
-    for use in uses:
-        model = seeded(TinyLM)
-        with offload.initialize(model, config(tmp_path, micro_batches=2)):
-            model.loss(tokens(1, 4, 2)[0]).backward()
-            weight = model.blocks[0].mlp[0].weight
-            weight.register_post_accumulate_grad_hook(lambda param, use=use: use(param.grad))
-            with pytest.raises(StateError, match=r"not complete.*come in parts"):
-                model.loss(tokens(1, 4)[0]).backward()
