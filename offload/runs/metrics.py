@@ -55,6 +55,11 @@ class StepMetrics:
         if not isinstance(values, dict):
             raise ValueError(f"a {type(values).__name__} is no step")
         known = {name: value for name, value in values.items() if value is not None}
+        if isinstance(known.get("figures"), dict):  # those that were not finite are null
+            known["figures"] = {
+                name: math.nan if value is None else value
+                for name, value in known["figures"].items()
+            }
         return _adapter().validate_python({**_UNKNOWN, **known})
 
 

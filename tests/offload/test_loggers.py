@@ -113,6 +113,16 @@ def test_rows_of_another_version_can_be_read(tmp_path: Path) -> None:
     assert math.isnan(second.lr)
 
 
+def test_a_figure_that_is_not_finite_takes_no_step_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with closing_all([logger := MetricsFile(path)]):
+        logger.log(row(1, figures={"reward": math.nan, "accuracy": 0.5}), 1)
+    MetricsFile(path).begin(steps_done=1)
+    (read,) = MetricsFile(path).read()
+    assert math.isnan(read.figures["reward"])
+    assert read.figures["accuracy"] == 0.5
+
+
 def test_anything_that_can_be_called_or_logs_is_a_logger() -> None:
     told: list[Any] = []
 
