@@ -17,13 +17,12 @@ import typer
 from benchmarks import adam_peers
 from offload.bench.adam import AdamOptions
 from offload.bench.adam import run_adam as run_our_adam
-from offload.bench.contenders import SystemSpec
+from offload.bench.contenders import StepOptions, SystemSpec
 from offload.bench.ranks import SYSTEMS as OUR_RANKS
-from offload.bench.ranks import RanksOptions
 from offload.bench.ranks import run_ranks as run_our_ranks
 from offload.bench.record import Kind, Record, Target
 from offload.bench.rounds import Say
-from offload.bench.step import HOST, NVME, StepOptions
+from offload.bench.step import HOST, NVME
 from offload.bench.step import run_step as run_our_step
 from offload.cli.bench import BenchGroup, bench_app
 from offload.cli.errors import failing_io
@@ -69,7 +68,7 @@ def run_step(options: StepOptions, say: Say) -> Record:
     return record
 
 
-def run_ranks(options: RanksOptions, say: Say) -> Record:
+def run_ranks(options: StepOptions, say: Say) -> Record:
     record = run_our_ranks(options, say, (DDP, FSDP2, FSDP2_OFFLOAD, ZERO3_RANKS))
     full, partly, *_ = (spec.label for spec in OUR_RANKS)
     at_most = Target(1.0, at_most=True)

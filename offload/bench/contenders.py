@@ -1,21 +1,26 @@
-"""Systems that train in turn, each in processes of its own, one per rank."""
+"""Systems that train in turn, each in processes of its own, one per rank.
+
+`train_in_turn` is the whole bench of `step` and `ranks`: it starts the systems, measures them in
+interleaved rounds, closes them, and adds their rows to the record.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.bench.record import Kind, Row
-from offload.bench.rounds import Say
+from offload.bench.record import Kind, Record, Row
+from offload.bench.rounds import Say, interleaved
 from offload.config import OffloadConfig
 from offload.process import machine
 from offload.process.child import Child, ChildFailed
-from offload.tiers.errors import ConfigError
+from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.units import format_bytes
 from offload.train.plain import DTYPES
 
@@ -80,6 +85,7 @@ class Turn:
 
 _TIMES = ("seconds", "forward_backward_s")
 _BYTES = ("read_nbytes", "written_nbytes", "peak_rss_nbytes")
+_MEASURES = ("seconds", "forward_backward_s", "read_nbytes", "written_nbytes")
 
 
 class Contender:
@@ -155,12 +161,12 @@ class Contender:
         for child in self._children:
             child.kill()
 
-    def row(self, turns: Sequence[Turn | None], names: Sequence[str]) -> Row:
-        """The measures `names` of all rounds' turns, and the peak of all turns; or why not."""
+    def row(self, turns: Sequence[Turn | None]) -> Row:
+        """The measures of all rounds' turns, and the peak of all turns; or why there are none."""
         done = [turn for turn in turns if turn is not None]
         if len(done) < len(turns):
             return Row(self.spec.label, self.spec.kind, note=self.reason)
-        measures = {name: [float(getattr(turn, name)) for turn in done] for name in names}
+        measures = {name: [float(getattr(turn, name)) for turn in done] for name in _MEASURES}
         facts = {"peak_rss_nbytes": float(max(turn.peak_rss_nbytes for turn in done))}
         return Row(self.spec.label, self.spec.kind, measures, facts, self.reason)
 
@@ -188,6 +194,19 @@ def brief(error: ChildFailed) -> str:
 
 
 # ---------------------------------------------------------------- which, and of what model
+@dataclass(frozen=True)
+class StepOptions:
+    """`config` None trains the 151 M shape; `systems` empty takes all of the usual ones; `ranks`
+    processes train together."""
+
+    config: Path | None = None
+    overrides: tuple[str, ...] = ()
+    folder: Path | None = None
+    systems: tuple[str, ...] = ()
+    rounds: int = 7
+    ranks: int = 1
+
+
 def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
     """The configuration of all systems. ConfigError for one that they cannot train alike."""
     base = OffloadConfig.load(config or LLAMA_151M, overrides)
@@ -217,6 +236,42 @@ def wanted(names: Sequence[str], specs: Sequence[SystemSpec]) -> list[SystemSpec
     if unknown:
         raise ConfigError(f"--systems: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(names or known)]
+
+
+# What else is measured in every round, by name, given the systems and the folder for files. It is
+# made after the systems, whose errors show at once, and closed with the stack.
+Limits = Callable[[Sequence[Contender], Path, ExitStack], Mapping[str, Callable[[], Any]]]
+
+
+def train_in_turn(
+    record: Record, options: StepOptions, specs: Sequence[SystemSpec], base: OffloadConfig,
+    say: Say, limits: Limits | None = None,
+) -> tuple[list[Contender], dict[str, list[Any]]]:  # fmt: skip
+    """Measure the systems that fit beside each other, and add a row for each to `record`. Returns
+    the systems, closed, and the results of `limits` by name and round.
+
+    ChildFailed if one of our own ends early; PathError and ConfigError before anything is started.
+    """
+    folder = options.folder or machine.swap_folder()
+    if not folder.is_dir():
+        raise PathError(f"--path: {folder} is not a folder; name one on the disk to be used")
+    wanted_specs = wanted(options.systems, specs)
+    config = str(options.config or "151 M Llama shape")
+    record.options = {**asdict(options), "config": config, "folder": str(folder)}
+    record.note_rounds(options.rounds)
+    with ExitStack() as stack:
+        private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        systems, missing = start(wanted_specs, base, private, stack, say, options.ranks)
+        runs: dict[str, Callable[[], Any]] = {s.spec.label: s.turn for s in systems}
+        if limits is not None:
+            runs |= limits(systems, private, stack)
+        results = interleaved(runs, options.rounds, say)
+        say("closing")
+        for system in systems:
+            system.close()
+    record.rows += [system.row(results.pop(system.spec.label)) for system in systems]
+    record.rows += missing
+    return systems, results
 
 
 def start(

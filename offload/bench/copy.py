@@ -22,11 +22,12 @@ from offload.process import machine
 from offload.swap.device.streams import CopyStream, StreamEvent
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
-from offload.tiers.errors import BudgetError, ConfigError
+from offload.tiers.errors import BudgetError
 from offload.tiers.memory import HostMemory
 from offload.tiers.units import format_bytes, round_up
 
 DEFAULT_NBYTES = 1 << 30
+PIECE_NBYTES = 64 << 20
 _SHARE_OF_MEMORY = 16  # by default one buffer takes at most this part of what is free
 
 COLUMNS = (
@@ -40,17 +41,12 @@ class CopyOptions:
     """`nbytes` per copy; None takes 1 GiB, or less where memory is short."""
 
     nbytes: int | None = None
-    piece_nbytes: int = 64 << 20
     rounds: int = 7
     threads: int | None = None
 
 
 def run_copy(options: CopyOptions, say: Say) -> Record:
-    """Run the bench. BudgetError if the buffers do not fit, ConfigError if pieces are empty."""
-    if options.piece_nbytes < 1:
-        raise ConfigError(
-            f"--piece: pieces of {options.piece_nbytes} bytes move nothing; choose 4KiB or more"
-        )
+    """Run the bench. BudgetError if the buffers do not fit."""
     device = accelerator.default_device()
     gpu = accelerator.is_accelerator(device)
     nbytes = _nbytes(options, device)
@@ -58,16 +54,12 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
     record = Record("copy", {**asdict(options), "nbytes": nbytes, "threads": threads})
     record.note_rounds(options.rounds)
     with sharing(threads) as runner:
-        systems = (
-            _device_systems(nbytes, options.piece_nbytes, device)
-            if gpu
-            else _host_systems(nbytes, options.piece_nbytes, runner)
-        )
+        systems = _device_systems(nbytes, device) if gpu else _host_systems(nbytes, runner)
         measure(record, systems, options.rounds, say)
     _compare(record, gpu)
     record.notes.append(
         f"{format_bytes(nbytes)} per copy and direction; ours in pieces of "
-        f"{format_bytes(min(options.piece_nbytes, nbytes))}"
+        f"{format_bytes(min(PIECE_NBYTES, nbytes))}"
     )
     if not gpu:
         record.notes.append(
@@ -92,16 +84,17 @@ def _nbytes(options: CopyOptions, device: torch.device) -> int:
 
 
 def _pieces(
-    destination: torch.Tensor, source: torch.Tensor, size: int
+    destination: torch.Tensor, source: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for start in range(0, source.numel(), size):
-        yield destination[start : start + size], source[start : start + size]
+    for start in range(0, source.numel(), PIECE_NBYTES):
+        end = start + PIECE_NBYTES
+        yield destination[start:end], source[start:end]
 
 
 def _start(
-    stream: CopyStream, destination: torch.Tensor, source: torch.Tensor, size: int
+    stream: CopyStream, destination: torch.Tensor, source: torch.Tensor
 ) -> Sequence[StreamEvent]:
-    return [stream.copy(*pair) for pair in _pieces(destination, source, size)]
+    return [stream.copy(*pair) for pair in _pieces(destination, source)]
 
 
 def _wait(marks: Sequence[StreamEvent]) -> None:
@@ -114,7 +107,7 @@ _MEMMOVE = "memmove of the C library"
 _OURS_HOST = "ours, CopyStream"
 
 
-def _host_systems(nbytes: int, piece_nbytes: int, runner: ParallelRunner) -> list[Timed]:
+def _host_systems(nbytes: int, runner: ParallelRunner) -> list[Timed]:
     memory = HostMemory(2 * nbytes + STAGGER_NBYTES)
     source = memory.tensor(0, nbytes)
     destination = memory.tensor(nbytes + STAGGER_NBYTES, nbytes)
@@ -126,7 +119,7 @@ def _host_systems(nbytes: int, piece_nbytes: int, runner: ParallelRunner) -> lis
         runner(lambda lo, hi: _memmove(destination, source, lo, hi), nbytes)
 
     def ours() -> None:
-        _wait(_start(stream, destination, source, piece_nbytes))
+        _wait(_start(stream, destination, source))
 
     return [
         moving(_MEMMOVE, Kind.LIMIT, nbytes, raw),
@@ -142,7 +135,7 @@ def _memmove(destination: torch.Tensor, source: torch.Tensor, lo: int, hi: int) 
 _WAYS = ("host to device", "device to host", "both at once")
 
 
-def _device_systems(nbytes: int, piece_nbytes: int, device: torch.device) -> list[Timed]:
+def _device_systems(nbytes: int, device: torch.device) -> list[Timed]:
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     memory = HostMemory(2 * nbytes, pin_for=device)
@@ -156,11 +149,11 @@ def _device_systems(nbytes: int, piece_nbytes: int, device: torch.device) -> lis
             moving(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there, device)),
             moving(
                 f"ours pinned, {way}", Kind.OURS, moved,
-                _our_copy(way, pinned, there, piece_nbytes, device), note,
+                _our_copy(way, pinned, there, device), note,
             ),
             moving(
                 f"ours pageable, {way}", Kind.OURS, moved,
-                _our_copy(way, pageable, there, piece_nbytes, device),
+                _our_copy(way, pageable, there, device),
             ),
         ]  # fmt: skip
     return systems
@@ -192,15 +185,14 @@ def _raw_copy(
 
 
 def _our_copy(
-    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor], size: int,
-    device: torch.device,
-) -> Callable[[], None]:  # fmt: skip
+    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor], device: torch.device
+) -> Callable[[], None]:
     pairs = _pairs(way, host, there)
     streams = [CopyStream(device) for _ in pairs]
 
     def run() -> None:
         copies = zip(streams, pairs, strict=True)
-        marks = [mark for stream, pair in copies for mark in _start(stream, *pair, size)]
+        marks = [mark for stream, pair in copies for mark in _start(stream, *pair)]
         _wait(marks)
 
     return run

@@ -28,11 +28,12 @@ from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import BudgetError, ConfigError, PathError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
-from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes
 
 DEFAULT_NBYTES = 1 << 30
 _BUFFER_NBYTES = 128 << 20  # the largest shape of the grid
+BLOCK_NBYTES = 16 << 20  # of our store
+_IN_FLIGHT = 4  # blocks
 _RAW = "raw"
 T = TypeVar("T")
 OURS = "ours"
@@ -51,8 +52,6 @@ class IoOptions:
 
     folder: Path | None = None
     nbytes: int | None = None
-    block_nbytes: int = 16 << 20
-    in_flight_nbytes: int = 64 << 20
     backend: str = "auto"
     rounds: int = 7
 
@@ -62,13 +61,17 @@ def run_io(options: IoOptions, say: Say) -> Record:
     memory, StorageError if the device fails."""
     folder = options.folder or machine.swap_folder()
     nbytes = _nbytes(options, folder)
-    buffer_nbytes = _buffer_nbytes(options)
+    if (available := machine.available_memory_nbytes()) < _BUFFER_NBYTES:
+        raise BudgetError(
+            f"the bench's buffer takes {format_bytes(_BUFFER_NBYTES)} of memory, and "
+            f"{format_bytes(available)} are free; end other programs first"
+        )
     record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
         raw = stack.enter_context(SwapFile(folder))
         raw.reserve(nbytes)
-        buffer = noise(buffer_nbytes)
+        buffer = noise(_BUFFER_NBYTES)
         fill(raw, buffer, nbytes, say)
         tried = try_grid(raw, buffer, nbytes, say)
         record.details["grid"] = [_tried_dict(one) for one in tried]
@@ -88,34 +91,18 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
     """The bytes per pass: whole blocks, at least one round of the buffers."""
     if not folder.is_dir():
         raise PathError(f"--path: {folder} is not a folder; name one on the disk to be measured")
-    if options.block_nbytes % PAGE_NBYTES or options.block_nbytes <= 0:
-        raise ConfigError(f"--block: {options.block_nbytes} is no multiple of {PAGE_NBYTES} bytes")
     free = free_space(folder)
     wanted = min(DEFAULT_NBYTES, free // 10) if options.nbytes is None else options.nbytes
     if options.nbytes is not None and wanted <= 0:
         raise ConfigError(
-            f"--size: {wanted} bytes cannot be timed; choose {format_bytes(PAGE_NBYTES)} or more"
+            f"--size: {wanted} bytes cannot be timed; choose {format_bytes(BLOCK_NBYTES)} or more"
         )
-    nbytes = max(wanted // options.block_nbytes, 1) * options.block_nbytes
-    in_flight = max(options.in_flight_nbytes, options.block_nbytes)
-    needed = 3 * nbytes + 2 * in_flight  # raw, and ours twice
+    nbytes = max(wanted // BLOCK_NBYTES, 1) * BLOCK_NBYTES
+    needed = 3 * nbytes + 2 * _IN_FLIGHT * BLOCK_NBYTES  # raw, and ours twice
     if needed > free:
         raise PathError(
             f"--size: {format_bytes(nbytes)} per file need {format_bytes(needed)} in {folder}, "
             f"{format_bytes(free)} are free; at most {format_bytes(free // 5)}"
-        )
-    return nbytes
-
-
-def _buffer_nbytes(options: IoOptions) -> int:
-    """The bytes that hold every shape of the grid, and the blocks our store has in flight: at least
-    one block, however large."""
-    nbytes = max(_BUFFER_NBYTES, options.in_flight_nbytes, options.block_nbytes)
-    available = machine.available_memory_nbytes()
-    if nbytes > available:
-        raise BudgetError(
-            f"--block, --in-flight: blocks in flight take {format_bytes(nbytes)} of memory, "
-            f"{format_bytes(available)} are free; choose less"
         )
     return nbytes
 
@@ -164,8 +151,8 @@ def _raw_systems(
 def _our_systems(
     options: IoOptions, folder: Path, buffer: memoryview, nbytes: int, stack: ExitStack, say: Say
 ) -> list[Timed]:
-    size = options.block_nbytes
-    count = max(1, min(options.in_flight_nbytes, nbytes) // size)
+    size = BLOCK_NBYTES
+    count = min(_IN_FLIGHT, nbytes // size)
     parts = cut(buffer, count, size)
     systems = []
     for name, checksum in ((OURS, True), (_UNCHECKED, False)):

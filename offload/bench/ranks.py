@@ -6,25 +6,20 @@ as its slowest rank; the memory is that of all ranks together.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from offload.bench.contenders import (
     OURS,
     Contender,
+    StepOptions,
     SystemSpec,
     all_on,
     base_config,
     count_parameters,
-    start,
-    wanted,
+    train_in_turn,
 )
 from offload.bench.record import Kind, Record
-from offload.bench.rounds import Say, interleaved
-from offload.bench.step import StepOptions, folder_of
+from offload.bench.rounds import Say
 from offload.bench.table import Column, number
 from offload.tiers.errors import ConfigError
 
@@ -48,35 +43,13 @@ COLUMNS = (
 _LOSS_BOUND = 1e-5  # between systems at equal steps, relative: sums in other orders
 
 
-@dataclass(frozen=True)
-class RanksOptions(StepOptions):
-    """Options of a bench of `ranks` processes that train together."""
-
-    ranks: int = 2
-
-
-def run_ranks(options: RanksOptions, say: Say, peers: Sequence[SystemSpec] = ()) -> Record:
-    """Run the bench. ChildFailed if one of our own systems ends early; ConfigError and PathError
-    before anything is started."""
+def run_ranks(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -> Record:
+    """Run the bench; raises as `train_in_turn` does."""
     base = base_config(options.config, options.overrides)
     if options.ranks < 2:
         raise ConfigError(f"--ranks: {options.ranks} is not several; `offload bench step` has one")
-    specs = wanted(options.systems, (*SYSTEMS, *peers))
-    folder = folder_of(options.folder)
-    texts = {"config": str(options.config or "151 M Llama shape"), "folder": str(folder)}
-    record = Record("ranks", {**asdict(options), **texts})
-    record.note_rounds(options.rounds)
-    with ExitStack() as stack:
-        private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        systems, missing = start(specs, base, private, stack, say, options.ranks)
-        results = interleaved({s.spec.label: s.turn for s in systems}, options.rounds, say)
-        say("closing")
-        for system in systems:
-            system.close()
-    for system in systems:
-        turns = results[system.spec.label]
-        record.rows.append(system.row(turns, ("seconds", "forward_backward_s")))
-    record.rows += missing
+    record = Record("ranks", {})
+    systems, _ = train_in_turn(record, options, (*SYSTEMS, *peers), base, say)
     for other in SYSTEMS[1:]:
         record.compare(SYSTEMS[0].label, other.label, "seconds")
         record.compare(SYSTEMS[0].label, other.label, "peak_rss_nbytes")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,20 @@ from offload.bench.contenders import (
     OURS,
     PLAIN,
     Contender,
+    StepOptions,
     SystemSpec,
-    Turn,
     all_on,
     base_config,
     count_parameters,
-    start,
-    wanted,
+    train_in_turn,
 )
 from offload.bench.limits import BusLimit, DiskLimit, DiskSpeed, roofline
 from offload.bench.record import Kind, Record, Row, Target
-from offload.bench.rounds import Say, interleaved
+from offload.bench.rounds import Say
 from offload.bench.table import Column, number
 from offload.config import OffloadConfig
 from offload.process import machine
-from offload.tiers.errors import IntegrityError, PathError
+from offload.tiers.errors import IntegrityError
 
 _ON_HOST = (*all_on("host"), "budget.host=auto")
 HOST = SystemSpec("host", "ours, all on host", Kind.OURS, OURS, _ON_HOST, 22)
@@ -48,85 +46,52 @@ COLUMNS = (
     Column("written", number("written_nbytes", 1e9)),
     Column("loss diff", number("loss_difference", digits=6)),
 )
-_MEASURES = ("seconds", "forward_backward_s", "read_nbytes", "written_nbytes")
 _ROOFLINE = "roofline"
 _DISK, _BUS = "disk", "bus"  # turns of the limits
 DISK_NBYTES = 512 << 20  # per pass of the raw loops
 BUS_NUMEL = 1 << 24  # parameters the bus is timed with: beyond any cache
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """`config` None trains the 151 M shape; `systems` empty takes all of the usual ones."""
-
-    config: Path | None = None
-    overrides: tuple[str, ...] = ()
-    folder: Path | None = None
-    systems: tuple[str, ...] = ()
-    rounds: int = 7
-
-
 def run_step(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -> Record:
-    """Run the bench. IntegrityError if our losses are not the same everywhere; ChildFailed if one
-    of our own systems ends early; ConfigError and PathError before anything is started."""
+    """Run the bench. IntegrityError if our losses are not the same everywhere; otherwise raises as
+    `train_in_turn` does."""
     base = base_config(options.config, options.overrides)
-    folder = folder_of(options.folder)
-    specs = wanted(options.systems, (*SYSTEMS, *peers))
-    texts = {"config": str(options.config or "151 M Llama shape"), "folder": str(folder)}
-    record = Record("step", {**asdict(options), **texts})
-    record.note_rounds(options.rounds)
+    record = Record("step", {})
     numel = count_parameters(base)
-    with ExitStack() as stack:
-        private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        # before the limits, which take a while: what is wrong with a system shows at once
-        systems, missing = start(specs, base, private, stack, say)
-        disk = DiskLimit(private, DISK_NBYTES, say, stack)
-        bus = BusLimit(base.precision, BUS_NUMEL, machine.cpu_count(), stack)
-        results = _run(systems, disk, bus, options.rounds, say)
-        say("closing")
-        for system in systems:
-            system.close()
+    bounds = _Bounds(base.precision, say)
+    systems, results = train_in_turn(
+        record, options, (*SYSTEMS, *peers), base, say, limits=bounds.made
+    )
     _check_losses(systems)
-    _add_rows(record, systems, results)
-    record.rows += missing
-    _add_roofline(record, results, bus.traffic * numel)
+    _add_differences(record, systems)
+    _add_roofline(record, results[_DISK], results[_BUS], bounds.bus.traffic * numel)
     _compare(record)
     record.details["losses"] = {s.spec.name: losses_of(s) for s in systems}
     record.details["parameters"] = numel
-    record.notes += _notes(base, numel, disk, bus)
+    record.notes += _notes(base, numel, bounds)
     return record
 
 
-def folder_of(folder: Path | None) -> Path:
-    folder = folder or machine.swap_folder()
-    if not folder.is_dir():
-        raise PathError(f"--path: {folder} is not a folder; name one on the disk to be used")
-    return folder
+class _Bounds:
+    """The raw loops on disk and bus; the disk's reads are mixed with writes as our nvme system
+    mixed them in its last turn."""
 
+    def __init__(self, precision: str, say: Say) -> None:
+        self._precision = precision
+        self._say = say
 
-@dataclass
-class _Results:
-    """The results per round. A system's turns are None from its failure on."""
+    def made(
+        self, systems: Sequence[Contender], folder: Path, opened: ExitStack
+    ) -> dict[str, Callable[[], Any]]:
+        self._nvme = next((system for system in systems if system.spec.name == NVME.name), None)
+        self.disk = DiskLimit(folder, DISK_NBYTES, self._say, opened)
+        self.bus = BusLimit(self._precision, BUS_NUMEL, machine.cpu_count(), opened)
+        return {_DISK: self._measure_disk, _BUS: self.bus.measure}
 
-    turns: dict[str, list[Turn | None]]
-    disk: list[DiskSpeed]
-    bus: list[float]
-
-
-def _run(
-    systems: Sequence[Contender], disk: DiskLimit, bus: BusLimit, rounds: int, say: Say
-) -> _Results:
-    nvme = next((system for system in systems if system.spec.name == NVME.name), None)
-
-    def measure_disk() -> DiskSpeed:
-        last = nvme.turns[-1] if nvme is not None and nvme.turns else None
-        moved = 0 if last is None else last.read_nbytes + last.written_nbytes
-        return disk.measure(last.read_nbytes / moved if last is not None and moved else 0.5)
-
-    runs: dict[str, Callable[[], Any]] = {s.spec.label: s.turn for s in systems}
-    runs |= {_DISK: measure_disk, _BUS: bus.measure}
-    results = interleaved(runs, rounds, say)
-    return _Results(results, results.pop(_DISK), results.pop(_BUS))
+    def _measure_disk(self) -> DiskSpeed:
+        turns = [] if self._nvme is None else self._nvme.turns
+        read, written = (turns[-1].read_nbytes, turns[-1].written_nbytes) if turns else (1, 1)
+        return self.disk.measure(read / (read + written) if read + written else 0.5)
 
 
 # ---------------------------------------------------------------- losses
@@ -155,32 +120,34 @@ def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:
 
 
 # ---------------------------------------------------------------- rows
-def _add_rows(record: Record, systems: Sequence[Contender], results: _Results) -> None:
+def _add_differences(record: Record, systems: Sequence[Contender]) -> None:
+    """Add the largest difference from plain PyTorch's losses to the other systems' rows."""
     plain = next((losses_of(s) for s in systems if s.spec.name == PLAIN.name), None)
     for system in systems:
-        row = system.row(results.turns[system.spec.label], _MEASURES)
-        record.rows.append(row)
-        if row.measured and plain and system.spec.name != PLAIN.name:
+        row = record.measured(system.spec.label)
+        if row is not None and plain and system.spec.name != PLAIN.name:
             row.facts["loss_difference"] = _difference(plain, losses_of(system))
 
 
-def _add_roofline(record: Record, results: _Results, adam_nbytes: float) -> None:
+def _add_roofline(
+    record: Record, disk: Sequence[DiskSpeed], bus: Sequence[float], adam_nbytes: float
+) -> None:
     """Add one row per bound, and their maximum round by round, for the systems on nvme and host."""
-    bounds = {"bus": [adam_nbytes / speed for speed in results.bus]}
+    bounds = {"bus": [adam_nbytes / speed for speed in bus]}
     if (plain := record.measured(PLAIN.label)) is not None:
         bounds["compute"] = plain.measures["forward_backward_s"]
     if (nvme := record.measured(NVME.label)) is not None:
         moved = zip(nvme.measures["read_nbytes"], nvme.measures["written_nbytes"], strict=True)
         bounds["disk"] = [
             speed.seconds(int(read), int(written))
-            for speed, (read, written) in zip(results.disk, moved, strict=True)
+            for speed, (read, written) in zip(disk, moved, strict=True)
         ]
     for name in sorted(bounds):
         record.rows.append(Row(f"bound by {name}", Kind.LIMIT, {"seconds": bounds[name]}))
     if len(bounds) == 3:
         record.rows.append(Row(_ROOFLINE, Kind.LIMIT, {"seconds": roofline(bounds)}))
-    record.details["disk"] = [asdict(speed) for speed in results.disk]
-    record.details["bus_bytes_per_s"] = results.bus
+    record.details["disk"] = [asdict(speed) for speed in disk]
+    record.details["bus_bytes_per_s"] = bus
 
 
 def _compare(record: Record) -> None:
@@ -190,12 +157,12 @@ def _compare(record: Record) -> None:
     record.compare(NVME.label, PLAIN.label, "peak_rss_nbytes")
 
 
-def _notes(base: OffloadConfig, numel: int, disk: DiskLimit, bus: BusLimit) -> list[str]:
+def _notes(base: OffloadConfig, numel: int, bounds: _Bounds) -> list[str]:
     notes = [
         f"{numel / 1e6:.4g} M parameters, {base.precision}, batch {base.train.batch} x "
         f"{base.train.sequence} tokens, accumulation {base.gradient_accumulation_steps}",
         f"bounds: compute is plain PyTorch's forward and backward; disk is our nvme bytes in a raw "
-        f"loop ({disk.note}); bus is {bus.traffic:g} B per parameter in a loop in C; "
+        f"loop ({bounds.disk.note}); bus is {bounds.bus.traffic:g} B per parameter in a loop in C; "
         f"{_ROOFLINE} is the largest of each round",
         "loss diff: the largest from plain PyTorch at equal steps; ours are equal to the last bit",
     ]

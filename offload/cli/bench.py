@@ -57,14 +57,24 @@ Override = Annotated[
 ]
 
 
-def _size(option: str, text: str) -> int:
+Size = Annotated[
+    str | None,
+    typer.Option("--size", metavar="SIZE", help="Bytes per pass. Default: 1GiB if it fits."),
+]
+Systems = Annotated[
+    str,
+    typer.Option("--systems", metavar="NAMES", help="Names with commas. Default: all that fit."),
+]
+
+
+def _nbytes(size: str | None) -> int | None:
     from offload.tiers.errors import ConfigError
     from offload.tiers.units import parse_bytes
 
     try:
-        return parse_bytes(text)
+        return None if size is None else parse_bytes(size)
     except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
+        raise ConfigError(f"--size: {error}") from error
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -92,16 +102,7 @@ def adam(
 def io(
     context: typer.Context,
     path: Folder = None,
-    size: Annotated[
-        str | None,
-        typer.Option("--size", metavar="SIZE", help="Bytes per pass. Default: 1GiB if it fits."),
-    ] = None,
-    block: Annotated[
-        str, typer.Option("--block", metavar="SIZE", help="Bytes per block of our store.")
-    ] = "16MiB",
-    in_flight: Annotated[
-        str, typer.Option("--in-flight", metavar="SIZE", help="Bytes our store has in flight.")
-    ] = "64MiB",
+    size: Size = None,
     backend: Annotated[
         str, typer.Option("--backend", metavar="NAME", help="auto, threads or libaio.")
     ] = "auto",
@@ -112,23 +113,14 @@ def io(
     from offload.bench.io import COLUMNS, IoOptions
     from offload.swap.io.backends import resolve_backend
 
-    options = IoOptions(
-        path, None if size is None else _size("--size", size), _size("--block", block),
-        _size("--in-flight", in_flight), resolve_backend(backend), rounds,
-    )  # fmt: skip
+    options = IoOptions(path, _nbytes(size), resolve_backend(backend), rounds)
     _run(context, options, COLUMNS, json)
 
 
 @bench_app.command()
 def copy(
     context: typer.Context,
-    size: Annotated[
-        str | None,
-        typer.Option("--size", metavar="SIZE", help="Bytes per copy. Default: 1GiB if it fits."),
-    ] = None,
-    piece: Annotated[
-        str, typer.Option("--piece", metavar="SIZE", help="Bytes per piece of our copies.")
-    ] = "64MiB",
+    size: Size = None,
     rounds: Rounds = 7,
     threads: Threads = None,
     json: Json = None,
@@ -137,9 +129,7 @@ def copy(
     GPU."""
     from offload.bench.copy import COLUMNS, CopyOptions
 
-    nbytes = None if size is None else _size("--size", size)
-    options = CopyOptions(nbytes, _size("--piece", piece), rounds, threads)
-    _run(context, options, COLUMNS, json)
+    _run(context, CopyOptions(_nbytes(size), rounds, threads), COLUMNS, json)
 
 
 @bench_app.command()
@@ -147,26 +137,16 @@ def step(
     context: typer.Context,
     config: Config = None,
     option: Override = None,
-    systems: Annotated[
-        str,
-        typer.Option(
-            "--systems",
-            metavar="NAMES",
-            help="Of plain, host, nvme. Default: those that fit.",
-        ),
-    ] = "",
-    precision: Annotated[
-        str | None, typer.Option("--precision", metavar="NAME", help="fp32 or bf16.")
-    ] = None,
+    systems: Systems = "",
     path: Folder = None,
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Training steps: plain PyTorch, offload on host and on nvme; and the roofline."""
-    from offload.bench.step import COLUMNS, StepOptions
+    """Training steps of the systems plain (PyTorch), host and nvme, and the roofline."""
+    from offload.bench.contenders import StepOptions
+    from offload.bench.step import COLUMNS
 
-    overrides = [*(option or []), *([f"precision={precision}"] if precision else [])]
-    options = StepOptions(config, tuple(overrides), path, _names(systems), rounds)
+    options = StepOptions(config, tuple(option or []), path, _names(systems), rounds)
     _run(context, options, COLUMNS, json)
 
 
@@ -178,22 +158,16 @@ def ranks(
     ] = 2,
     config: Config = None,
     option: Override = None,
-    systems: Annotated[
-        str,
-        typer.Option(
-            "--systems",
-            metavar="NAMES",
-            help="Of stage3, stage2, stage3-nvme. Default: those that fit.",
-        ),
-    ] = "",
+    systems: Systems = "",
     path: Folder = None,
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Sharded training steps of several ranks."""
-    from offload.bench.ranks import COLUMNS, RanksOptions
+    """Training steps of several ranks: the systems stage3, stage2 and stage3-nvme."""
+    from offload.bench.contenders import StepOptions
+    from offload.bench.ranks import COLUMNS
 
-    options = RanksOptions(config, tuple(option or []), path, _names(systems), rounds, count)
+    options = StepOptions(config, tuple(option or []), path, _names(systems), rounds, count)
     _run(context, options, COLUMNS, json)
 
 
