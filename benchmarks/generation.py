@@ -74,11 +74,11 @@ _PATTERN_NUMEL = (1 << 22) - 3  # odd: neighbouring rows never get the same valu
 _SEED = 1
 
 
-def give_quick_values(model: nn.Module, std: float) -> None:
+def give_quick_values(model: nn.Module) -> None:
     """Let `model`, on the meta device, be initialised from one block of normal values, repeated;
     norms start at 1. Buffers of transformers' models are initialised as usual."""
     generator = torch.Generator().manual_seed(_SEED)
-    pattern = torch.randn(_PATTERN_NUMEL, generator=generator) * std
+    pattern = torch.randn(_PATTERN_NUMEL, generator=generator) * 0.02
 
     def fill(module: nn.Module) -> None:
         for param in module.parameters(recurse=False):
@@ -168,7 +168,7 @@ def dispatch(shape: str, config: Mapping[str, Any], stack: ExitStack) -> Any:
 
     with torch.device("meta"):
         model = from_shape(shape)
-    give_quick_values(model, 0.02)
+    give_quick_values(model)
     model = offload.dispatch(model, config)
     stack.callback(offload.dispatched(model).close)
     return model

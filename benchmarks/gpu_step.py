@@ -54,7 +54,7 @@ class QuickOurs(Ours):
 
     def built(self, config: OffloadConfig) -> nn.Module:
         model = build_meta_model(config)
-        give_quick_values(model, config.train.model.init_std)
+        give_quick_values(model)
         return model
 
 

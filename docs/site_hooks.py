@@ -140,7 +140,6 @@ def _entry(key: Key, level: int) -> Iterator[str]:
         "type": key.type if not key.keys or key.type.startswith("auto") else "",
         "unit": key.unit,
         "default": f"`{key.default}`" if key.default else "",
-        "with": ", ".join(f"`{name}: {value}`" for name, value in key.needs.items()),
         "keys": ", ".join(map(_name, key.keys)),
     }
     yield " · ".join(f"*{name}* {text}" for name, text in facts.items() if text)

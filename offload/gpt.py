@@ -36,10 +36,13 @@ class ModelOutput:
     logits: Tensor  # BSV
 
 
+_INIT_STD, _NORM_EPS, _ROPE_THETA = 0.02, 1e-5, 10000.0
+
+
 class Linear(nn.Linear):
     """A linear layer without bias, initialised from a normal distribution."""
 
-    def __init__(self, inputs: int, outputs: int, std: float) -> None:
+    def __init__(self, inputs: int, outputs: int, std: float = _INIT_STD) -> None:
         self._std = std
         super().__init__(inputs, outputs, bias=False)
 
@@ -51,13 +54,12 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """An embedding initialised from a normal distribution."""
 
-    def __init__(self, count: int, width: int, std: float) -> None:
-        self._std = std
+    def __init__(self, count: int, width: int) -> None:
         super().__init__(count, width)
 
     def reset_parameters(self) -> None:
         """Fill the weight from the default generator."""
-        _fill_normal(self.weight, self._std)
+        _fill_normal(self.weight, _INIT_STD)
 
 
 class Attention(nn.Module):
@@ -67,11 +69,10 @@ class Attention(nn.Module):
         super().__init__()
         self._heads, self._kv_heads = config.heads, config.kv_head_count
         head = config.hidden // config.heads
-        std, residual_std = config.init_std, _residual_std(config)
-        self.query = Linear(config.hidden, config.heads * head, std)
-        self.key = Linear(config.hidden, self._kv_heads * head, std)
-        self.value = Linear(config.hidden, self._kv_heads * head, std)
-        self.output = Linear(config.heads * head, config.hidden, residual_std)
+        self.query = Linear(config.hidden, config.heads * head)
+        self.key = Linear(config.hidden, self._kv_heads * head)
+        self.value = Linear(config.hidden, self._kv_heads * head)
+        self.output = Linear(config.heads * head, config.hidden, _residual_std(config))
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """BSH to BSH."""
@@ -97,11 +98,11 @@ class Rotary(NamedTuple):
     sine: Tensor  # SD
 
     @classmethod
-    def at(cls, length: int, head: int, theta: float, like: Tensor) -> Rotary:
+    def at(cls, length: int, head: int, like: Tensor) -> Rotary:
         """Return the table for positions 0..length-1, computed in fp32, in the type of `like`."""
         even = torch.arange(0, head, 2, device=like.device, dtype=torch.float32)
         positions = torch.arange(length, device=like.device, dtype=torch.float32)
-        angles = torch.outer(positions, theta ** (-even / head)).repeat(1, 2)
+        angles = torch.outer(positions, _ROPE_THETA ** (-even / head)).repeat(1, 2)
         return cls(angles.cos().to(like.dtype), angles.sin().to(like.dtype))
 
     def turn(self, x: Tensor) -> Tensor:
@@ -115,8 +116,8 @@ class GatedMlp(nn.Module):
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        self.gate = Linear(config.hidden, width, config.init_std)
-        self.up = Linear(config.hidden, width, config.init_std)
+        self.gate = Linear(config.hidden, width)
+        self.up = Linear(config.hidden, width)
         self.down = Linear(width, config.hidden, _residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ class GeluMlp(nn.Module):
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        self.up = Linear(config.hidden, width, config.init_std)
+        self.up = Linear(config.hidden, width)
         self.down = Linear(width, config.hidden, _residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -197,15 +198,13 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_activations = checkpoint_activations
-        self.embedding = Embedding(config.vocab, config.hidden, config.init_std)
+        self.embedding = Embedding(config.vocab, config.hidden)
         self.positions = (
-            Embedding(config.max_sequence, config.hidden, config.init_std)
-            if config.shape == "gpt"
-            else None
+            Embedding(config.max_sequence, config.hidden) if config.shape == "gpt" else None
         )
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config)
-        self.head = Linear(config.hidden, config.vocab, config.init_std)
+        self.head = Linear(config.hidden, config.vocab)
         if config.tied:
             self.head.weight = self.embedding.weight
 
@@ -243,8 +242,7 @@ class LanguageModel(nn.Module):
     def _rotary(self, length: int, like: Tensor) -> Rotary | None:
         if self.config.shape != "llama":
             return None
-        head = self.config.hidden // self.config.heads
-        return Rotary.at(length, head, self.config.rope_theta, like)
+        return Rotary.at(length, self.config.hidden // self.config.heads, like)
 
     def _through(
         self, layer: nn.Module, x: Tensor, rotary: Rotary | None, loads: list[Load]
@@ -331,10 +329,10 @@ def _fill_normal(weight: Tensor, std: float) -> None:
 
 def _norm(config: ModelConfig) -> nn.Module:
     if config.shape == "llama":
-        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
-    return nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        return nn.RMSNorm(config.hidden, eps=_NORM_EPS)
+    return nn.LayerNorm(config.hidden, eps=_NORM_EPS)
 
 
 def _residual_std(config: ModelConfig) -> float:
     """Return a smaller std for additions to the residual, as GPT-2: by 1 / sqrt(their number)."""
-    return float(config.init_std * (2 * config.layers) ** -0.5)
+    return float(_INIT_STD * (2 * config.layers) ** -0.5)

@@ -42,8 +42,6 @@ def facts(key: Key) -> Iterator[tuple[str, str]]:
     if key.unit:
         yield "unit", key.unit
     yield "default", key.default
-    if key.needs:
-        yield "with", ", ".join(f"{name}: {value}" for name, value in key.needs.items())
     yield "example", key.example
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -96,18 +96,15 @@ class Kind:
 
 def key(
     default: Any, *, example: Any = None, unit: str = "", absent: str = "",
-    needs: Mapping[str, Any] | None = None, per_rank: bool = False, **bounds: Any,
+    per_rank: bool = False, **bounds: Any,
 ) -> Any:  # fmt: skip
     """A key of a section, with what the reference says about it beside its docstring.
 
     `default`: `...` for a key that has to be given. `absent`: the meaning of a default of None.
-    `needs`: full names of keys, and the values with which this key has an effect. `per_rank`: ranks
-    that train together may have different values, for the result does not depend on it. `bounds`:
-    those of pydantic's Field (`ge`, `lt`, ...).
+    `per_rank`: ranks that train together may have different values, for the result does not depend
+    on it. `bounds`: those of pydantic's Field (`ge`, `lt`, ...).
     """
-    said: dict[str, Any] = {
-        "x-unit": unit, "x-absent": absent, "x-needs": dict(needs or {}), "x-per-rank": per_rank,
-    }  # fmt: skip
+    said = {"x-unit": unit, "x-absent": absent, "x-per-rank": per_rank}
     return Field(
         default,
         examples=None if example is None else [example],

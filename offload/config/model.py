@@ -373,9 +373,7 @@ class OffloadConfig(Section):
     max_skipped_steps: int = key(50, example=20, ge=1, le=1 << 40, unit="steps")
     """So many steps skipped in a row are an error, which names the parameters. The first steps of
     fp16 may be: the loss scale is halved until gradients fit."""
-    loss_scale: LossScaleConfig | None = key(
-        None, absent="its defaults, for fp16", needs={"precision": "fp16"}
-    )
+    loss_scale: LossScaleConfig | None = key(None, absent="its defaults, for fp16")
     """Dynamic loss scaling of precision: fp16."""
     gradient_accumulation_steps: int = key(1, example=4, ge=1, le=1 << 16, unit="passes")
     """Backward passes whose gradients add up to one step. Says what the loop does: no step is

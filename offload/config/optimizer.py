@@ -81,17 +81,15 @@ class OptimizerConfig(Section):
     """Use the largest second moment seen; keeps a third state."""
     momentum: float | None = key(None, example=0.9, ge=0)
     """Momentum; 0 keeps no state."""
-    dampening: float | None = key(None, example=0.1, ge=0, needs={"optimizer.momentum": 0.9})
-    """Dampening of the momentum."""
-    nesterov: bool | None = key(None, example=True, needs={"optimizer.momentum": 0.9})
-    """Nesterov's momentum; without dampening."""
+    dampening: float | None = key(None, example=0.1, ge=0)
+    """Dampening of the momentum, which has to be set."""
+    nesterov: bool | None = key(None, example=True)
+    """Nesterov's momentum, which has to be set; without dampening."""
     lr_decay: float | None = key(None, example=1e-4, ge=0, unit="per step")
     """Decay of the learning rate with the count of steps."""
     maximize: bool = key(False)
     """Ascend instead of descend."""
-    master: Literal["auto", "split", "fp32", "none"] = key(
-        "auto", example="fp32", needs={"precision": "bf16"}
-    )
+    master: Literal["auto", "split", "fp32", "none"] = key("auto", example="fp32")
     """Master weights: split (bf16 weight + 16-bit remainder), fp32 (a full copy), none (fp32
     weights are their own; bf16 weights are rounded stochastically, an approximation). auto: split
     for bf16, fp32 for fp16, none for fp32."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from offload.config.fields import Kind, section_of
 from offload.config.file import dump_yaml
 from offload.config.model import OffloadConfig
-from offload.config.optimizer import KINDS, OptimizerConfig
+from offload.config.optimizer import KINDS
 from offload.config.remedies import unknown_key
 from offload.tiers.errors import ConfigError
 
@@ -38,8 +38,7 @@ class Key:
     unit: str  # "" where numbers have none, or there are none
     default: str
     meaning: str
-    example: str  # YAML, a configuration by itself; "" for a section
-    needs: Mapping[str, Any]  # other keys, and values with which this one is of use
+    example: str  # YAML; "" for a section
     keys: tuple[Key, ...] = ()
 
     @property
@@ -57,7 +56,7 @@ class Key:
 @cache
 def reference() -> Key:
     """Return the whole configuration as a key."""
-    return _section((), OffloadConfig, "", "", {})
+    return _section((), OffloadConfig, "", "")
 
 
 def explained(name: str) -> Key:
@@ -74,48 +73,28 @@ def explained(name: str) -> Key:
     return known[name]
 
 
-def _section(
-    path: tuple[str, ...], model: type[BaseModel], meaning: str, absent: str,
-    needs: Mapping[str, Any],
-) -> Key:  # fmt: skip
-    keys = tuple(
-        _key((*path, name), model, field, needs) for name, field in model.model_fields.items()
-    )
+def _section(path: tuple[str, ...], model: type[BaseModel], meaning: str, absent: str) -> Key:
+    keys = tuple(_key((*path, name), model, field) for name, field in model.model_fields.items())
     kind = _SECTIONS.get(path, "the keys below it")
-    said = meaning or (model.__doc__ or "").strip()
-    return Key(path, kind, "", absent, said, "", needs, keys)
+    return Key(path, kind, "", absent, meaning or (model.__doc__ or "").strip(), "", keys)
 
 
-def _key(
-    path: tuple[str, ...], model: type[BaseModel], field: FieldInfo, needed: Mapping[str, Any]
-) -> Key:
+def _key(path: tuple[str, ...], model: type[BaseModel], field: FieldInfo) -> Key:
     said = _said(field)
-    needs = {**needed, **_needs(path, field)}
     meaning = " ".join((field.description or "").split())
     section = section_of(field.annotation)
     if section is not None:
-        return _section(path, section, meaning, said.get("x-absent", ""), needs)
+        return _section(path, section, meaning, said.get("x-absent", ""))
     kind = _kind_of(field)
     return Key(
         path, kind.text, said.get("x-unit", kind.unit), _default(path, model, field, kind), meaning,
-        _example(path, needs, model), needs,
+        _example(path, field),
     )  # fmt: skip
 
 
 def _said(field: FieldInfo) -> dict[str, Any]:
     extra = field.json_schema_extra
     return dict(extra) if isinstance(extra, dict) else {}
-
-
-def _needs(path: tuple[str, ...], field: FieldInfo) -> dict[str, Any]:
-    """Return the other keys that a key needs, and their values. A number that only some optimizers
-    have needs one of those."""
-    needs = dict(_said(field).get("x-needs", {}))
-    if path[0] == "optimizer":
-        having = [name for name, kind in KINDS.items() if path[-1] in kind.defaults]
-        if having and OptimizerConfig.model_fields["type"].default not in having:
-            needs = {"optimizer.type": having[0], **needs}
-    return needs
 
 
 # ---------------------------------------------------------------- types
@@ -185,24 +164,12 @@ def _by_type(name: str) -> str:
     return "; ".join(f"{value} ({', '.join(names)})" for value, names in types.items())
 
 
-def _example(path: tuple[str, ...], needs: Mapping[str, Any], model: type[BaseModel]) -> str:
-    """Return an example with the key set, and what it needs, including its section's required keys:
-    one line for each key at the top level."""
-    section, last = path[:-1], path[-1]
-    required = [name for name, field in model.model_fields.items() if field.is_required()]
-    given = {(*section, name): model.model_fields[name] for name in [*required, last]}
-    values: dict[str, Any] = {}
-    for name, value in needs.items():
-        _put(values, tuple(name.split(".")), value)
-    for each, field in given.items():
-        _put(values, each, _plain(_example_value(field)))
-    return "\n".join(f"{key}: {_text(value)}" for key, value in values.items())
-
-
-def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for part in path[:-1]:
-        values = values.setdefault(part, {})
-    values[path[-1]] = value
+def _example(path: tuple[str, ...], field: FieldInfo) -> str:
+    """Return the key with a value, on one line."""
+    value = _plain(_example_value(field))
+    for name in reversed(path):
+        value = {name: value}
+    return _text(value).removeprefix("{").removesuffix("}")
 
 
 def _example_value(field: FieldInfo) -> Any:

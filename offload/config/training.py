@@ -17,9 +17,6 @@ MOST_PARAMS = 10**15
 MOST_TOKENS = 1 << 32  # of a pass
 
 
-_COSINE = {"train.schedule.type": "cosine"}
-
-
 class ModelConfig(Section):
     """Size and shape of the built-in language model."""
 
@@ -31,10 +28,8 @@ class ModelConfig(Section):
     """Width of the residual stream; a multiple of heads."""
     heads: int = key(6, example=6, ge=1)
     """Attention heads."""
-    kv_heads: int | None = key(
-        None, example=2, ge=1, absent="as many as heads", needs={"train.model.shape": "llama"}
-    )
-    """Key/value heads; must divide heads."""
+    kv_heads: int | None = key(None, example=2, ge=1, absent="as many as heads")
+    """Key/value heads of shape: llama; must divide heads."""
     mlp: int | None = key(
         None, example=1024, ge=1, le=MOST_SIZE, absent="4 x hidden (gpt), 8/3 x hidden (llama)"
     )
@@ -43,21 +38,12 @@ class ModelConfig(Section):
         None, example=8, ge=2, le=MOST_EXPERTS, absent="one MLP, which computes every token"
     )
     """Experts in the place of each MLP, of which every token is computed by experts_per_token."""
-    experts_per_token: int = key(2, example=4, ge=1, needs={"train.model.experts": 8})
+    experts_per_token: int = key(2, example=4, ge=1)
     """Experts that a router chooses for a token. The weights of several add up to 1, that of a
     single one is its probability."""
-    expert_mlp: int | None = key(
-        None,
-        example=512,
-        ge=1,
-        le=MOST_SIZE,
-        absent="that of mlp",
-        needs={"train.model.experts": 8},
-    )
+    expert_mlp: int | None = key(None, example=512, ge=1, le=MOST_SIZE, absent="that of mlp")
     """Width of one expert."""
-    aux_loss: float = key(
-        0.01, example=0.001, ge=0, allow_inf_nan=False, needs={"train.model.experts": 8}
-    )
+    aux_loss: float = key(0.01, example=0.001, ge=0, allow_inf_nan=False)
     """Coefficient of the load-balancing loss in a training loss: the mean over blocks of E / k
     sum(P f), with E experts and k per token, f the share of tokens that chose an expert and P its
     mean probability; 1 where all are chosen alike."""
@@ -67,12 +53,6 @@ class ModelConfig(Section):
     """Longest sequence the model can read."""
     tied: bool = key(True)
     """Share the embedding with the output head."""
-    rope_theta: float = key(10000.0, example=500000.0, gt=0, needs={"train.model.shape": "llama"})
-    """Base of the rotary frequencies."""
-    norm_eps: float = key(1e-5, example=1e-6, gt=0)
-    """Epsilon of the normalisation layers."""
-    init_std: float = key(0.02, example=0.01, gt=0)
-    """Standard deviation of the initial weights."""
 
     @property
     def kv_head_count(self) -> int:
@@ -177,8 +157,8 @@ class ScheduleConfig(Section):
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = key(0, example=20, ge=0, unit="steps")
     """Linear warm-up from zero."""
-    final: float = key(0.1, example=0.0, ge=0, le=1, needs=_COSINE)
-    """Last learning rate as a share of optimizer.lr."""
+    final: float = key(0.1, example=0.0, ge=0, le=1)
+    """Last learning rate of type: cosine, as a share of optimizer.lr."""
 
     def factor(self, step: int, steps: int) -> float:
         """Return the factor on the learning rate at `step` (0-based) of `steps`: warm-up, then the
