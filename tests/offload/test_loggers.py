@@ -78,8 +78,10 @@ def test_lines_of_json_can_be_read_by_any_reader(tmp_path: Path) -> None:
 
 
 def test_a_line_that_cannot_be_written_is_an_error() -> None:
-    logger = JSONLinesLogger("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
+    with (
+        pytest.raises(OSError, match="No space left on device"),
+        closing_all([logger := JSONLinesLogger("/dev/full")]),
+    ):
         logger.log(row(1), 1)
 
 
