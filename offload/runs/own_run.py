@@ -18,18 +18,14 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.loggers import Logger, Values
 from offload.memory.tier_manager import compute_device, this_machine
-from offload.planning.activations.facts import NOTHING
-from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.choice.run_check import Measured, Prediction, StepTimes
-from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.workload import Workload
-from offload.planning.step.memory import PlannedMemory
 from offload.process.machine import peak_rss_nbytes, rank_here
 from offload.runs.folder import RunFolder
-from offload.runs.forecast import forecast_of
+from offload.runs.forecast import forecast
 from offload.runs.watch import Watch
-from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.tiers.errors import ConfigError
 from offload.zero.groups.discovery import discover
 
 if TYPE_CHECKING:
@@ -133,44 +129,35 @@ class OwnRun:
 
 
 def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
-    """Predict the plan of `config` in a loop known only by `written_for`, with the reason for each
-    figure that cannot be predicted."""
+    """Predict the plan that `initialize` makes of `config`, in a loop known only by `written_for`.
+    Where that is not possible, the prediction is empty and says why."""
     config = config.settled()
-    device = compute_device(config)
+    device, written_for = compute_device(config), config.written_for
     if dist.is_initialized() and dist.get_world_size() > 1:
-        return Prediction({}, None, None, None, {}, missing=(_RANKS,))
+        return _nothing(_RANKS)
+    if written_for is None:
+        return _nothing(_NO_BATCH)
     discovery = discover(model, config.groups.blocks, experts=config.splits_experts(1))
     shape = discovery.stored(config.stored).shape()
-    hardware = this_machine(config.nvme, device)
-    plan = make_plan(config, shape, hardware)
-    config = resolved_config(config, plan, device.type)
-    written_for, why = config.written_for, _NO_BATCH
-    if written_for is not None:
-        work = Workload(written_for.batch, written_for.sequence, config.gradient_accumulation_steps)
-        try:
-            facts = trace_activations(model, config, work, device=device.type)
-        except UnsupportedError as error:
-            why = f"RSS and step: not predicted: {error}"
-        else:
-            found = forecast_of(config, shape, lambda config: facts, work)
-            if found is not None:
-                prediction = found.prediction()
-                return prediction if found.timed else replace(prediction, missing=(_NO_SPEED,))
-    work = Workload(1, 1, config.gradient_accumulation_steps)
-    memory = PlannedMemory(plan, config, shape, NOTHING, work, Baseline(0)).estimate()
-    tiers = {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()}
-    if plan.activations is not None:
-        why += "; nor what tiers hold of activations"
-        tiers = {name: held for name, held in tiers.items() if name == "device"}
-    bounds = tuple(sorted(str(tier) for tier in memory.bounds if str(tier) in tiers))
-    return Prediction(tiers, None, None, None, {}, bounds, (why,))
+    plan = make_plan(config, shape, this_machine(config.nvme, device))
+    work = Workload(written_for.batch, written_for.sequence, config.gradient_accumulation_steps)
+    found = forecast(resolved_config(config, plan, device.type), model, work)
+    if found is None:
+        return _nothing(_NO_TRACE)
+    prediction = found.prediction()
+    return prediction if found.timed else replace(prediction, missing=(_NO_SPEED,))
+
+
+def _nothing(why: str) -> Prediction:
+    return Prediction({}, None, None, None, {}, missing=(why,))
 
 
 _RANKS = "nothing is predicted for one of several ranks in a loop of one's own"
 _NO_BATCH = (
-    "RSS and step: not predicted: how large a batch is, is not known; a file of "
+    "nothing is predicted for a loop whose batch is not known; a file of "
     "`memest MODEL --write FILE` says it under written_for"
 )
+_NO_TRACE = "nothing is predicted for a model whose passes cannot be traced"
 _NO_SPEED = (
     "step: not predicted: this machine's speed has not been measured; `memest calibrate` does that"
 )

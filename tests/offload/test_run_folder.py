@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,14 @@ def test_a_loop_of_ones_own_is_checked(tmp_path: Path) -> None:
 
 def test_what_cannot_be_predicted_says_why(tmp_path: Path, capsys: Any) -> None:
     found = own_loop(tmp_path, 1)
-    assert [row.name for row in found.rows] == ["host", "nvme"]
+    assert not found.rows
     (why,) = found.missing
-    assert why.startswith("RSS and step: not predicted: how large a batch is, is not known")
+    assert why.startswith("nothing is predicted for a loop whose batch is not known")
     with pytest.raises(SystemExit) as caught:
         memest(["check", str(tmp_path / "run")])
     assert not caught.value.code
     out = " ".join(capsys.readouterr().out.split())
     assert why in out
-    assert "nvme, at most" in out
 
 
 def test_the_folder_of_a_loop_that_is_under_way_can_be_checked(tmp_path: Path) -> None:
@@ -81,9 +79,6 @@ def test_the_folder_of_a_loop_that_is_under_way_can_be_checked(tmp_path: Path) -
     model = build_meta_model(config)
     with offload.initialize(model, config, run_folder=tmp_path / "run") as engine:
         steps(engine, model, 2)
-        metrics, ends = tmp_path / "run/metrics.jsonl", time.monotonic() + 30
-        while metrics.read_text().count("\n") < 2 and time.monotonic() < ends:
-            time.sleep(0.01)  # lines are written beside the steps
         found = check_run(tmp_path / "run")
         assert (found.steps, found.finished) == (2, False)
         written = OffloadConfig.load(tmp_path / "run/config.resolved.yaml")
