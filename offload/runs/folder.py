@@ -13,11 +13,10 @@ checkpoints/step-000100          checkpoints of the engine, with the loop's stat
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -45,6 +44,10 @@ _log = logging.getLogger("offload")
 _FIXED_KEYS = (
     "seed", "precision", "gradient_accumulation_steps", "train.model", "train.text",
     "train.validation", "train.batch", "train.sequence",
+)  # fmt: skip
+# ... where tiers keep optimizer states in different formats: which states are where, too
+_FIXED_BY_TIERS = (
+    "placement.optimizer", "placement.experts.optimizer", "optimizer.chunk", "optimizer.states",
 )  # fmt: skip
 
 
@@ -218,10 +221,12 @@ class RunFolder:
 
 def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
     """Raise ConfigError naming each key that differs although a resumed run may not change it."""
-    current = now.to_dict()
+    current, fixed = now.to_dict(), _FIXED_KEYS
+    if not now.optimizer.states.uniform:
+        fixed += _FIXED_BY_TIERS
     changed = [
         f"{key}: {_at(current, key)} was {_at(before, key)}"
-        for key in _FIXED_KEYS
+        for key in fixed
         if _at(current, key) != _at(before, key)
     ]
     if changed:
@@ -231,39 +236,12 @@ def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
         )
 
 
-def with_choices_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig:
-    """Return `now` with choices of the earlier run where it is open, if results depend on them:
-    micro-batches, and the placement of states that tiers keep differently."""
-    kept: list[str] = []
-    if now.micro_batches == AUTO_MICRO_BATCHES:
-        kept.append("micro_batches")
-    if not now.optimizer.states.uniform:
-        kept += [
-            f"placement.{name}"
-            for name, home in now.placement.homes().items()
-            if home is None and name.endswith("optimizer")
-        ]
-        if now.optimizer.chunk == "auto":
-            kept.append("optimizer.chunk")
-    values = {key: _at(before, key) for key in kept}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items() if value]
-    return OffloadConfig.load(now, overrides)
-
-
-def other_numbers(before: dict[str, Any], now: OffloadConfig) -> Iterator[str]:
-    """Describe changed settings that a resumed run may change although they affect results."""
-    if now.optimizer.states.uniform:
-        return
-    current = now.to_dict()
-    for key in (
-        "placement.optimizer", "placement.experts.optimizer", "optimizer.chunk", "optimizer.states",
-    ):  # fmt: skip
-        was, value = _at(before, key), _at(current, key)
-        if was != value:
-            yield (
-                f"{key}: {value} was {was}: optimizer.states differ by tier, so that the run goes "
-                "on with other numbers than it would have had"
-            )
+def with_micro_batches_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig:
+    """Return `now` with the micro-batches of the earlier run where it is open: results depend on
+    them."""
+    if now.micro_batches != AUTO_MICRO_BATCHES:
+        return now
+    return OffloadConfig.load(now, [f"micro_batches={before['micro_batches']}"])
 
 
 def default_path(name: str, parent: Path = Path("runs")) -> Path:

@@ -17,7 +17,7 @@ from offload.gpt import build_meta_model, parameter_count
 from offload.memory.tier_manager import nvme_paths, ranks_here
 from offload.planning.machine.preflight import activations_beyond
 from offload.planning.plan.plan import needed_nbytes
-from offload.runs.folder import RunFolder, SavedRun, check_same_run, other_numbers, with_choices_of
+from offload.runs.folder import RunFolder, SavedRun, check_same_run, with_micro_batches_of
 from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, NoSpaceError
@@ -51,9 +51,7 @@ def choose(
     Raises NoSpaceError if the disk has no room for a checkpoint.
     """
     if saved is not None:
-        config = with_choices_of(config, saved.config)
-        for warning in other_numbers(saved.config, config):
-            _log.warning("%s", warning)
+        config = with_micro_batches_of(config, saved.config)
     found = None
     if world.is_first:
         meta = build_meta_model(config)

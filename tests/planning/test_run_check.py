@@ -24,7 +24,7 @@ from offload.planning.choice.run_check import (
     compare,
 )
 from offload.planning.step.memory import PlannedMemory
-from offload.runs.folder import RunFolder, with_choices_of
+from offload.runs.folder import RunFolder, check_same_run, with_micro_batches_of
 from offload.runs.forecast import forecast, workload_of
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.tier import Tier
@@ -146,23 +146,23 @@ def test_what_a_run_leaves_open_is_chosen_and_written_down(tmp_path):
 def test_a_resumed_run_keeps_the_micro_batches_that_were_chosen():
     before = OffloadConfig.load({"micro_batches": 4}).to_dict()
     left_open = OffloadConfig.load({"micro_batches": "auto"})
-    assert with_choices_of(left_open, before).micro_batches == 4
-    assert with_choices_of(OffloadConfig.load({"micro_batches": 2}), before).micro_batches == 2
+    assert with_micro_batches_of(left_open, before).micro_batches == 4
+    assert (
+        with_micro_batches_of(OffloadConfig.load({"micro_batches": 2}), before).micro_batches == 2
+    )
 
 
-def test_a_resumed_run_keeps_which_states_are_where_if_tiers_keep_them_differently():
+def test_a_resumed_run_keeps_states_where_they_were_if_tiers_keep_them_differently():
+    def config(states: Any, **placement: str) -> OffloadConfig:
+        return OffloadConfig.load({"optimizer": {"states": states}, "placement": placement})
+
     states = {"host": "fp32", "nvme": "int8"}
-    split = {"host": "10%", "nvme": "90%"}
-    optimizer = {"states": states, "chunk": 65536}
-    before = OffloadConfig.load({"placement": {"optimizer": split}, "optimizer": optimizer})
-    left_open = OffloadConfig.load({"optimizer": {"states": states}})
-    kept = with_choices_of(left_open, before.to_dict())
-    assert kept.placement == before.placement
-    assert kept.optimizer.chunk == 65536
-    named = OffloadConfig.load({"placement": {"optimizer": "nvme"}, "optimizer": optimizer})
-    assert with_choices_of(named, before.to_dict()) == named
-    alike = OffloadConfig.load({"optimizer": {"states": "int8"}})
-    assert with_choices_of(alike, before.to_dict()) == alike
+    before = config(states, optimizer="nvme").to_dict()
+    check_same_run(before, config(states, optimizer="nvme"))
+    for other, shown in ((config(states, optimizer="host"), "host"), (config(states), "None")):
+        with pytest.raises(ConfigError, match=f"placement.optimizer: {shown} was nvme"):
+            check_same_run(before, other)
+    check_same_run(config("int8", optimizer="nvme").to_dict(), config("int8", optimizer="host"))
 
 
 @pytest.mark.sample("nvme")
