@@ -3,11 +3,10 @@
 Colours of the page's style sheet stand in for matplotlib's, so that pictures are light or dark as
 the page is. matplotlib is imported when the first picture is drawn.
 
-One colour has one meaning, on pages and terminals. A class of bytes has the same colour wherever it
-is drawn; what a step does has others. Within each of the two sets any two colours differ for eyes
-that see red, green or blue badly, too (tests/offload/test_pages.py holds both to that), and all
-stand out from what they lie on at 3:1 or more. Never the only carrier of a meaning: every picture
-has names and numbers beside it.
+A class of bytes has the same colour wherever it is drawn, on pages and terminals. Any two colours
+differ for eyes that see red, green or blue badly, too, and all stand out from what they lie on at
+3:1 or more (tests/offload/test_pages.py). They are never the only carrier of a meaning: every
+picture has names and numbers beside it.
 """
 
 from __future__ import annotations
@@ -29,23 +28,15 @@ CLASSES = (
     "parameters", "master", "gradients", "optimizer", "activations", "kv cache", "staging",
     "fragmentation", "framework",
 )  # fmt: skip
-# What a step does: the model's work (backward in a shade of its own), the optimizer's, each link's,
-# and none.
-WORK = (
-    "compute", "backward", "update", "nvme read", "nvme write", "host to device",
-    "device to host", "network", "waiting",
-)  # fmt: skip
 
 # As #rrggbb, by meaning.
-LIGHT = dict(zip((*CLASSES, *WORK), (
+LIGHT = dict(zip(CLASSES, (
     "#4c95ee", "#076999", "#d9660c", "#1b4f12", "#8353db", "#470005", "#6e165f", "#8e8f8b",
-    "#5b5a58", "#2b9f93", "#4f7e7b", "#5e3812", "#b84f2c", "#971646", "#1a3a9a", "#9c83de",
-    "#853e77", "#a98d2d",
+    "#5b5a58",
 ), strict=True))  # fmt: skip
-DARK = dict(zip((*CLASSES, *WORK), (
+DARK = dict(zip(CLASSES, (
     "#256eb4", "#38c3fc", "#a35804", "#4db469", "#ad6df0", "#91ff67", "#f08bba", "#706a69",
-    "#d5d0c8", "#51c1b6", "#86dcdd", "#c99c81", "#d8500d", "#cb6879", "#7488c7", "#b2a4f9",
-    "#93598d", "#f1cd56",
+    "#d5d0c8",
 ), strict=True))  # fmt: skip
 
 _INK, _LINE = "#1b1b1a", "#deddd8"  # these stand for var(--ink) and var(--line) below
