@@ -16,7 +16,7 @@ import numpy.typing as npt
 from offload.config.file import read_document
 from offload.pages.page import Figure, Page, Section, Table, to_html
 from offload.pages.pictures import Line, Picture, line_picture
-from offload.planning.choice.durations import duration, three_digits
+from offload.planning.choice.durations import duration
 from offload.planning.choice.run_check import MEASURED, Row, check_run, usual_step_s
 from offload.runs.metrics import StepMetrics, write_whole
 from offload.tiers.errors import ConfigError, OffloadError
@@ -52,7 +52,6 @@ def run_page(folder: Path) -> str:
         Section("Loss and pace", list(_curves(run))),
         _memory(run),
         _waits(run),
-        _links(run),
         _check(run),
         Section("Configuration", code=run.config_text),
     )
@@ -137,26 +136,9 @@ class Rows:
         sums = {name: float(np.nansum(self.column(name, group))) for name in names}
         return {name: value for name, value in sums.items() if value > 0}
 
-    def moved(self) -> dict[str, float]:
-        """The bytes moved by each link. The count of a process starts at 0, so it starts again
-        where a run was resumed."""
-        found = {}
-        for name in self.sums("moved"):
-            counts = np.nan_to_num(self.column(name, "moved"))
-            grown = np.diff(counts, prepend=0.0)
-            found[name] = float(np.where(grown >= 0, grown, counts).sum())
-        return found
-
     def step_seconds(self) -> float:
         """The seconds of all steps, which contain those in `waited`."""
         return float(np.nansum(np.maximum(self.column("seconds"), 0.0)))
-
-    def elapsed_seconds(self) -> float:
-        """The same, with the time between steps if it is known. The time before a process's first
-        step belongs to no step."""
-        since = np.diff(self.column("elapsed_seconds"), prepend=np.nan)
-        since = np.where(since >= 0, since, 0.0)  # nan, too
-        return float(np.maximum(np.nan_to_num(self.column("seconds")), since).sum())
 
 
 def _object(path: Path) -> Mapping[str, Any]:
@@ -306,17 +288,6 @@ def _waits(run: _Run) -> Section:
     )
     heads = ("waited for", "in all", "of the steps' time")
     return Section("Waiting", tables=[Table(heads, table)], lines=[note]) if table else Section("")
-
-
-def _links(run: _Run) -> Section:
-    rows = run.rows
-    elapsed, count = rows.elapsed_seconds(), len(rows.steps)
-    table = []
-    for name, nbytes in rows.moved().items():
-        speed = f"{three_digits(nbytes / elapsed / 1e9)} GB/s" if elapsed else "-"
-        table.append((name, _bytes(nbytes), _bytes(nbytes / count), speed))
-    heads = ("link", "in all", "per step", "on average")
-    return Section("Links", tables=[Table(heads, table)] if table else ())
 
 
 def _check(run: _Run) -> Section:

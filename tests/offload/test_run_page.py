@@ -111,7 +111,6 @@ def test_a_run_is_on_the_page(tmp_path: Path) -> None:
         "mine ended after 40 of 40 steps",
         "host 2.0 MiB 3.0 MiB 4.0 MiB", "RAM of the process 500.0 MiB 600.0 MiB -",
         "waited for in all of the steps' time nvme 4.00 s 20 %", "update 2.00 s 10 %",
-        "nvme read 38.1 MiB 976.6 KiB 0.002 GB/s",
         "host at most 2.0 MiB 3.0 MiB 0.67", "step 400 ms 500 ms 0.80", "shape: gpt",
     ):  # fmt: skip
         assert said in text
@@ -226,7 +225,6 @@ def test_a_loops_own_time_is_no_wait(tmp_path: Path) -> None:
         for each in rows(4)
     ]  # fmt: skip
     folder = write(tmp_path / "run", lines)
-    assert Rows(folder / "metrics.jsonl").elapsed_seconds() == pytest.approx(0.5 + 3 * 0.9)
     text, _ = check(run_page(folder))
     assert "between steps" in text
     assert "most for" not in text
@@ -237,13 +235,6 @@ def test_a_step_taken_twice_counts_once_as_it_was_taken_last(tmp_path: Path) -> 
     found = Rows(write(tmp_path / "run", lines) / "metrics.jsonl")
     assert list(found.steps) == [1, 2, 3, 4, 5]
     assert list(found.column("loss")[1:4]) == [8.0, 5.0 / 3, 9.0]
-
-
-def test_counts_begin_anew_where_a_run_was_resumed(tmp_path: Path) -> None:
-    first, second = list(rows(4)), list(rows(4))
-    lines = [*first, *({**row, "step": row["step"] + 4} for row in second)]
-    found = Rows(write(tmp_path / "run", lines) / "metrics.jsonl")
-    assert found.moved()["nvme read"] == 8 * 1_000_000
 
 
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
