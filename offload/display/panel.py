@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +26,7 @@ _KEPT = 20  # drawings that rates are taken over
 _BAR, _LABEL = 8, 10  # columns
 _MUCH = 0.2  # of the time: waits that stand out
 _STEPS_BAR = 44  # columns
-# The time left is told from steps after the first two, which learn the order of uses, as soon as
-# there are so many of them, or they have taken so long.
-_SETTLING, _ENOUGH_STEPS, _ENOUGH_S, _LONG_S = 2, 3, 3.0, 30.0
+_ENOUGH = 3  # steps shown, for the time left to be told from their median
 
 Values = Mapping[str, Any]
 
@@ -90,8 +89,6 @@ class _Recent:
         self.values: Values = {}
         self.loss: float | None = None  # the last that was known
         self._rows: deque[tuple[int, Values]] = deque(maxlen=_KEPT)
-        self._settled_from = 0
-        self._first: tuple[int, float] | None = None  # once settled
         self._last: tuple[Values, int] | None = None  # not noted yet
 
     def leave_out(self, values: Values, step: int) -> None:
@@ -109,13 +106,8 @@ class _Recent:
         self._last = None
         if self._rows and step <= self._rows[-1][0]:  # an earlier checkpoint was loaded
             self._rows.clear()
-            self._first = None
-        if not self._rows:
-            self._settled_from = step + _SETTLING
         self.step, self.values = step, values
         self._rows.append((step, values))
-        if self._first is None and step >= self._settled_from:
-            self._first = step, values["elapsed_seconds"]
         if values["loss"] is not None:
             self.loss = values["loss"]
 
@@ -153,13 +145,10 @@ class _Recent:
 
     def left(self) -> str:
         """The remaining time, `about 3 min left`; empty if it is not known yet."""
-        if self.total is None or self._first is None or self.step == self.total:
+        if self.total is None or self.step == self.total or len(self._rows) < _ENOUGH:
             return ""
-        steps = self.step - self._first[0]
-        seconds = self.values["elapsed_seconds"] - self._first[1]
-        if not steps or seconds < (_ENOUGH_S if steps >= _ENOUGH_STEPS else _LONG_S):
-            return ""
-        return about(seconds / steps * (self.total - self.step))
+        usual_s = statistics.median(values["seconds"] for _, values in self._rows)
+        return about(usual_s * (self.total - self.step))
 
     # ---------------------------------------------------------------- in words
     def rows(self, *, bars: bool) -> list[tuple[str, list[Text]]]:
