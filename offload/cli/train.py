@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,21 +41,7 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
 def resuming_command(file: Path, overrides: Sequence[str], run_dir: Path) -> str:
     """Return the shell command that resumes the run, for the current folder."""
     options = [word for override in overrides for word in ("-o", override)]
-    words = ["train", str(file), *options, "--run-dir", str(run_dir), "--resume"]
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return f"{_torchrun()} -m offload {shlex.join(words)}"
-    program = Path(sys.argv[0])
-    if program.name != "offload":
-        return shlex.join([sys.executable, "-m", "offload", *words])
-    found = shutil.which("offload")
-    is_found = found is not None and Path(found).resolve() == program.resolve()
-    return shlex.join(["offload" if is_found else str(program), *words])
-
-
-def _torchrun() -> str:
-    """Return the `torchrun` command of this run; with several machines it has options that the
-    workers do not know."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-    options = " [options as before, on every machine]" if several else ""
-    return f"torchrun --nproc-per-node {here}{options}"
+    words = ["offload", "train", str(file), *options, "--run-dir", str(run_dir), "--resume"]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    launcher = "" if ranks == 1 else "torchrun [options as before] -m "
+    return launcher + shlex.join(words)

@@ -24,7 +24,7 @@ from typing import Any
 
 from offload.checkpoint import latest, prune, step_path
 from offload.checkpoint.engine.run_state import saved_run
-from offload.checkpoint.format.disk import make_folder, rename, storage_errors, sync_folder
+from offload.checkpoint.format.disk import make_folder
 from offload.checkpoint.format.locks import OpenFolder, lock_folder, unlock
 from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
@@ -190,24 +190,13 @@ class RunFolder:
         if self._writes:
             prune(self.checkpoints, keep_last, keep_every)
 
-    def set_aside(self, checkpoint: Path) -> None:
-        """Rename a damaged checkpoint: it keeps its bytes, and no longer counts as one."""
-        if not self._writes:
-            return
-        other = checkpoint.with_name(f"{checkpoint.name}.damaged-{secrets.token_hex(4)}")
-        with storage_errors("renaming", checkpoint):
-            rename(checkpoint, other)
-            sync_folder(checkpoint.parent)
-        _log.warning("%s is now %s: remove it once nobody needs it", checkpoint, other.name)
-
     def has_checkpoints(self) -> bool:
         """Whether any checkpoint was saved, complete or not."""
         return has_steps(self.checkpoints)
 
-    def latest_checkpoint(self, before: int | None = None) -> SavedRun:
-        """Return the newest complete checkpoint, or that of a step below `before`. Raise
-        CheckpointError if there is none."""
-        path = latest(self.checkpoints, before)
+    def latest_checkpoint(self) -> SavedRun:
+        """Return the newest complete checkpoint. Raise CheckpointError if there is none."""
+        path = latest(self.checkpoints)
         if path is None:
             raise CheckpointError(
                 f"{self.checkpoints} holds no complete checkpoint; set train.checkpoint_every, "

@@ -15,11 +15,10 @@ from rich.table import Table
 from offload.config import OffloadConfig
 from offload.display.panel import Run
 from offload.process.child import Child, ChildFailed
-from offload.report import TierTraffic
 from offload.runs.folder import RunFolder
 from offload.runs.metrics import MetricsFile, StepMetrics
 from offload.tiers.units import format_bytes
-from offload.train.summary import MemoryUse, display_on, in_ram_nbytes
+from offload.train.summary import MemoryUse, display_on
 
 PROGRAM = "offload.train.plain:train"
 
@@ -51,20 +50,25 @@ def cannot_compare(config: OffloadConfig, ranks: int, *, resumed: bool) -> str:
     return ""
 
 
-def plain_run(
-    config: OffloadConfig, ranks: int, folder: RunFolder, console: Console, *, resumed: bool
-) -> Process | None:
-    """Train the same in plain PyTorch; None, with the reason, if it cannot be trained."""
+def compare_with_plain(
+    config: OffloadConfig, ours: Process, folder: RunFolder, console: Console, *, ranks: int,
+    resumed: bool,
+) -> None:  # fmt: skip
+    """Train the same in plain PyTorch, and print both side by side, with how closely their losses
+    agree; or print the reason why it cannot be trained."""
     why_not = cannot_compare(config, ranks, resumed=resumed)
     if why_not:
         console.print(f"train.compare_plain: {why_not}", soft_wrap=True)
-        return None
-    console.print("the same in plain PyTorch, in a process of its own:", style="bold")
+        return
+    console.print("\nthe same in plain PyTorch, in a process of its own:", style="bold")
     try:
-        return run_plain(config, folder.plain_metrics, console)
+        plain = run_plain(config, folder.plain_metrics, console)
     except ChildFailed as error:  # it may need more memory than there is; offload has trained
         console.print(f"plain PyTorch {error.brief}", style="yellow", soft_wrap=True)
-        return None
+        return
+    console.print()
+    console.print(comparison_table(ours, plain))
+    console.print(agreement(ours.rows, plain.rows))
 
 
 def run_plain(config: OffloadConfig, file: MetricsFile, console: Console) -> Process:
@@ -88,20 +92,6 @@ def run_plain(config: OffloadConfig, file: MetricsFile, console: Console) -> Pro
             child.kill()
     memory = MemoryUse(found["baseline_nbytes"], found["peak_nbytes"])
     return Process(rows, memory, found["state_nbytes"])
-
-
-def process_of(
-    rows: Sequence[StepMetrics], memory: MemoryUse, config: OffloadConfig, report: TierTraffic
-) -> Process:
-    """Return this process, as it is compared."""
-    return Process(rows, memory, in_ram_nbytes(config, report), report.tiers["nvme"].peak_nbytes)
-
-
-def print_comparison(console: Console, ours: Process, plain: Process) -> None:
-    """Print both side by side, and how closely their losses agree."""
-    console.print()
-    console.print(comparison_table(ours, plain))
-    console.print(agreement(ours.rows, plain.rows))
 
 
 def comparison_table(ours: Process, plain: Process) -> Table:

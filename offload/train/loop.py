@@ -28,9 +28,16 @@ from offload.runs.own_run import RunRecord
 from offload.runs.watch import Watch
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, LowMemoryError, OffloadError
-from offload.train.comparison import Process, plain_run, print_comparison, process_of
+from offload.train.comparison import Process, compare_with_plain
 from offload.train.start import announce, choose, last_checkpoint
-from offload.train.summary import MemoryUse, display_on, loss_line, moved_line, summary_table
+from offload.train.summary import (
+    MemoryUse,
+    display_on,
+    in_ram_nbytes,
+    loss_line,
+    moved_line,
+    summary_table,
+)
 from offload.train.text import Batches
 
 if TYPE_CHECKING:
@@ -127,25 +134,16 @@ class Trainer:
         self.others = OtherPrograms()
 
     def restore(self, saved: SavedRun) -> None:
-        """Resume from a checkpoint; if its bytes are damaged, from the one before."""
-        saved = self._loaded(saved)
-        self.steps_done = self.resumed_step = saved.step
-        self._prune()  # a kill left others
-        self.console.print(f"resumed after step {saved.step} from {saved.path}", soft_wrap=True)
-
-    def _loaded(self, saved: SavedRun) -> SavedRun:
+        """Resume from a checkpoint. CheckpointError, with the way out, if its bytes are damaged."""
         try:
             self.engine.load_checkpoint(saved.path)
         except CheckpointError as error:
-            try:
-                older = self.folder.latest_checkpoint(before=saved.step)
-                _log.warning("%s; trying %s", error, older.path)
-                found = self._loaded(older)
-            except CheckpointError:
-                raise error from None
-            self.folder.set_aside(saved.path)
-            return found
-        return saved
+            raise CheckpointError(
+                f"{error}; remove {saved.path} to go on from the checkpoint before it"
+            ) from error
+        self.steps_done = self.resumed_step = saved.step
+        self._prune()  # a kill left others
+        self.console.print(f"resumed after step {saved.step} from {saved.path}", soft_wrap=True)
 
     def train(self) -> None:
         """Train all remaining steps, with the samples, files and tables around them."""
@@ -340,24 +338,20 @@ class Trainer:
         memory = MemoryUse(self.baseline_nbytes, peak_rss_nbytes())
         rows = self.folder.metrics.read()
         self.record.write(self.record.measured())
-        plain = self._plain()
         config = self.engine.config
-        console.print(summary_table(config, report, memory, None if plain else self.model))
+        console.print(summary_table(config, report, memory, self.model))
         console.print(moved_line(report.bytes_moved), soft_wrap=True)
         if report.skipped_steps:
             console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
         console.print(loss_line(rows))
-        if plain is not None:
-            print_comparison(console, process_of(rows, memory, config, report), plain)
+        if self.settings.compare_plain:
+            nbytes = in_ram_nbytes(config, report)
+            compare_with_plain(
+                self.config, Process(rows, memory, nbytes, report.tiers["nvme"].peak_nbytes),
+                self.folder, console, ranks=self.world.size, resumed=self.resumed_step > 0,
+            )  # fmt: skip
         console.print(f"run folder: {self.folder.path}", soft_wrap=True)
         console.print(f"page: {self.folder.page}", soft_wrap=True)
-
-    def _plain(self) -> Process | None:
-        """Train the same in plain PyTorch, if that is requested and possible."""
-        if not self.settings.compare_plain:
-            return None
-        resumed = self.resumed_step > 0
-        return plain_run(self.config, self.world.size, self.folder, self.console, resumed=resumed)
 
 
 def readable(text: bytes) -> str:
