@@ -1,28 +1,24 @@
 """`offload bench copy`: copies between host and device memory through our streams.
 
-On a GPU the limit is one large copy from memory that PyTorch pinned, on a stream of its own; ours
-goes through `CopyStream`, in pieces as the runtime moves them, from memory pinned as the host tier
-pins its own, and from pageable memory. Each direction alone, then both at once. Without a GPU there
-is nothing to copy to: host-to-host copies show the bandwidth of memory.
+The limit is one large copy from memory that PyTorch pinned, on a stream of its own; ours goes
+through `CopyStream`, in pieces as the runtime moves them, from memory pinned as the host tier pins
+its own, and from pageable memory. Each direction alone, then both at once.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from offload.bench.record import Kind, Record
-from offload.bench.rounds import Say, Timed, measure, moving, sharing
+from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
-from offload.planning.machine.speed_arrays import STAGGER_NBYTES
 from offload.process import machine
 from offload.swap.device.streams import CopyStream, StreamEvent
-from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
-from offload.tiers.errors import BudgetError
+from offload.tiers.errors import BudgetError, UnsupportedError
 from offload.tiers.memory import HostMemory
 from offload.tiers.units import format_bytes, round_up
 
@@ -42,37 +38,32 @@ class CopyOptions:
 
     nbytes: int | None = None
     rounds: int = 7
-    threads: int | None = None
 
 
 def run_copy(options: CopyOptions, say: Say) -> Record:
-    """Run the bench. BudgetError if the buffers do not fit."""
+    """Run the bench. UnsupportedError without a GPU, BudgetError if the buffers do not fit."""
     device = accelerator.default_device()
-    gpu = accelerator.is_accelerator(device)
+    if not accelerator.is_accelerator(device):
+        raise UnsupportedError(
+            "offload bench copy: this PyTorch sees no GPU to copy to; `offload bench io` and "
+            "`offload bench adam` measure what a machine without one has"
+        )
     nbytes = _nbytes(options, device)
-    threads = options.threads or machine.cpu_count()
-    record = Record("copy", {**asdict(options), "nbytes": nbytes, "threads": threads})
+    record = Record("copy", {**asdict(options), "nbytes": nbytes})
     record.note_rounds(options.rounds)
-    with sharing(threads) as runner:
-        systems = _device_systems(nbytes, device) if gpu else _host_systems(nbytes, runner)
-        measure(record, systems, options.rounds, say)
-    _compare(record, gpu)
+    measure(record, _systems(nbytes, device), options.rounds, say)
+    for way in _WAYS:
+        for kind in ("pinned", "pageable"):
+            record.compare(f"ours {kind}, {way}", f"raw, {way}", "bytes_per_s")
     record.notes.append(
         f"{format_bytes(nbytes)} per copy and direction; ours in pieces of "
         f"{format_bytes(min(PIECE_NBYTES, nbytes))}"
     )
-    if not gpu:
-        record.notes.append(
-            "no device: this PyTorch sees no GPU, so these are copies within host memory, "
-            f"{threads} threads; each byte is read and written (GB/s count it once)"
-        )
     return record
 
 
 def _nbytes(options: CopyOptions, device: torch.device) -> int:
-    free = machine.available_memory_nbytes()
-    if accelerator.is_accelerator(device):
-        free = min(free, accelerator.free_nbytes(device))
+    free = min(machine.available_memory_nbytes(), accelerator.free_nbytes(device))
     default = min(DEFAULT_NBYTES, free // _SHARE_OF_MEMORY)
     nbytes = default if options.nbytes is None else options.nbytes
     if nbytes * 4 > free or nbytes < 4096:
@@ -102,40 +93,10 @@ def _wait(marks: Sequence[StreamEvent]) -> None:
         mark.wait()
 
 
-# ---------------------------------------------------------------- within host memory
-_MEMMOVE = "memmove of the C library"
-_OURS_HOST = "ours, CopyStream"
-
-
-def _host_systems(nbytes: int, runner: ParallelRunner) -> list[Timed]:
-    memory = HostMemory(2 * nbytes + STAGGER_NBYTES)
-    source = memory.tensor(0, nbytes)
-    destination = memory.tensor(nbytes + STAGGER_NBYTES, nbytes)
-    source.random_(0, 256)
-    destination.zero_()
-    stream = CopyStream(torch.device("cpu"))
-
-    def raw() -> None:
-        runner(lambda lo, hi: _memmove(destination, source, lo, hi), nbytes)
-
-    def ours() -> None:
-        _wait(_start(stream, destination, source))
-
-    return [
-        moving(_MEMMOVE, Kind.LIMIT, nbytes, raw),
-        moving(_OURS_HOST, Kind.OURS, nbytes, ours),
-    ]
-
-
-def _memmove(destination: torch.Tensor, source: torch.Tensor, lo: int, hi: int) -> None:
-    ctypes.memmove(destination.data_ptr() + lo, source.data_ptr() + lo, hi - lo)
-
-
-# ---------------------------------------------------------------- to and from a GPU
 _WAYS = ("host to device", "device to host", "both at once")
 
 
-def _device_systems(nbytes: int, device: torch.device) -> list[Timed]:
+def _systems(nbytes: int, device: torch.device) -> list[Timed]:
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     memory = HostMemory(2 * nbytes, pin_for=device)
@@ -196,12 +157,3 @@ def _our_copy(
         _wait(marks)
 
     return run
-
-
-def _compare(record: Record, gpu: bool) -> None:
-    if not gpu:
-        record.compare(_OURS_HOST, _MEMMOVE, "bytes_per_s")
-        return
-    for way in _WAYS:
-        for kind in ("pinned", "pageable"):
-            record.compare(f"ours {kind}, {way}", f"raw, {way}", "bytes_per_s")
