@@ -11,6 +11,7 @@ import typer
 from offload import __version__
 from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
+from offload.cli.config import File, Overrides, config_app
 from offload.cli.errors import GuardedGroup, failing_io
 from offload.cli.model_folders import compress, perplexity
 from offload.display.plain_text import echo
@@ -26,16 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(help="The configuration's format.", no_args_is_help=True)
-
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML configuration.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "-o", "--option", metavar="KEY=VALUE",
-        help="Replace a value of the file, for example -o optimizer.lr=1e-4. Repeatable.",
-    ),
-]  # fmt: skip
 
 
 def _print_version(wanted: bool) -> None:
@@ -223,37 +214,6 @@ app.command()(perplexity)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
-
-
-@config_app.command()
-def explain(
-    key: Annotated[
-        str, typer.Argument(metavar="KEY", help="For example optimizer.states, or a section.")
-    ] = "",
-) -> None:
-    """Explain KEY: its meaning, type, default, an example, and the keys that it needs. A
-    section, or the whole configuration, is listed."""
-    from offload.cli.explain import print_explanation
-
-    print_explanation(key)
-
-
-@config_app.command()
-def schema() -> None:
-    """Print the JSON Schema of the configuration, for editors that check YAML files."""
-    import json
-
-    from offload.config import OffloadConfig
-
-    typer.echo(json.dumps(OffloadConfig.model_json_schema(), indent=2))
-
-
-@config_app.command()
-def show(file: File, option: Overrides = None) -> None:
-    """Check FILE and print it with every default filled in."""
-    from offload.config import OffloadConfig
-
-    typer.echo(OffloadConfig.load(file, option or []).resolved().to_yaml(), nl=False)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload.cli.config import Overrides
 from offload.cli.errors import GuardedGroup
 
 if TYPE_CHECKING:
@@ -51,12 +52,6 @@ Config = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Train as FILE says. Default: a 151 M Llama."),
 ]
-Override = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--option", metavar="KEY=VALUE", help="Replace a value. Repeatable."),
-]
-
-
 Size = Annotated[
     str | None,
     typer.Option("--size", metavar="SIZE", help="Bytes per pass. Default: 1GiB if it fits."),
@@ -122,21 +117,19 @@ def copy(
     context: typer.Context,
     size: Size = None,
     rounds: Rounds = 7,
-    threads: Threads = None,
     json: Json = None,
 ) -> None:
-    """Copies between host and device: offload's streams against a raw copy; RAM alone without a
-    GPU."""
+    """Copies between host and GPU: offload's streams against a raw copy."""
     from offload.bench.copy import COLUMNS, CopyOptions
 
-    _run(context, CopyOptions(_nbytes(size), rounds, threads), COLUMNS, json)
+    _run(context, CopyOptions(_nbytes(size), rounds), COLUMNS, json)
 
 
 @bench_app.command()
 def step(
     context: typer.Context,
     config: Config = None,
-    option: Override = None,
+    option: Overrides = None,
     systems: Systems = "",
     path: Folder = None,
     rounds: Rounds = 7,
@@ -157,7 +150,7 @@ def ranks(
         int, typer.Option("--ranks", metavar="N", help="Processes that train together.")
     ] = 2,
     config: Config = None,
-    option: Override = None,
+    option: Overrides = None,
     systems: Systems = "",
     path: Folder = None,
     rounds: Rounds = 7,

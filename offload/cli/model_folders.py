@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from offload.cli.config import Overrides
 from offload.display.plain_text import echo
 from offload.tiers.errors import ConfigError
 
@@ -54,12 +55,7 @@ def perplexity(
         Path | None,
         typer.Option(metavar="FILE", help="A YAML configuration: budgets, placement, storage."),
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-o", "--option", metavar="KEY=VALUE", help="Replace a value of it. Repeatable."
-        ),
-    ] = None,
+    option: Overrides = None,
     window: Annotated[int, typer.Option(metavar="TOKENS", help="Seen at once.")] = 1024,
     stride: Annotated[
         int, typer.Option(metavar="TOKENS", help="From the start of one window to the next.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offload.cli.explain import print_explanation
+from offload.cli.config import print_explanation
 from offload.config import OffloadConfig
 from offload.config.file import parse_document
 from offload.config.optimizer import KINDS

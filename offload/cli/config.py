@@ -1,0 +1,100 @@
+"""`offload config`: the keys of the configuration, its JSON Schema, and a file with all values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload.config.reference import Key
+
+config_app = typer.Typer(help="The configuration's format.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o", "--option", metavar="KEY=VALUE",
+        help="Replace a value of the file, for example -o optimizer.lr=1e-4. Repeatable.",
+    ),
+]  # fmt: skip
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration, for editors that check YAML files."""
+    from offload.config import OffloadConfig
+
+    typer.echo(json.dumps(OffloadConfig.model_json_schema(), indent=2))
+
+
+@config_app.command()
+def show(file: File, option: Overrides = None) -> None:
+    """Check FILE and print it with every default filled in."""
+    from offload.config import OffloadConfig
+
+    typer.echo(OffloadConfig.load(file, option or []).resolved().to_yaml(), nl=False)
+
+
+@config_app.command()
+def explain(
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="For example optimizer.states, or a section.")
+    ] = "",
+) -> None:
+    """Explain KEY: its meaning, type, default and an example. A section, or the whole
+    configuration, is listed."""
+    print_explanation(key)
+
+
+def print_explanation(name: str) -> None:
+    """Print the explanation of a key. Raise ConfigError if there is no such key."""
+    from rich.text import Text
+
+    from offload.config.reference import explained
+    from offload.display.console import PlainConsole
+
+    key = explained(name)
+    console = PlainConsole()
+    if key.name:
+        console.print(Text(key.name, style="bold"))
+    console.print(key.meaning)
+    console.print()
+    if not key.keys:
+        console.print(_facts(key))
+        return
+    console.print(_section(key))
+    one = next(inner for inner in key.all() if not inner.keys)
+    console.print(f"\nMore of one: offload config explain {one.name}")
+
+
+def _facts(key: Key) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("type", key.type)
+    if key.unit:
+        table.add_row("unit", key.unit)
+    table.add_row("default", key.default)
+    table.add_row("example", key.example)
+    return table
+
+
+def _section(section: Key) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
+    table.add_column("key", no_wrap=True)
+    table.add_column("default", overflow="fold", max_width=20)
+    table.add_column("meaning", overflow="fold")
+    for key in section.keys:
+        inside = f"{key.path[-1]}: ..." if key.keys else key.path[-1]
+        table.add_row(inside, key.default, key.meaning.partition(". ")[0].rstrip("."))
+    return table
