@@ -104,7 +104,7 @@ def key(
     `per_rank`: ranks that train together may have different values, for the result does not depend
     on it. `bounds`: those of pydantic's Field (`ge`, `lt`, ...).
     """
-    said = {"x-unit": unit, "x-absent": absent, "x-per-rank": per_rank}
+    said: dict[str, Any] = {"x-unit": unit, "x-absent": absent, "x-per-rank": per_rank}
     return Field(
         default,
         examples=None if example is None else [example],

@@ -210,12 +210,11 @@ class RunFolder:
 
 def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
     """Raise ConfigError naming each key that differs although a resumed run may not change it."""
-    current, fixed = now.to_dict(), _FIXED_KEYS
-    if not now.optimizer.states.uniform:
-        fixed += _FIXED_BY_TIERS
+    current = now.to_dict()
+    by_tiers = () if now.optimizer.states.uniform else _FIXED_BY_TIERS
     changed = [
         f"{key}: {_at(current, key)} was {_at(before, key)}"
-        for key in fixed
+        for key in (*_FIXED_KEYS, *by_tiers)
         if _at(current, key) != _at(before, key)
     ]
     if changed:
