@@ -171,6 +171,19 @@ def test_what_is_printed_stays_above_the_panel(terminal_here: Any) -> None:
     display.close()
 
 
+def test_what_our_own_console_prints_stays_above_the_panel(terminal_here: Any) -> None:
+    terminal = terminal_here()
+    screen, console = Screen(), PlainConsole()
+    display = panel(screen)
+    shown(screen, display, 1)
+    console.print("a line of the run", style="bold")
+    shown(screen, display, 2)
+    assert terminal.shown[0] == "a line of the run"
+    assert terminal.shown[1].startswith("step")
+    assert len(terminal.shown) == 6
+    display.close()
+
+
 def test_a_stream_that_another_display_puts_back_late_is_no_dead_end(terminal_here: Any) -> None:
     terminal = terminal_here()
     screen = Screen()
