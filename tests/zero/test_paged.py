@@ -207,6 +207,18 @@ def test_a_kept_handle_says_that_its_gradient_was_cleared(cleared: str, tmp_path
             kept.mul_(2)
 
 
+def test_a_view_of_a_handle_that_is_set_as_grad_accumulates(tmp_path: Path) -> None:
+    plain = build().to(ON)
+    with offload.initialize(build(), config(tmp_path, NVME)) as engine:
+        found = []
+        for model in (plain, engine.module):
+            param = passed(model)
+            assert param.grad is not None
+            param.grad = param.grad.detach()
+            found.append(passed(model).grad.clone())  # type: ignore[union-attr]
+        torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+
+
 def test_handles_of_a_closed_engine_say_so_or_keep_their_value(tmp_path: Path) -> None:
     engine = offload.initialize(build(), config(tmp_path, NVME))
     param = passed(engine.module)

@@ -188,6 +188,8 @@ class GradientHandles:
     def take(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
         """Take `gradient` from autograd, for a parameter whose `.grad` was None."""
         key = state.group.index, index
+        if isinstance(gradient, PagedTensor):  # a view of a handle, set as `.grad`
+            gradient = gradient.values()  # while its source has some
         if key in self._sources or self._has(state, index):
             self._forget([key])
         self._arrive(state, index, gradient)
