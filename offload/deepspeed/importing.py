@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.format.composing import Composer, fields_of, group_of, numbers_of
+from offload.checkpoint.format.writer import Composer, fields_of, group_of, numbers_of
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,

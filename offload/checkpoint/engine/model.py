@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.checkpoint.format.composing import fields_of
+from offload.checkpoint.format.writer import fields_of
 from offload.checkpoint.format.manifest import (
     LossScaleRecord,
     MasterName,
