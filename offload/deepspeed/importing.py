@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.format.writer import Composer, fields_of, group_of, numbers_of
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,
+    RUN,
     BufferRecord,
     LossScaleRecord,
     Manifest,
@@ -27,6 +27,8 @@ from offload.checkpoint.format.manifest import (
     ParamGroupRecord,
 )
 from offload.checkpoint.format.user_state import packed
+from offload.checkpoint.format.write_behind import WriteBehind
+from offload.checkpoint.format.writer import Composer, fields_of, group_record, numbers_of
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.saved import LoopState, imported_run, last_tag, write_latest
@@ -157,7 +159,15 @@ class _Importer:
     # ---------------------------------------------------------------- writing
     def write(self, folder: Path) -> None:
         """Write every file, the manifest last."""
-        made = Composer(folder, self._manifest, self._format)
+        with WriteBehind() as behind:
+            made = Composer(folder, self._manifest, self._format, behind)
+            self._write_parameters(made)
+            made.write_tensors(BUFFERS, self._manifest.buffers, self._found.buffers.values())
+            if self._run_tensors:
+                made.write_tensors(RUN, self._run.tensors, self._run_tensors)
+            made.finish()
+
+    def _write_parameters(self, made: Composer) -> None:
         fields = {field: self._found.tensors(field) for field in self._format.states}
         for param, master in self._found.tensors("master"):
             states = {}
@@ -170,10 +180,6 @@ class _Importer:
         for param in self._found.frozen:
             value = self._found.frozen_value(param).to(self._found.dtype)
             made.add_weight(self._params[param], value)
-        made.add_buffers(self._found.buffers.values())
-        if self._run_tensors:
-            made.add_run(self._run_tensors)
-        made.finish()
 
     def _buffers(self) -> list[BufferRecord]:
         return [
@@ -198,7 +204,10 @@ class _Importer:
                 fields=fields_of(self._format),
                 param_groups=groups,
             ),
-            groups=[group_of(each) for each in self._params.values()],
+            groups=[
+                group_record(each.group, each.names[0], is_trained=each.trainable)
+                for each in self._params.values()
+            ],
             parameters=list(self._params.values()),
             buffers=self._buffers(),
             buffers_file=BUFFERS,

@@ -142,13 +142,13 @@ def test_what_comes_into_the_folder_during_the_save_is_kept(
 
     path = Path(shutil.copytree(original, tmp_path / "saved"))
     before = tree(path)
-    write = Saver.write
+    finish = Saver.finish
 
-    def writing(saver: Saver, *args: Any) -> None:
-        write(saver, *args)
+    def finishing(saver: Saver) -> None:
+        finish(saver)
         written(path, "notes.txt")
 
-    monkeypatch.setattr(Saver, "write", writing)
+    monkeypatch.setattr(Saver, "finish", finishing)
     with pytest.raises(PathError, match=r"notes\.txt"):
         engine.save_checkpoint(path)
     assert os.listdir(tmp_path) == ["saved"]

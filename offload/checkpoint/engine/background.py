@@ -124,7 +124,8 @@ class BackgroundSave:
         folder = held.enter_context(PendingFolder(path))
         behind = held.enter_context(WriteBehind())
         saver.begin(folder.path, behind)
-        saver.write_fixed(folder.path, list(_fixed(saver, snapshots)))
+        for number in _fixed(saver, snapshots):
+            saver.write_parameters(number)
         speculative = engine.runtime.stepper.speculative
         with defer_signals:
             lent = speculative.lend()
@@ -188,11 +189,11 @@ class BackgroundSave:
         while left:
             wanted = work.gate.next_wanted()
             number = next(iter(left)) if wanted is None else work.numbers[wanted]
-            work.saver.write_rest(work.folder.path, number)
+            work.saver.write_groups([number])
             del left[number]
             for group in work.saver.saved[number].groups:
                 work.gate.passed(group.index)
-        work.saver.finish(work.folder.path)
+        work.saver.finish()
         self._check(0)
 
     def _check(self, nbytes: int) -> None:

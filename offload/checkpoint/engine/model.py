@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.checkpoint.format.writer import fields_of
 from offload.checkpoint.format.manifest import (
     LossScaleRecord,
     MasterName,
@@ -23,6 +22,7 @@ from offload.checkpoint.format.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
+from offload.checkpoint.format.writer import fields_of
 from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master

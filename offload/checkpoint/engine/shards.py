@@ -23,6 +23,7 @@ from offload.zero.ranks.gathered import SharedState
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.records import RecordFormat
+from offload.zero.step.runtime import Runtime
 
 Weights = Iterator[tuple[range, torch.Tensor]]
 Records = Iterator[tuple[range, dict[str, Array]]]
@@ -46,18 +47,21 @@ def on_all(ranks: Ranks | None, failed: str) -> Iterator[None]:
         if ranks is None:
             raise
         error = failure
-    raise_together(ranks, error, failed)
-
-
-def raise_together(ranks: Ranks | None, error: Exception | None, failed: str) -> None:
-    """Raise this rank's error, or a CheckpointError that begins with `failed` for another one's.
-    That another rank's part is missing is no error of this rank's."""
-    error = None if isinstance(error, PartMissingError) else error
+    if isinstance(error, PartMissingError):  # another rank's
+        error = None
     told = None if ranks is None else ranks.all_succeeded(error)
     if error is not None:
         raise error
     if told is not None:
         raise CheckpointError(f"{failed}; {told}")
+
+
+def refresh(runtime: Runtime) -> None:
+    """Fetch the parts that other ranks have updated, where parameters are kept whole."""
+    if runtime.ranks is not None:
+        runtime.rank_work.refresh(runtime.groups)
+        for group in runtime.groups:
+            group.state.settle()
 
 
 def shifted(elements: range, by: int) -> range:
@@ -88,21 +92,37 @@ class ShardReader:
     """Reads groups for the writing rank. On the others, the same iterations send their parts and
     yield nothing.
 
-    With several ranks an iteration raises no error of reading: the others go on sending and
-    receiving, and would wait for a rank that left. It ends early and `failure` is set; later ones
-    read nothing of this rank's.
+    With several ranks no error is raised before `raise_failure`: the others go on sending and
+    receiving, and would wait for a rank that left. After one, nothing of this rank's is read, and
+    nothing is attempted.
     """
 
     def __init__(self, access: PieceAccess, ranks: Ranks | None, itemsize: int) -> None:
         self._access = access
         self._ranks = ranks
         self._itemsize = itemsize
-        self.failure: Exception | None = None
+        self._failure: Exception | None = None
 
     @property
     def writes(self) -> bool:
         """Whether this rank is the one that writes."""
         return self._ranks is None or self._ranks.rank == 0
+
+    def attempt(self, step: Callable[..., object], *args: object) -> None:
+        """Call `step(*args)`, a part of writing, on the rank that writes."""
+        if not self.writes or self._failure is not None:
+            return
+        try:
+            step(*args)
+        except Exception as error:
+            if self._ranks is None:
+                raise
+            self._failure = error
+
+    def raise_failure(self) -> None:
+        """Raise the first error of reading or writing, once all parts were sent."""
+        if self._failure is not None:
+            raise self._failure
 
     def weights(self, state: OptimizerState, owner: int = 0) -> Weights:
         """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones.
@@ -164,12 +184,11 @@ class ShardReader:
                 array[:] = arrays[name]
             yield elements, packed
 
-    def meet(self) -> Iterator[None]:
+    def meet(self) -> None:
         """Let all ranks meet, after each group: those with nothing to send must not wait for the
         whole of a long save, which `zero.timeout_s` would end."""
         if self._ranks is not None:
             self._ranks.exchange([1], "which group is saved")
-        yield from ()
 
     def _in_turn(self, own: Callable[[], Weights], senders: Sequence[int]) -> Weights:
         """The parts of a group that the `senders` have, one rank after the other."""
@@ -184,7 +203,7 @@ class ShardReader:
                 for elements, raw in self._unless_failed(own):
                     ranks.send(torch.tensor([elements.start, elements.stop, raw.numel()]), 0)
                     ranks.send(raw, 0)
-                ranks.send(torch.tensor([0, 0, _END if self.failure is None else _MISSING]), 0)
+                ranks.send(torch.tensor([0, 0, _END if self._failure is None else _MISSING]), 0)
             elif self.writes:
                 yield from self._received(ranks, rank)
 
@@ -192,18 +211,18 @@ class ShardReader:
         if self._ranks is None:
             yield from own()
             return
-        if self.failure is not None:
+        if self._failure is not None:
             return
         try:
             yield from own()
         except Exception as error:  # noqa: BLE001 - raised on every rank, once all have ended
-            self.failure = error
+            self._failure = error
 
     def _received(self, ranks: Ranks, rank: int) -> Weights:
         while True:
             start, stop, nbytes = ranks.receive(3, torch.int64, rank).tolist()
             if nbytes == _MISSING:
-                self.failure = self.failure or PartMissingError(f"the part of rank {rank}")
+                self._failure = self._failure or PartMissingError(f"the part of rank {rank}")
             if nbytes <= _END:
                 return
             yield range(start, stop), ranks.receive(nbytes, torch.uint8, rank)

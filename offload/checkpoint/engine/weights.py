@@ -9,7 +9,7 @@ import torch
 
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.pieces import PieceAccess, overlaps
-from offload.checkpoint.engine.shards import ShardReader, raise_together, whole_state
+from offload.checkpoint.engine.shards import ShardReader, on_all, refresh, whole_state
 from offload.display.progress import progress
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import ParamSpec
@@ -39,23 +39,20 @@ def stream_weights(engine: Trained, take: Take) -> None:
             "write no others; use engine.save_checkpoint, which writes all, and `offload "
             "checkpoint export`"
         )
-    ranks = engine.runtime.ranks
-    error: Exception | None = None
-    itemsize = engine.runtime.own.nbytes
-    nbytes = itemsize * sum(spec.numel for g in engine.runtime.groups for spec in g.layout.params)
-    access = PieceAccess([whole_state(group) for group in engine.runtime.groups])
-    reader = ShardReader(access, ranks, itemsize)
-    with progress("saving weights", nbytes) as came:
-        for part in _parts(engine, reader):
-            if error is None and reader.failure is None:
-                try:
-                    take(*part)
-                except Exception as failure:
-                    if ranks is None:
-                        raise
-                    error = failure  # the others send all they have before they hear of it
-            came(len(part[1]) * itemsize)
-    raise_together(ranks, error or reader.failure, "the model's weights were not saved")
+    runtime = engine.runtime
+    itemsize = runtime.own.nbytes
+    nbytes = itemsize * sum(spec.numel for g in runtime.groups for spec in g.layout.params)
+    access = PieceAccess([whole_state(group) for group in runtime.groups])
+    reader = ShardReader(access, runtime.ranks, itemsize)
+    with (
+        on_all(runtime.ranks, "the model's weights were not saved"),
+        progress("saving weights", nbytes) as came,
+    ):
+        for spec, elements, raw in _parts(engine, reader):
+            reader.attempt(take, spec, elements, raw)
+            came(len(elements) * itemsize)
+            del raw
+        reader.raise_failure()
 
 
 def _parts(engine: Trained, reader: ShardReader) -> Iterator[Part]:
@@ -64,10 +61,7 @@ def _parts(engine: Trained, reader: ShardReader) -> Iterator[Part]:
     engine.values.adopt_changes()
     engine.settle()
     model.check_at_rest(engine, "weights cannot be saved")
-    if runtime.ranks is not None:  # parts that other ranks have updated
-        runtime.rank_work.refresh(runtime.groups)
-        for group in runtime.groups:
-            group.state.settle()
+    refresh(runtime)
     itemsize = runtime.own.nbytes
     wholes = model.wholes(engine)
     for state in runtime.optimizer_states:
@@ -79,5 +73,4 @@ def _parts(engine: Trained, reader: ShardReader) -> Iterator[Part]:
                 yield whole.spec, range(found.start, found.stop), part
                 del part
             del raw
-        for _ in reader.meet():
-            pass
+        reader.meet()

@@ -1,5 +1,5 @@
-"""A checkpoint written without an engine: from tensors that come one at a time, from other
-files."""
+"""The files of a checkpoint that is being written, its manifest last; from tensors of an engine, or
+of other files."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from offload.checkpoint.format.safetensors_file import (
     info_of,
     optimizer_sections,
 )
+from offload.checkpoint.format.write_behind import WriteBehind
 from offload.config.optimizer import KINDS
 from offload.kernels.cpu.convert import split_master
 from offload.kernels.floats import Array
 from offload.zero.step.records import RecordFormat
 
 Sections = Mapping[str, Sequence[TensorInfo]]
+Record = ParameterRecord | BufferRecord
+TENSORS = "tensors"  # the section of a file of whole tensors
 _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U8"}
 
 
@@ -43,29 +46,78 @@ def fields_of(kept: RecordFormat) -> dict[str, str]:
     return {field.name: _FIELD_DTYPES[field.dtype.name] for field in kept.fields}
 
 
-def group_of(record: ParameterRecord) -> GroupRecord:
-    """The group of a parameter's files: one of its own, which loads into any grouping."""
-    file = f"{record.group:03d}.safetensors"
+def group_record(number: int, name: str, *, is_trained: bool) -> GroupRecord:
+    """The record of a group: a file of parameters, and one of optimizer states if it is trained."""
+    file = f"{number:03d}.safetensors"
     return GroupRecord(
-        name=record.names[0], parameters=f"{PARAMETERS}/{file}",
-        optimizer=f"{OPTIMIZER}/{file}" if record.trainable else None,
+        name=name, parameters=f"{PARAMETERS}/{file}",
+        optimizer=f"{OPTIMIZER}/{file}" if is_trained else None,
     )  # fmt: skip
 
 
-class Composer:
-    """Writes the files of `manifest`, which lacks only them, into a new folder. Every parameter has
-    a group of its own (`group_of`). `finish` writes the manifest."""
+class CheckpointWriter:
+    """Writes the files of `manifest`, which lacks only them, into a new folder."""
 
-    def __init__(self, folder: Path, manifest: Manifest, kept: RecordFormat) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._kept = kept
+    def __init__(
+        self, folder: Path, manifest: Manifest, nbytes: int, behind: WriteBehind
+    ) -> None:  # fmt: skip
+        """Makes the subfolders, if there is room for `nbytes`. `behind` writes the files."""
+        self._folder, self._manifest, self._behind = folder, manifest, behind
         self._files: dict[str, FileRecord] = {}
-        numel = sum(int(np.prod(record.shape)) for record in manifest.parameters)
-        check_room(folder, 16 * numel)
+        check_room(folder, nbytes)
         with storage_errors("creating", folder):
             make_folder(folder / PARAMETERS)
             make_folder(folder / OPTIMIZER)
+
+    def has(self, name: str) -> bool:
+        """Whether all of a file was written."""
+        return name in self._files
+
+    def open(
+        self, name: str, sections: Sections, metadata: Mapping[str, str]
+    ) -> SafetensorsWriter:  # fmt: skip
+        """A new file, to be filled."""
+        bound_to = self._manifest.bound_to(name)
+        return SafetensorsWriter(self._folder / name, sections, metadata, bound_to, self._behind)
+
+    def close(self, name: str, file: SafetensorsWriter) -> None:
+        """Complete a file that was filled."""
+        self._files[name] = file.finish()
+
+    def write_tensors(
+        self, name: str, records: Sequence[Record], values: Iterable[torch.Tensor]
+    ) -> None:  # fmt: skip
+        """Write a file of whole tensors, in the order of their records."""
+        file = self.open(name, {TENSORS: [info_of(r) for r in records]}, {"format": "pt"})
+        for value in values:
+            if value.numel():
+                flat = torch.empty(value.numel(), dtype=value.dtype)
+                flat = flat.copy_(value.detach().reshape(-1)).view(torch.uint8)
+                file.append(TENSORS, flat.numpy().data)
+        self.close(name, file)
+
+    def finish(self) -> None:
+        """Wait until all files are on the device, and write the manifest. CheckpointError if the
+        manifest is inconsistent."""
+        self._behind.finish()
+        groups = self._manifest.groups
+        names = [name for group in groups for name in (group.parameters, group.optimizer) if name]
+        files = {name: self._files[name] for name in (*names, BUFFERS, RUN) if self.has(name)}
+        text = self._manifest.model_copy(update={"files": files}).to_json()
+        Manifest.from_json(text.encode(), str(self._folder / MANIFEST))
+        write_text(self._folder / MANIFEST, text)
+
+
+class Composer(CheckpointWriter):
+    """Writes a checkpoint without an engine. Every parameter has a group of its own, which loads
+    into any grouping."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, kept: RecordFormat, behind: WriteBehind
+    ) -> None:  # fmt: skip
+        numel = sum(int(np.prod(record.shape)) for record in manifest.parameters)
+        super().__init__(folder, manifest, 16 * numel, behind)
+        self._kept = kept
 
     def add_trained(
         self, record: ParameterRecord, weight: torch.Tensor, states: Mapping[str, torch.Tensor],
@@ -88,63 +140,22 @@ class Composer:
         self._add_fields(record, arrays)
 
     def _add_fields(self, record: ParameterRecord, arrays: Mapping[str, Array]) -> None:
-        file = f"{OPTIMIZER}/{record.group:03d}.safetensors"
+        name = f"{OPTIMIZER}/{record.group:03d}.safetensors"
         sections = optimizer_sections([record], fields_of(self._kept))
-        with self._writer(file, sections, {"group": record.names[0]}) as writer:
-            for field in sections:
-                if arrays[field].size:
-                    writer.append(field, arrays[field].view(np.uint8).data)
-            self._files[file] = writer.finish()
+        file = self.open(name, sections, {"group": record.names[0]})
+        for field in sections:
+            if arrays[field].size:
+                file.append(field, arrays[field].view(np.uint8).data)
+        self.close(name, file)
 
     def add_weight(self, record: ParameterRecord, value: torch.Tensor) -> None:
         """Add a parameter without states."""
-        file = f"{PARAMETERS}/{record.group:03d}.safetensors"
-        with self._writer(file, {"tensors": [info_of(record)]}, {"format": "pt"}) as writer:
-            _append(writer, value)
-            self._files[file] = writer.finish()
-
-    def add_buffers(self, values: Iterable[torch.Tensor]) -> None:
-        """Add the buffers of the manifest, in its order."""
-        self._add_tensors(BUFFERS, self._manifest.buffers, values)
-
-    def add_run(self, values: Iterable[torch.Tensor]) -> None:
-        """Add the tensors of the manifest's `run`, in its order; not called if it has none."""
-        assert self._manifest.run is not None, "its tensors are listed there"
-        self._add_tensors(RUN, self._manifest.run.tensors, values)
-
-    def _add_tensors(
-        self, file: str, records: Sequence[BufferRecord], values: Iterable[torch.Tensor]
-    ) -> None:
-        sections = {"tensors": [info_of(record) for record in records]}
-        with self._writer(file, sections, {"format": "pt"}) as writer:
-            for value in values:
-                _append(writer, value)
-            self._files[file] = writer.finish()
-
-    def finish(self) -> None:
-        """Write the manifest, after everything was added. CheckpointError if the manifest is
-        inconsistent."""
-        manifest = self._manifest.model_copy(update={"files": self._files})
-        text = manifest.to_json()
-        Manifest.from_json(text.encode(), str(self._folder / MANIFEST))
-        write_text(self._folder / MANIFEST, text)
-
-    def _writer(
-        self, file: str, sections: Sections, metadata: Mapping[str, str]
-    ) -> SafetensorsWriter:
-        bound_to = self._manifest.bound_to(file)
-        return SafetensorsWriter(self._folder / file, sections, metadata, bound_to)
+        self.write_tensors(f"{PARAMETERS}/{record.group:03d}.safetensors", [record], [value])
 
 
 def _flat(value: torch.Tensor) -> Array:
     flat: Array = np.ascontiguousarray(value.detach().float().reshape(-1).numpy())
     return flat
-
-
-def _append(writer: SafetensorsWriter, value: torch.Tensor) -> None:
-    if value.numel():
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        writer.append("tensors", flat.numpy().data)
 
 
 def numbers_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
