@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _log = logging.getLogger("offload")
-_WEIGHTS_ALONE = "deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, folder)"
+_WEIGHTS_ALONE = (
+    "call `offload checkpoint export FOLDER/TAG OUT.safetensors`, and load that file into the model"
+)
 # Those of this process: DeepSpeed's functions take a parameter alone.
 _ENGINES: weakref.WeakSet[EngineModule] = weakref.WeakSet()
 
@@ -279,7 +281,7 @@ class EngineModule(nn.Module):
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint loads weights and optimizer states together. For the weights "
-                f"alone call {_WEIGHTS_ALONE} before initialize; other values are written inside "
+                f"alone {_WEIGHTS_ALONE} before initialize; other values are written inside "
                 "zero.GatheredParameters"
             )
         folder = path_of(load_dir, "load_dir")
@@ -290,7 +292,7 @@ class EngineModule(nn.Module):
                 raise
             raise UnsupportedError(
                 f"{error}; load_module_strict=False leaves no parameters out here: for the weights "
-                f"that both have call {_WEIGHTS_ALONE} before initialize"
+                f"that both have {_WEIGHTS_ALONE} before initialize"
             ) from error
         if found is None:
             return None, None

@@ -43,6 +43,7 @@ _INSTEAD = {
     "set_z3_leaf_module": "set_z3_leaf_modules, with the module's class",
     "profiling": "`memest`",
     "monitor": "engine.offload.report()",
+    "zero_to_fp32": "`offload checkpoint export SAVE_DIR/TAG OUT.safetensors --dtype fp32`",
     "safe_get_local_grad": "safe_get_full_grad",
     "safe_get_local_fp32_param": "safe_get_full_fp32_param",
     "safe_get_local_optimizer_state": "safe_get_full_optimizer_state",

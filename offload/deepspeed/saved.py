@@ -128,16 +128,6 @@ def save_weights(engine: Engine, folder: Path, name: str) -> None:
                 discard(pending)
 
 
-def folder_of(folder: Path, tag: str | int | None) -> Path:
-    """Return the folder of the checkpoint that `tag` names, or of the last one. Raise
-    CheckpointError if there is none, or if DeepSpeed wrote it."""
-    found = last_tag(folder) if tag is None else str(tag)
-    if found is None:
-        raise CheckpointError(f"{folder / LATEST} is not there; name a tag")
-    _refuse_theirs(folder / found)
-    return folder / found
-
-
 def last_tag(folder: Path) -> str | None:
     """Return the tag in `latest`, or None. Raise CheckpointError for a path outside of the
     folder."""

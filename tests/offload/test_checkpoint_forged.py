@@ -332,7 +332,6 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(
 
 def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callable[[], object]]:
     """All who read a checkpoint."""
-    from offload.checkpoint.foreign.exporting import read_whole
     from offload.integrations.streamed_folder import load_weights, weights_of
 
     def verify() -> None:
@@ -345,7 +344,6 @@ def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callab
         "weights=": lambda: offload.initialize(seeded(TinyLM), keys_of(out), weights=saved),
         "dispatch": lambda: offload.dispatch(seeded(TinyLM), keys_of(out), weights=saved),
         "export": lambda: export(saved, out / "out.safetensors"),
-        "read whole": lambda: read_whole(saved),
         "consolidate": lambda: weights_of(saved),
         "weights alone": lambda: load_weights(engine, saved),
     }

@@ -98,20 +98,6 @@ def export(
     return [out / name for name in names] or [out]
 
 
-def read_whole(path: Path, dtype: str | None = None) -> dict[str, tuple[TensorInfo, bytearray]]:
-    """The tensors that `export` writes, by name, in RAM."""
-    with CheckpointReader(path) as reader:
-        reader.check(contents=False)
-        return {t.info.name: (t.info, _joined(t.pieces())) for t in _Weights(reader, dtype).all()}
-
-
-def _joined(pieces: Iterator[memoryview]) -> bytearray:
-    whole = bytearray()
-    for piece in pieces:  # each is valid until the next one
-        whole += piece
-    return whole
-
-
 def _write(
     weights: _Weights, out: Path, pending: Path, source: Path | None,
     hub_format: WriteHubFormat | None,
