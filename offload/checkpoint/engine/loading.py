@@ -22,7 +22,7 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.display.progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError
-from offload.zero.groups.group import ParamGroup, digest
+from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.step.optimizer_state import OptimizerState
@@ -74,14 +74,6 @@ def _open(engine: Trained, path: Path, stack: ExitStack) -> tuple[_Loader, Resto
     return loader, Restoring(engine, reader)
 
 
-def _digests(group: ParamGroup, raw: torch.Tensor) -> list[int]:
-    """The digests of a group's parameters if they are stored in codes; an empty list if not."""
-    if not group.layout.is_stored:
-        return []
-    values = raw.view(group.dtype)
-    return [digest(values[spec.offset : spec.stop]) for spec in group.layout.params]
-
-
 class _Loader:
     """Overwrites an engine's state. Every tensor has been found before `apply` changes any."""
 
@@ -104,7 +96,6 @@ class _Loader:
         states = [group.state for group in self._runtime.groups]
         updated = [r for state in self._runtime.optimizer_states for r in state.records]
         self._access = PieceAccess([*states, *updated])
-        self._rounded: list[str] = []  # weights that codes cannot give back as they were saved
 
     def check_alike(self, ranks: Ranks) -> None:
         """Raise CheckpointError, on every rank, unless all of them have opened the same checkpoint:
@@ -154,22 +145,16 @@ class _Loader:
                 raw.zero_()  # padding between parameters
                 for here, elements in own_ranges(state, kept):
                     self._read_weights(group, elements, raw, here.start)
-                read = _digests(group, raw)
                 del raw
-            if group.layout.is_stored:
-                with self._access.reading(home, piece) as raw:
-                    pairs = zip(group.layout.params, read, _digests(group, raw), strict=True)
-                    self._rounded += [spec.name for spec, was, now in pairs if was != now]
-                    del raw
 
     def _tell_of_rounding(self) -> None:
-        """Warn about weights of a checkpoint that was saved without storage, or another one."""
-        storage = self._engine.config.storage
-        if self._rounded and storage is not None:
+        """Warn about a checkpoint whose weights were stored otherwise than they are here."""
+        here, run = self._engine.config.to_dict().get("storage"), self._manifest.run
+        there = None if run is None or run.config is None else run.config.get("storage")
+        if here is not None and here != there:
             _log.warning(
-                "%d weights of the checkpoint were rounded, for they are stored in %s here and "
-                "were not when it was saved: %s", len(self._rounded), storage.weights,
-                ", ".join(self._rounded[:3]) + (", ..." if len(self._rounded) > 3 else ""),
+                "%s was saved with storage: %s: its weights are rounded to this engine's %s",
+                self._reader.path, there, here["weights"],
             )  # fmt: skip
 
     def _read_weights(
