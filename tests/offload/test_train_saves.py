@@ -192,7 +192,7 @@ def full_disk(patch: pytest.MonkeyPatch, beside: int, waited: int = 0) -> None:
     publish = checkpoint_folder._publish
 
     def published(new: Path, target: Path) -> Path | None:
-        is_beside = threading.current_thread().name == "offload-checkpoint"
+        is_beside = threading.current_thread().name.startswith("offload-checkpoint")
         left[is_beside] -= 1
         if left[is_beside] >= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -16,6 +16,7 @@ import offload
 from offload.checkpoint.format.write_behind import (
     BLOCK_NBYTES,
     MOST_BLOCKS,
+    Stream,
     WriteBehind,
 )
 from offload.errors import NoSpaceError, StorageError
@@ -49,7 +50,7 @@ def test_streams_that_grow_side_by_side_have_the_bytes_of_a_plain_write(
         with WriteBehind() as behind:
             file = behind.create(path, sum(sizes))
             starts = [sum(sizes[:index]) for index in range(len(sizes))]
-            streams = [file.stream(*each) for each in zip(starts, sizes, strict=True)]
+            streams = [Stream(file, *each) for each in zip(starts, sizes, strict=True)]
             left = {index: memoryview(part) for index, part in enumerate(parts)}
             while left:
                 index = draw.choice(list(left))
@@ -91,7 +92,7 @@ def _write_blocks(path: Path, count: int) -> None:
     block = memoryview(bytes(BLOCK_NBYTES))
     with WriteBehind() as behind:
         file = behind.create(path, count * BLOCK_NBYTES)
-        stream = file.stream(0, count * BLOCK_NBYTES)
+        stream = Stream(file, 0, count * BLOCK_NBYTES)
         for _ in range(count):
             stream.append(block)
         file.finish()

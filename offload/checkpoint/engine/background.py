@@ -15,26 +15,23 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
-from contextvars import copy_context
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.engine.run_state import RunState
 from offload.checkpoint.engine.saving import Saver, check_savable
 from offload.checkpoint.format.disk import device_of, free_nbytes, storage_errors
 from offload.checkpoint.format.folder import PendingFolder
-from offload.checkpoint.format.write_behind import WriteBehind
+from offload.checkpoint.format.write_behind import WriteBehind, submitted
 from offload.swap.io.block_store import GROWTH_NBYTES
 from offload.swap.states.state import Snapshot, State
 from offload.swap.threads.lanes import be_worker
-from offload.swap.threads.shield import defer_signals
-from offload.tiers.errors import OffloadError, StorageError
+from offload.swap.threads.shield import Executor, defer_signals, is_done, result_of
+from offload.tiers.errors import OffloadError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.step.save_gate import SaveGate
@@ -42,7 +39,6 @@ from offload.zero.step.save_gate import SaveGate
 if TYPE_CHECKING:
     from offload.models.trained import Trained
 
-_LOOK_S = 1.0  # at most, from the end of a save to that of a wait for it
 _log = logging.getLogger("offload")
 Snapshots = Mapping[State, Snapshot]
 
@@ -89,29 +85,17 @@ class BackgroundSave:
         that `saves` waits for; `done()` is called on the thread, once it is complete."""
         self.path = path
         self._done = done
-        self._failure: BaseException | None = None
         self._is_cancelled = False
         self._pid = os.getpid()
         self._began_s = time.perf_counter()
-        # not the thread's `join`: one that a Ctrl-C has ended takes the thread for dead (3.11); nor
-        # an Event: a Ctrl-C may leave its lock locked
-        self._has_ended = False
-        self._told: SimpleQueue[None] = SimpleQueue()
         with ExitStack() as unless_begun:
             work = self._begin(engine, path, state, unless_begun.enter_context(ExitStack()))
-            run = copy_context().run  # with the time that its calls are waited for
-            thread = threading.Thread(target=run, args=(self._run, work), name="offload-checkpoint")
+            thread = Executor(1, thread_name_prefix="offload-checkpoint")
             with defer_signals:
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    raise StorageError(
-                        f"{path} was not saved: no thread can be started; raise the limit of "
-                        "processes (`ulimit -u`), of a container's tasks or of memory",
-                        path=str(path),
-                    ) from error
+                self._end = submitted(thread, path, self._run, work)
                 saves.under_way = self
                 unless_begun.pop_all()
+            thread.shutdown(wait=False)  # it ends with the save
 
     # ---------------------------------------------------------------- on the model's thread
     def _begin(
@@ -124,7 +108,8 @@ class BackgroundSave:
         folder = held.enter_context(PendingFolder(path))
         behind = held.enter_context(WriteBehind())
         saver.begin(folder.path, behind)
-        for number in _fixed(saver, snapshots):
+        fixed = _fixed(saver, snapshots)
+        for number in fixed:
             saver.write_parameters(number)
         speculative = engine.runtime.stepper.speculative
         with defer_signals:
@@ -133,7 +118,7 @@ class BackgroundSave:
         gate = engine.runtime.updates.gate
         held.callback(gate.open)
         room = min(lent, _room_on_disk(engine, folder.path, saver.nbytes()))
-        gate.close(_held(engine, saver, snapshots), room)
+        gate.close(_held(engine, saver, snapshots, fixed), room)
         numbers = {g.index: n for n, saved in enumerate(saver.saved) for g in saved.groups}
         saver.came = self._check
         return _Work(saver, folder, numbers, gate, held)
@@ -141,18 +126,12 @@ class BackgroundSave:
     @property
     def has_ended(self) -> bool:
         """Whether `wait` would not block."""
-        return not self._is_mine or self._has_ended
+        return not self._is_mine or is_done(self._end)
 
     def wait(self) -> None:
-        """Block until it has ended; raises its error, once."""
-        if not self._is_mine:
-            return
-        while not self._has_ended:
-            with suppress(Empty):  # a Ctrl-C may take what tells of it
-                self._told.get(timeout=_LOOK_S)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        """Block until it has ended; raises its error."""
+        if self._is_mine:
+            result_of(self._end)
 
     def cancel(self) -> None:
         """Let the save end soon, and leave nothing."""
@@ -178,11 +157,6 @@ class BackgroundSave:
             )  # fmt: skip
         except _Cancelled:
             _log.warning("%s was not saved: it was given up", self.path)
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            self._failure = error
-        finally:
-            self._has_ended = True
-            self._told.put(None)
 
     def _write(self, work: _Work) -> None:
         left = dict.fromkeys(range(len(work.saver.saved)))
@@ -254,25 +228,27 @@ def _let_go_all(snapshots: Snapshots) -> None:
             snapshot.let_go(piece)
 
 
-def _fixed(saver: Saver, snapshots: Snapshots) -> Iterator[int]:
+def _fixed(saver: Saver, snapshots: Snapshots) -> list[int]:
     """The groups whose parameters are written at once, because they might be changed in place."""
-    for number, saved in enumerate(saver.saved):
-        states = [group.state for group in saved.groups if group.state.nbytes]
-        if not all(snapshots[state].is_versioned for state in states):
-            yield number
+    return [
+        number for number, saved in enumerate(saver.saved)
+        if not all(snapshots[g.state].is_versioned for g in saved.groups if g.state.nbytes)
+    ]  # fmt: skip
 
 
-def _held(engine: Trained, saver: Saver, snapshots: Snapshots) -> dict[int, int | None]:
-    """The bytes left of each group, by index, for the gate; None if they have no versions."""
-    fixed = {g.index for n in _fixed(saver, snapshots) for g in saver.saved[n].groups}
+def _held(
+    engine: Trained, saver: Saver, snapshots: Snapshots, fixed: Sequence[int]
+) -> dict[int, int | None]:
+    """The bytes left of each group, by index, for the gate; None if they have no versions. `fixed`:
+    the groups whose parameters were written."""
+    written = {group.index for number in fixed for group in saver.saved[number].groups}
     held: dict[int, int | None] = {}
     for each in engine.runtime.optimizer_states:
-        weights = () if each.group.index in fixed else (each.group.state,)
+        weights = () if each.group.index in written else (each.group.state,)
         left = [state for state in (*weights, *each.records) if state.nbytes]
-        if not left:
-            continue
-        versioned = all(snapshots[state].is_versioned for state in left)
-        held[each.group.index] = sum(map(_stored_nbytes, left)) if versioned else None
+        if left:
+            versioned = all(snapshots[state].is_versioned for state in left)
+            held[each.group.index] = sum(map(_stored_nbytes, left)) if versioned else None
     return held
 
 

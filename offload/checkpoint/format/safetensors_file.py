@@ -147,7 +147,7 @@ class SafetensorsWriter:
             self._sections: dict[str, _Section] = {}
             end = 0
             for name, nbytes in {"header": len(header), **sizes}.items():
-                hashes, into = BlockHashes(bound_to, end), self._file.stream(end, nbytes)
+                hashes, into = BlockHashes(bound_to, end), Stream(self._file, end, nbytes)
                 self._sections[name] = _Section(name, end, nbytes, hashes, into)
                 end += nbytes
             self.append("header", memoryview(header))

@@ -104,7 +104,7 @@ class WriteBehind:
         is under way."""
         while len(self._writes) >= MOST_BLOCKS or (self._writes and is_done(self._writes[0][0])):
             self._end_write()
-        write = _submitted(self._writers, file.path, file.write_block, data, offset)
+        write = submitted(self._writers, file.path, file.write_block, data, offset)
         self._writes.append((write, memory))
         return write
 
@@ -113,7 +113,7 @@ class WriteBehind:
         while len(self._syncs) >= MOST_SYNCS or (self._syncs and is_done(self._syncs[0])):
             result_of(self._syncs.popleft())
         self._files.remove(file)
-        self._syncs.append(_submitted(self._syncers, file.path, file.sync_and_close, writes))
+        self._syncs.append(submitted(self._syncers, file.path, file.sync_and_close, writes))
 
     def _end_write(self) -> None:
         write, memory = self._writes.popleft()
@@ -122,9 +122,10 @@ class WriteBehind:
             self._free.append(memory)
 
 
-def _submitted(
+def submitted(
     threads: Executor, path: Path, function: object, *args: object
 ) -> Future[None]:  # fmt: skip
+    """Begin a call that writes `path` on a thread. StorageError if none can be started."""
     try:
         return threads.submit(function, *args)  # type: ignore[arg-type]
     except RuntimeError as error:
@@ -149,8 +150,8 @@ class BehindFile:
 
     def __init__(self, path: Path, nbytes: int, behind: WriteBehind) -> None:
         self.path, self.nbytes = path, nbytes
-        self._behind = behind
-        self._writes: list[Future[None]] = []
+        self.behind = behind
+        self.writes: list[Future[None]] = []  # of its blocks
         self._direct: OpenFile | None = None  # None: written through the page cache
         self._file = new_file(path)
         try:
@@ -189,21 +190,9 @@ class BehindFile:
                 self.path.parent, file_system_of(self.path.parent), error.strerror,
             )  # fmt: skip
 
-    def stream(self, start_bytes: int, nbytes: int) -> Stream:
-        """A range of the file, to be filled from its front to its end."""
-        return Stream(self, start_bytes, nbytes)
-
-    def memory(self, nbytes: int) -> AlignedMemory:
-        """Memory for a block of a stream."""
-        return self._behind.memory(nbytes)
-
-    def write(self, memory: AlignedMemory, data: memoryview, offset: int) -> None:
-        """Begin to write a block of a stream, see `WriteBehind.write`."""
-        self._writes.append(self._behind.write(self, memory, data, offset))
-
     def finish(self) -> None:
         """Sync the file, whose streams are all complete."""
-        self._behind.finish_file(self, self._writes)
+        self.behind.finish_file(self, self.writes)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -278,11 +267,12 @@ class Stream:
         self._stop = min((self._at // BLOCK_NBYTES + 1) * BLOCK_NBYTES, self._end)
         nbytes = self._stop - self._begin
         with storage_errors("writing", self._file.path, self._begin, nbytes):
-            self._memory = self._file.memory(nbytes)
+            self._memory = self._file.behind.memory(nbytes)
 
     def _send(self) -> None:
         memory, self._memory = self._memory, None
         assert memory is not None, "a block was filled"
         inset = self._begin % PAGE_NBYTES
         data = memory.array[inset : inset + self._stop - self._begin].data
-        self._file.write(memory, data, self._begin)
+        file = self._file
+        file.writes.append(file.behind.write(file, memory, data, self._begin))
