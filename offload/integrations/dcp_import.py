@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from offload.checkpoint.foreign.model_files import check_new, pending_output
 from offload.checkpoint.format.disk import check_room
-from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.checkpoint.format.safetensors_file import TensorInfo, file_nbytes, new_file
 from offload.checkpoint.format.torch_files import refusals
 from offload.display.plain_text import plain
 from offload.tiers.errors import CheckpointError, NoCheckpointError, PathError
@@ -53,12 +53,11 @@ def import_dcp(source: Path, out: Path) -> Path:
     infos.sort(key=lambda info: -info.nbytes // max(1, torch.Size(info.shape).numel()))  # aligned
     sections = {"tensors": infos}
     check_room(out.parent, file_nbytes(sections, _METADATA))
-    with pending_output(out) as pending, SafetensorsWriter(pending, sections, _METADATA) as file:
+    with pending_output(out) as pending, new_file(pending, sections, _METADATA) as file:
         for info in infos:
             value = folder.read(info.name)
             if value.numel():
                 file.append("tensors", value.reshape(-1).view(torch.uint8).numpy().data)
-        file.finish()
     return out
 
 

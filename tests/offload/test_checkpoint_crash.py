@@ -21,6 +21,7 @@ import offload
 from offload import checkpoint
 from offload.checkpoint.engine import saving
 from offload.checkpoint.format import folder as folders
+from offload.checkpoint.format import writer
 from offload.checkpoint.format.ownership import marked
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError, NoSpaceError, PathError
@@ -387,7 +388,7 @@ def test_a_full_disk_is_named_and_the_old_checkpoint_stays(
     engine: offload.Engine, tmp_path: Path, noticed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if noticed == "while writing":
-        monkeypatch.setattr(saving, "check_room", lambda *_: None)
+        monkeypatch.setattr(writer, "check_room", lambda *_: None)
     with small_disk(tmp_path / "disk", 480 << 10) as disk:
         engine.save_checkpoint(disk / "saved")
         losses_of(engine, batches(1))

@@ -28,6 +28,7 @@ from offload.checkpoint.format.manifest import MANIFEST, RUN
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, info_of
 from offload.checkpoint.format.user_state import packed, tensor_records, unpacked, value_of
+from offload.checkpoint.format.write_behind import WriteBehind
 from offload.errors import CheckpointError, StateError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
@@ -502,10 +503,12 @@ def edited(path: Path, change: Any) -> None:
     run = manifest.run.model_copy(update={"tensors": tensor_records(archives)})
     sections = {"tensors": [info_of(record) for record in run.tensors]}
     (path / RUN).unlink()
-    with SafetensorsWriter(path / RUN, sections, {}, manifest.bound_to(RUN)) as file:
+    with WriteBehind() as behind:
+        file = SafetensorsWriter(path / RUN, sections, {}, behind, manifest.bound_to(RUN))
         for archive in archives.values():
             file.append("tensors", archive.numpy().data)
         files = {**manifest.files, RUN: file.finish()}
+        behind.finish()
     new = manifest.model_copy(update={"files": files, "run": run})
     (path / MANIFEST).write_text(new.to_json())
 

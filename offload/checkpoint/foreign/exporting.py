@@ -33,10 +33,10 @@ from offload.checkpoint.format.disk import check_room, make_folder, storage_erro
 from offload.checkpoint.format.manifest import BufferRecord, ModelRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import (
-    SafetensorsWriter,
     StoredTensor,
     TensorInfo,
     file_nbytes,
+    new_file,
 )
 from offload.kernels.cpu.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
@@ -165,11 +165,10 @@ def _content(model: ModelRecord | None, source: Path | None, name: str) -> dict[
 def _write_file(path: Path, tensors: Sequence[ExportedTensor]) -> None:
     sections = {"tensors": [tensor.info for tensor in tensors]}
     check_room(path.parent, file_nbytes(sections, _METADATA))
-    with SafetensorsWriter(path, sections, _METADATA) as file:
+    with new_file(path, sections, _METADATA) as file:
         for tensor in tensors:
             for piece in tensor.pieces():
                 file.append("tensors", piece)
-        file.finish()
 
 
 class _Weights:

@@ -15,6 +15,7 @@ from torch import Tensor
 from offload.checkpoint.foreign.model_files import INDEX, SINGLE, pending_output
 from offload.checkpoint.format.disk import check_room, replace_text
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.checkpoint.format.write_behind import WriteBehind
 from offload.tiers.units import parse_bytes
 from offload.zero.groups.bits import DTYPE_NAMES
 
@@ -119,13 +120,18 @@ def _files(
     check_room(folder, sum(file_nbytes(each, _METADATA) for each in sections.values()))
     file_of: dict[str, SafetensorsWriter] = {}
     with ExitStack() as stack:
+        pending = {
+            file: stack.enter_context(pending_output(folder / file, replaces=True))
+            for file in sections
+        }
+        behind = stack.enter_context(WriteBehind())
         for file, each in sections.items():
-            pending = stack.enter_context(pending_output(folder / file, replaces=True))
-            writer = stack.enter_context(SafetensorsWriter(pending, each, _METADATA))
+            writer = SafetensorsWriter(pending[file], each, _METADATA, behind)
             file_of.update(dict.fromkeys(names[file], writer))
         yield lambda name, raw: file_of[name].append(f"={name}", raw.numpy().data)
         for writer in dict.fromkeys(file_of.values()):
             writer.finish()
+        behind.finish()
 
 
 def _sections(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, list[TensorInfo]]:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from offload.checkpoint.format.blocks import BlockHashes
@@ -125,35 +125,28 @@ def _header(sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str,
 
 
 class SafetensorsWriter:
-    """Creates `path` and fills its sections. A context manager; `finish` makes it durable.
+    """Creates `path` and fills its sections. `behind` writes the file, together with others, and
+    closes it: its `finish` makes them durable.
 
-    `bound_to`: of a checkpoint's file what its hashes are bound to (`Manifest.bound_to`). `behind`
-    writes it together with others, and closes it: its `finish` makes them durable.
+    `bound_to`: of a checkpoint's file what its hashes are bound to (`Manifest.bound_to`).
     """
 
     def __init__(
         self, path: Path, sections: Mapping[str, Sequence[TensorInfo]],
-        metadata: Mapping[str, str], bound_to: str = "", behind: WriteBehind | None = None,
+        metadata: Mapping[str, str], behind: WriteBehind, bound_to: str = "",
     ) -> None:  # fmt: skip
         self.path = path
         header = _header(sections, metadata)
         sizes = {name: sum(tensor.nbytes for tensor in each) for name, each in sections.items()}
         self.nbytes = len(header) + sum(sizes.values())
-        self._own = WriteBehind() if behind is None else None
-        try:
-            behind = behind or self._own
-            assert behind is not None, "it is one of them"
-            self._file = behind.create(path, self.nbytes)
-            self._sections: dict[str, _Section] = {}
-            end = 0
-            for name, nbytes in {"header": len(header), **sizes}.items():
-                hashes, into = BlockHashes(bound_to, end), Stream(self._file, end, nbytes)
-                self._sections[name] = _Section(name, end, nbytes, hashes, into)
-                end += nbytes
-            self.append("header", memoryview(header))
-        except BaseException:
-            self._close()
-            raise
+        self._file = behind.create(path, self.nbytes)
+        self._sections: dict[str, _Section] = {}
+        end = 0
+        for name, nbytes in {"header": len(header), **sizes}.items():
+            hashes, into = BlockHashes(bound_to, end), Stream(self._file, end, nbytes)
+            self._sections[name] = _Section(name, end, nbytes, hashes, into)
+            end += nbytes
+        self.append("header", memoryview(header))
 
     def append(self, section: str, data: memoryview) -> None:
         """Append a section's next bytes, which are copied. Waits for a device that falls behind."""
@@ -167,34 +160,30 @@ class SafetensorsWriter:
             into.filled += part.nbytes
 
     def finish(self) -> FileRecord:
-        """Wait until the file is on the device (`behind` waits for that itself); returns its bytes
-        and hashes."""
+        """Complete the file; returns its bytes and hashes."""
         for section in self._sections.values():
             if section.filled != section.nbytes:
                 raise IntegrityError(
                     f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
                 )
         self._file.finish()
-        if self._own is not None:
-            self._own.finish()
         records = [
             SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.hashes.text())
             for section in self._sections.values()
         ]
         return FileRecord(nbytes=self.nbytes, sections=records)
 
-    def _close(self) -> None:
-        if self._own is not None:
-            self._own.close()
 
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self._close()
+@contextmanager
+def new_file(
+    path: Path, sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str, str]
+) -> Iterator[SafetensorsWriter]:
+    """A file to fill inside the block; it is on the device at the end."""
+    with WriteBehind() as behind:
+        file = SafetensorsWriter(path, sections, metadata, behind)
+        yield file
+        file.finish()
+        behind.finish()
 
 
 def parse_header(

@@ -78,7 +78,7 @@ class CheckpointWriter:
     ) -> SafetensorsWriter:  # fmt: skip
         """A new file, to be filled."""
         bound_to = self._manifest.bound_to(name)
-        return SafetensorsWriter(self._folder / name, sections, metadata, bound_to, self._behind)
+        return SafetensorsWriter(self._folder / name, sections, metadata, self._behind, bound_to)
 
     def close(self, name: str, file: SafetensorsWriter) -> None:
         """Complete a file that was filled."""
