@@ -37,7 +37,7 @@ _MOST_TAG = 4096
 
 @dataclass(frozen=True)
 class LoopState:
-    """What a checkpoint keeps of a loop, beside its engine."""
+    """The state of a loop in a checkpoint, beside its engine."""
 
     global_steps: int
     global_samples: int

@@ -13,7 +13,7 @@ import torch
 
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.fit import match
-from offload.checkpoint.engine.pieces import PieceAccess, elements_of, overlaps
+from offload.checkpoint.engine.pieces import PieceAccess, elements_of
 from offload.checkpoint.engine.run_state import Restoring
 from offload.checkpoint.engine.shards import on_all, own_ranges, shifted, whole_state
 from offload.checkpoint.format.folder import adopt
@@ -85,7 +85,7 @@ class _Loader:
         self._reader = reader
         self._manifest = reader.manifest
         self._records = records  # by the engine's first name
-        self._wholes = model.wholes(engine)
+        self._entries = model.Entries(engine)
         self._saved_format = model.saved_format(engine)
         self._weights = {name: reader.parameter(r) for name, r in self._records.items()}
         self._states = {
@@ -162,12 +162,10 @@ class _Loader:
     ) -> None:
         """Read the group's `elements` into `raw`, from its element `start` on."""
         itemsize = group.dtype.itemsize
-        for spec, here, there in overlaps(group.layout.params, elements):
+        for spec, here, there in self._entries.overlaps(group.layout.params, elements):
             mine = slice((here.start + start) * itemsize, (here.stop + start) * itemsize)
             view = raw[mine].numpy().data
-            whole = self._wholes[spec.name]
-            first = whole.elements(there).start
-            self._reader.read_into(self._weights[whole.spec.name], first * itemsize, view)
+            self._reader.read_into(self._weights[spec.name], there.start * itemsize, view)
             del view
 
     def _read_optimizer(self, state: OptimizerState) -> None:
@@ -194,18 +192,17 @@ class _Loader:
         self, arrays: dict[str, Array], elements: range, specs: list[ParamSpec],
         saved: RecordFormat,
     ) -> None:  # fmt: skip
-        for spec, here, there in overlaps(specs, elements):
-            whole = self._wholes[spec.name]
-            theirs, mine = saved.field_spans(whole.elements(there)), saved.field_spans(here)
+        for spec, here, there in self._entries.overlaps(specs, elements):
+            theirs, mine = saved.field_spans(there), saved.field_spans(here)
             for field, array in arrays.items():
                 view = array[mine[field]].view(np.uint8).data
                 start = theirs[field].start * array.itemsize
-                self._reader.read_into(self._states[whole.spec.name, field], start, view)
+                self._reader.read_into(self._states[spec.name, field], start, view)
 
     def _read_steps(self, group: ParamGroup) -> None:
         for index, spec in enumerate(group.layout.params):
             if spec.trainable:
-                record = self._records[self._wholes[spec.name].spec.name]
+                record = self._records[self._entries.whole(spec).name]
                 self._runtime.optimizer_states[group.index].steps[index] = record.steps
 
     def _read_numbers(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,26 +104,34 @@ def saved_groups(engine: Trained) -> list[SavedGroup]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A parameter as the model has it, and the number of its element that begins a row."""
+class Entries:
+    """The entries of a checkpoint: parameters as the model has them, of which a group may have a
+    part (the row of one expert)."""
 
-    spec: ParamSpec
-    first: int = 0
+    def __init__(self, engine: Trained) -> None:
+        store = engine.runtime.store
+        # by the name in the group: the whole parameter, and the number of the part's first element
+        self._wholes = {
+            spec.name: store.whole_of(param)
+            for group in store.groups
+            for spec, param in zip(group.layout.params, group.params, strict=True)
+        }
 
-    def elements(self, there: slice) -> slice:
-        """The range of the parameter for a range of the row."""
-        return slice(self.first + there.start, self.first + there.stop)
+    def whole(self, spec: ParamSpec) -> ParamSpec:
+        """The entry that a group's parameter is in."""
+        return self._wholes[spec.name][0]
 
-
-def wholes(engine: Trained) -> dict[str, Whole]:
-    """The whole parameters by the names that groups have for them."""
-    store = engine.runtime.store
-    return {
-        spec.name: Whole(*store.whole_of(param))
-        for group in store.groups
-        for spec, param in zip(group.layout.params, group.params, strict=True)
-    }
+    def overlaps(
+        self, specs: Sequence[ParamSpec], elements: range
+    ) -> Iterator[tuple[ParamSpec, slice, slice]]:
+        """The entries in a range of a group's flat buffer, each with its slices there and in
+        itself."""
+        for spec in specs:
+            lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
+            if lo < hi:
+                whole, first = self._wholes[spec.name]
+                here = slice(lo - elements.start, hi - elements.start)
+                yield whole, here, slice(first + lo - spec.offset, first + hi - spec.offset)
 
 
 StepsOf = Callable[[ParamGroup, int], Array]  # of the trained parameters of a group, on a rank

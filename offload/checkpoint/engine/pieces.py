@@ -21,7 +21,6 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.host_region import HostRegion
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
-from offload.zero.groups.layout import ParamSpec
 
 _BUFFERS = 3  # for one piece that is used, and for two that are read meanwhile
 _BUFFERS_NBYTES = 96 << 20  # of all of them, if they are more than one
@@ -152,17 +151,6 @@ class PieceAccess:
 
 def _pages(buffer: torch.Tensor, span: slice) -> torch.Tensor:
     return buffer[: round_up(span.stop - span.start, PAGE_NBYTES)]
-
-
-def overlaps(
-    specs: Sequence[ParamSpec], elements: range
-) -> Iterator[tuple[ParamSpec, slice, slice]]:
-    """The parameters in a range of the flat buffer, each with its slices there and in itself."""
-    for spec in specs:
-        lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
-        if lo < hi:
-            here = slice(lo - elements.start, hi - elements.start)
-            yield spec, here, slice(lo - spec.offset, hi - spec.offset)
 
 
 def pieces_of(states: Iterable[State]) -> Iterator[tuple[State, int]]:

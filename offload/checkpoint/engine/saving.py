@@ -16,7 +16,7 @@ import torch
 
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.model import SavedGroup
-from offload.checkpoint.engine.pieces import PieceAccess, overlaps, pieces_of
+from offload.checkpoint.engine.pieces import PieceAccess, pieces_of
 from offload.checkpoint.engine.run_state import RunState
 from offload.checkpoint.engine.shards import ShardReader, on_all, refresh
 from offload.checkpoint.format.folder import PendingFolder
@@ -67,6 +67,10 @@ def _packed_section(name: str, field: str) -> str:
     return f"{name}: {field}"
 
 
+def _section(spec: ParamSpec, packed: bool, field: str) -> str:
+    return _packed_section(spec.name, field) if packed else field
+
+
 class Saver:
     """Writes one checkpoint. Everything that can be refused is refused when it is made."""
 
@@ -82,7 +86,7 @@ class Saver:
         self._optimizer = model.optimizer_record(engine)
         self._saved_format = model.saved_format(engine)
         self._saved = model.saved_groups(engine)
-        self._wholes = model.wholes(engine)
+        self._entries = model.Entries(engine)
         self._groups = [
             group_record(number, saved.name, is_trained=saved.is_trained)
             for number, saved in enumerate(self._saved)
@@ -248,20 +252,17 @@ class Saver:
         self, group: ParamGroup, elements: range, raw: torch.Tensor, packed: bool
     ) -> None:
         itemsize = group.dtype.itemsize
-        for spec, here, _ in overlaps(group.layout.params, elements):
+        for spec, here, _ in self._entries.overlaps(group.layout.params, elements):
             part = raw[here.start * itemsize : here.stop * itemsize]
-            self._file.append(self._section(spec, packed, TENSORS), part.numpy().data)
+            self._file.append(_section(spec, packed, TENSORS), part.numpy().data)
         self.came(raw.nbytes)
 
     def _append_records(
         self, group: ParamGroup, elements: range, arrays: Mapping[str, Array], packed: bool
     ) -> None:
         specs = [spec for spec in group.layout.params if spec.trainable]
-        for spec, here, _ in overlaps(specs, elements):
+        for spec, here, _ in self._entries.overlaps(specs, elements):
             for field, span in self._saved_format.field_spans(here).items():
                 part = arrays[field][span].view(np.uint8)
-                self._file.append(self._section(spec, packed, field), part.data)
+                self._file.append(_section(spec, packed, field), part.data)
                 self.came(part.nbytes)
-
-    def _section(self, spec: ParamSpec, packed: bool, name: str) -> str:
-        return _packed_section(self._wholes[spec.name].spec.name, name) if packed else name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.checkpoint.engine import model
-from offload.checkpoint.engine.pieces import PieceAccess, overlaps
+from offload.checkpoint.engine.pieces import PieceAccess
 from offload.checkpoint.engine.shards import ShardReader, on_all, refresh, whole_state
 from offload.display.progress import progress
 from offload.tiers.errors import UnsupportedError
@@ -63,14 +63,12 @@ def _parts(engine: Trained, reader: ShardReader) -> Iterator[Part]:
     model.check_at_rest(engine, "weights cannot be saved")
     refresh(runtime)
     itemsize = runtime.own.nbytes
-    wholes = model.wholes(engine)
+    entries = model.Entries(engine)
     for state in runtime.optimizer_states:
         for elements, raw in reader.weights(state):
-            for spec, here, there in overlaps(state.group.layout.params, elements):
+            for spec, here, there in entries.overlaps(state.group.layout.params, elements):
                 part = raw[here.start * itemsize : here.stop * itemsize]
-                whole = wholes[spec.name]
-                found = whole.elements(there)
-                yield whole.spec, range(found.start, found.stop), part
+                yield spec, range(there.start, there.stop), part
                 del part
             del raw
         reader.meet()
