@@ -180,7 +180,7 @@ def test_the_command_asks_for_trust(tmp_path: Path, capsys: Any) -> None:
     assert "add --trust" in capsys.readouterr().err
     assert run(*places, "--trust", "--tied", "nonsense") == 2
     assert run(*places, "--trust") == 0
-    assert "mark_dirty" in capsys.readouterr().out
+    assert "wrote" in capsys.readouterr().out
     with initialized(Net(), CONFIG) as engine, pytest.raises(CheckpointError, match="--trust"):
         engine.load_checkpoint(tmp_path / "theirs")
 
