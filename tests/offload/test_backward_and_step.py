@@ -264,11 +264,3 @@ def test_a_backward_of_a_scaled_loss_is_the_engines(make: MakeEngine, precision:
         return found
 
     assert_same_bits(trained("scale"), trained("backward"))
-
-
-def test_a_scaled_loss_says_nothing_of_the_next_backward(make: MakeEngine) -> None:
-    engine = make(seeded(TinyLM), precision="fp16")
-    (tokens,) = batches(1)
-    engine.scale(tokens_loss(engine.module, tokens)).backward()
-    with pytest.raises(StateError, match=r"engine\.scale\(loss\)"):
-        tokens_loss(engine.module, tokens).backward()

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import os
 import re
 import statistics
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from offload.bench import io_raw, limits, stream
-from offload.bench.contenders import LLAMA_151M, Contender
-from offload.bench.io_raw import GRID, ThreadsLoop
-from offload.bench.record import Kind, Record, Row, Target
-from offload.bench.rounds import interleaved
-from offload.bench.step import SYSTEMS, _check_losses
-from offload.bench.stream import GROUP, BusLoop
+from offload.bench.step import SYSTEMS
+from offload.bench.stream import GROUP
 from offload.cli.app import main
-from offload.config import OffloadConfig
-from offload.errors import IntegrityError, UnsupportedError
-from offload.planning.machine.optimizer_variants import VARIANTS, Variant, filled, stepper
-from offload.planning.machine.speed_arrays import STAGGER_NBYTES, Arrays, Stream
-from offload.swap.io.swap_file import SwapFile
-from offload.swap.threads.worker import ParallelRunner
+from offload.planning.machine.optimizer_variants import VARIANTS
 
-REPOSITORY = Path(__file__).parents[2]
 TINY_MODEL = [
     "-o", "train.model.layers=2", "-o", "train.model.hidden=64", "-o", "train.model.heads=2",
     "-o", "train.model.mlp=128", "-o", "train.model.vocab=256", "-o", "train.batch=1",
@@ -47,10 +32,6 @@ def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as caught:
         main(["bench", *arguments])
     return int(caught.value.code or 0)
-
-
-def silent(_: str) -> None:
-    pass
 
 
 @pytest.fixture
@@ -239,209 +220,6 @@ def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
 
 
 # ---------------------------------------------------------------- step's processes and limits
-def open_files(folder: Path) -> list[str]:
-    """Files of `folder` that this process holds open, unlinked ones too."""
-    links = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(entry))
-        except FileNotFoundError:
-            continue  # the listing's own
-    return [link for link in links if link.startswith(str(folder))]
-
-
-@pytest.mark.parametrize("where", ["try_grid", "best"])
-def test_an_interrupted_disk_limit_leaves_nothing_open(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = (dataclasses.replace(GRID[0], block_nbytes=8192),)
-    monkeypatch.setattr(limits, "GRID", small)
-
-    def interrupted(*_: Any, **keys: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(limits, where, interrupted)
-    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
-        limits.DiskLimit(tmp_path, 1 << 20, silent, stack)
-    assert open_files(tmp_path) == []
-
-
-def contender(name: str, losses: tuple[float, ...]) -> Contender:
-    made = Contender.__new__(Contender)
-    made.spec = next(spec for spec in SYSTEMS if spec.name == name)
-    made.losses = [(loss,) for loss in losses]
-    return made
-
-
-@pytest.mark.parametrize(
-    ("host", "nvme", "equal"),
-    [
-        ((1.5, math.nan), (1.5, math.nan), True),
-        ((math.inf,), (math.inf,), True),
-        ((1.5,), (math.nan,), False),
-        ((0.0,), (-0.0,), False),
-    ],
-)
-def test_losses_are_equal_if_their_bits_are(
-    host: tuple[float, ...], nvme: tuple[float, ...], equal: bool
-) -> None:
-    systems = [contender("host", host), contender("nvme", nvme)]
-    if equal:
-        _check_losses(systems)
-        return
-    with pytest.raises(IntegrityError, match="step 0: the loss is"):
-        _check_losses(systems)
 
 
 # ---------------------------------------------------------------- the parts
-def test_what_is_not_finite_is_null_in_the_json(tmp_path: Path) -> None:
-    rows = [Row("ours", Kind.OURS, {"seconds": [1.0, math.nan]}, {"loss_difference": math.inf})]
-    details = {"losses": {"host": (2.5, -math.inf)}}
-    record = Record("step", {}, rows=rows, details=details, machine={"cpu": "-", "cores": 1})
-    record.write(tmp_path / "record.json")
-    written = json.loads((tmp_path / "record.json").read_text())
-    assert written["rows"][0]["measures"]["seconds"] == [1.0, None]
-    assert written["rows"][0]["facts"]["loss_difference"] is None
-    assert written["details"]["losses"]["host"] == [2.5, None]
-
-
-def test_ratios_are_of_rounds_not_of_medians() -> None:
-    fast = Row("fast", Kind.OURS, {"seconds": [1.0, 10.0, 3.0]})
-    slow = Row("slow", Kind.PEER, {"seconds": [2.0, 11.0, 30.0]})
-    record = Record("adam", {}, rows=[fast, slow], machine={"cpu": "-", "cores": 1})
-    record.compare("slow", "fast", "seconds", Target(1.5))
-    (ratio,) = record.ratios
-    assert ratio.rounds == (2.0, 1.1, 10.0)
-    assert ratio.median == 2.0 != slow.median("seconds") / fast.median("seconds")
-
-
-def test_a_row_that_was_not_measured_has_no_ratio() -> None:
-    rows = [Row("here", Kind.OURS, {"seconds": [1.0]}), Row("absent", Kind.PEER, note="no")]
-    record = Record("adam", {}, rows=rows, machine={"cpu": "-", "cores": 1})
-    record.compare("here", "absent", "seconds")
-    assert record.ratios == []
-    assert math.isnan(rows[1].median("seconds"))
-
-
-def test_rounds_begin_with_another_system_each_time() -> None:
-    order: list[str] = []
-    systems = {name: lambda name=name: order.append(name) for name in "abc"}
-    results = interleaved(systems, 3, silent, warmup=1)
-    assert "".join(order) == "cab" + "abc" + "bca" + "cab"
-    assert {name: len(values) for name, values in results.items()} == {"a": 3, "b": 3, "c": 3}
-
-
-def test_arrays_are_staggered_and_do_not_overlap() -> None:
-    streams = [Stream("a", "float32"), Stream("b", "uint16"), Stream("c", "uint8")]
-    arrays = Arrays(10_000, streams)
-    made = [arrays.get(stream, lambda array: array.fill(1)) for stream in streams]
-    starts = [array.ctypes.data for array in made]
-    assert [(start - starts[0]) % (2 << 20) for start in starts] == [
-        0, STAGGER_NBYTES, 2 * STAGGER_NBYTES,
-    ]  # fmt: skip
-    made[0].fill(7)
-    assert made[1].max() == made[2].max() == 1
-    with pytest.raises(ValueError, match="not among the arrays"):
-        arrays.get(Stream("d", "float64"), lambda array: array.fill(0))
-
-
-def test_the_bus_loop_meets_every_byte_and_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = [Stream("r", "uint16", updated=False), Stream("u", "float32"), Stream("v", "uint8")]
-    arrays = Arrays(GROUP * 50, streams)
-    made = [arrays.get(s, lambda a: a.view(np.uint8).fill(0x5A)) for s in streams]
-    loop = BusLoop(streams, made, ParallelRunner(2, min_share=1))
-    assert loop.traffic == 2 + 8 + 2
-    assert loop.nbytes == 12 * GROUP * 50
-    loop()
-    assert all((array.view(np.uint8) == 0x5A).all() for array in made)
-    stream._compiled.cache_clear()
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(UnsupportedError, match="no C compiler was found"):
-        BusLoop(streams, made, ParallelRunner(2, min_share=1))
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_every_variant_updates_its_weights_and_moments(variant: Variant) -> None:
-    arrays = Arrays(GROUP * 64, [s for v in VARIANTS for s in v.streams])
-    step = stepper(variant, arrays, ParallelRunner(2, min_share=1))
-    updated = (variant.weight, *variant.record)
-    before = [filled(arrays, stream).copy() for stream in updated]
-    for _ in range(3):
-        step()
-    for each, old in zip(updated, before, strict=True):
-        assert (filled(arrays, each) != old).mean() > 0.5, each.name
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The offset of every block that a raw loop moves from now on."""
-    offsets: list[int] = []
-    move_all = io_raw.move_all
-
-    def counted(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
-        offsets.append(offset_bytes)
-        move_all(fd, part, offset_bytes, write=write)
-
-    monkeypatch.setattr(io_raw, "move_all", counted)
-    return offsets
-
-
-SMALL_GRID = tuple(dict.fromkeys(dataclasses.replace(s, block_nbytes=8192) for s in GRID))
-
-
-@pytest.mark.parametrize("small", SMALL_GRID, ids=str)
-def test_raw_loops_move_what_they_say(small: Any, tmp_path: Path, moved: list[int]) -> None:
-    buffer = memoryview(bytearray(small.depth * 8192 + 4096))
-    aligned = -np.frombuffer(buffer, np.uint8).ctypes.data % 4096
-    buffer = buffer[aligned : aligned + small.depth * 8192]
-    nbytes = 8192 * 21
-    with SwapFile(tmp_path, direct=False) as file:
-        file.reserve(nbytes)
-        loop = ThreadsLoop(small, file, buffer, nbytes)
-        buffer[:] = b"\x42" * buffer.nbytes
-        loop.run(write=True)
-        assert os.pread(file.fd, nbytes, 0) == b"\x42" * nbytes
-        assert sorted(moved) == list(range(0, nbytes, 8192))
-        blocks = [bytes([number + 1]) * 8192 for number in range(21)]
-        os.pwrite(file.fd, b"".join(blocks), 0)
-        moved.clear()
-        loop.run(write=False)
-        loop.close()
-    assert sorted(moved) == list(range(0, nbytes, 8192))
-    parts = [bytes(buffer[i * 8192 : (i + 1) * 8192]) for i in range(small.depth)]
-    untouched = b"\x42" * 8192  # threads that came too late
-    assert set(parts) <= {*blocks, untouched}
-    assert set(parts) & set(blocks)
-
-
-def test_the_mixed_loop_reads_and_writes_what_it_is_told(tmp_path: Path) -> None:
-    shape = dataclasses.replace(GRID[0], block_nbytes=4096)
-    calls: list[tuple[bool, int]] = []
-
-    with SwapFile(tmp_path, direct=False) as file:
-        file.reserve(1 << 20)
-        loop = ThreadsLoop(shape, file, memoryview(bytearray(2 * 4096)), 1 << 20)
-        original = io_raw.move_all
-
-        def counted(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
-            calls.append((write, offset_bytes))
-            original(fd, part, offset_bytes, write=write)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(io_raw, "move_all", counted)
-            loop.mixed(12 * 4096, 4 * 4096)
-        loop.close()
-    assert sorted(offset for write, offset in calls if not write) == list(range(0, 12 * 4096, 4096))
-    assert sorted(offset for write, offset in calls if write) == list(range(0, 4 * 4096, 4096))
-
-
-def test_the_built_in_model_is_that_of_the_example() -> None:
-    example = OffloadConfig.load(REPOSITORY / "examples" / "llama-151m.yaml")
-    built_in = OffloadConfig.load(LLAMA_151M)
-    for name in ("precision", "optimizer", "clip_grad_norm", "budget"):
-        assert getattr(built_in, name) == getattr(example, name)
-    assert built_in.train.model == example.train.model
-    assert (built_in.train.batch, built_in.train.sequence) == (
-        example.train.batch, example.train.sequence,
-    )  # fmt: skip
-    assert built_in.placement.activations == example.placement.activations

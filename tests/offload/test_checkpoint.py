@@ -129,18 +129,6 @@ def test_every_kind_of_optimizer_state_survives(tmp_path: Path, optimizer: dict[
         assert_same_bits(states_of(new), saved)
 
 
-def test_another_grouping_loads_it(tmp_path: Path) -> None:
-    with offload.initialize(seeded(TinyLM), keys_of(tmp_path, NVME)) as engine:
-        losses_of(engine, batches(2))
-        engine.save_checkpoint(tmp_path / "saved")
-        saved = states_of(engine)
-    keys = keys_of(tmp_path, NVME, groups={"blocks": ["TinyLM"]})
-    with offload.initialize(seeded(TinyLM, 1), keys) as engine:
-        assert len(engine.runtime.groups) == 1
-        engine.load_checkpoint(tmp_path / "saved")
-        assert_same_bits(states_of(engine), saved)
-
-
 def test_param_groups_keep_their_numbers_exactly(tmp_path: Path) -> None:
     def started() -> tuple[offload.Engine, Any]:
         model = seeded(TinyLM)
@@ -311,14 +299,3 @@ def test_after_a_load_that_failed_half_way_nothing_trains_until_one_succeeds(
         monkeypatch.undo()
         engine.load_checkpoint(tmp_path / "saved")
         assert losses_of(engine, batches(2, seed=2)) == expected
-
-
-@pytest.mark.parametrize("how", ["none", "zero"])
-def test_a_save_after_gradients_were_dropped_in_any_way(tmp_path: Path, how: str) -> None:
-    model = seeded(TinyLM)
-    with offload.initialize(model, config(tmp_path)) as engine:
-        model.loss(batches(1)[0]).backward()
-        with pytest.raises(StateError, match="gradients wait"):
-            engine.save_checkpoint(tmp_path / "checkpoint")
-        model.zero_grad(set_to_none=how == "none")
-        engine.save_checkpoint(tmp_path / "checkpoint")

@@ -291,12 +291,6 @@ def test_latest_passes_over_what_is_torn_and_says_so(
     assert "passed over" in caplog.text
 
 
-def test_steps_are_ordered_as_numbers(engine: offload.Engine, tmp_path: Path) -> None:
-    for name in ("step-9", "step-000010", "step-0000000011"):
-        engine.save_checkpoint(tmp_path / name)
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-0000000011"
-
-
 def test_pruning_keeps_the_highest_steps(engine: offload.Engine, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     checkpoints_of(engine, folder, 4)

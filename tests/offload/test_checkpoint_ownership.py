@@ -185,13 +185,6 @@ def test_a_sibling_with_such_a_name_stays(
     assert tree(tmp_path) == before
 
 
-def test_a_name_for_what_is_not_complete_is_no_name_to_save_to(
-    engine: offload.Engine, tmp_path: Path
-) -> None:
-    with pytest.raises(PathError, match="not complete yet"):
-        engine.save_checkpoint(marked(tmp_path / "saved", "tmp"))
-
-
 # ------------------------------------------------------------------------- other users
 OTHER = 4242
 

@@ -24,7 +24,7 @@ from tests.offload.engine_cases import HOST, config
 from tests.offload.interrupt_points import at_point
 
 REPOSITORY = Path(__file__).parents[2]
-SAVERS, ROUNDS, KILLED = 3, 5, 3
+SAVERS, ROUNDS, KILLED = 3, 3, 2
 
 
 @pytest.mark.sample("True")

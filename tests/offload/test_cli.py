@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -41,32 +40,6 @@ def test_help_and_version(capsys: Any) -> None:
     assert {"config", "checkpoint", "bench", "report"} < set(commands)
     assert run("--version") == 0
     assert capsys.readouterr().out == f"offload {__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("program", "arguments"),
-    [
-        (main, []),
-        (main, ["train"]),
-        (memest, []),
-    ],
-)
-def test_help_shows_flags_without_a_type(program: Any, arguments: list[str], capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        program([*arguments, "--help"])
-    output = capsys.readouterr().out
-    assert "--help" in output
-    assert "bool" not in output.lower()
-
-
-def test_answering_help_imports_nothing_heavy() -> None:
-    program = (
-        "import sys\nfrom offload.cli import main\n"
-        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'numba', 'numpy', 'matplotlib', 'yaml'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, capture_output=True)
 
 
 def test_a_mistake_in_the_file_is_one_screen_and_exit_code_2(
@@ -230,11 +203,6 @@ def test_a_ctrl_c_while_modules_are_imported_ends_with_130_and_no_traceback(
         [sys.executable, "-c", text], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
-
-
-def test_the_schema_is_json(capsys: Any) -> None:
-    assert run("config", "schema") == 0
-    assert "optimizer" in json.loads(capsys.readouterr().out)["properties"]
 
 
 def test_show_prints_a_file_that_reads_back(config_file: Path, capsys: Any, tmp_path: Path) -> None:

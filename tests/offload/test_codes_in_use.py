@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -186,48 +185,6 @@ def test_what_a_forward_writes_is_kept(tmp_path: Path) -> None:
         model(tokens(1))
         assert torch.equal(block.norm.weight, before[0] * 2)
         assert torch.equal(block.down.bias, before[1] + 1)
-
-
-def test_a_wrong_shape_is_pytorchs_error(tmp_path: Path) -> None:
-    model = adapted(1).requires_grad_(False)
-    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
-    with torch.no_grad(), offload.dispatched(model):
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model.layers[0].down(torch.ones(1, 3))
-        with pytest.raises(RuntimeError, match="dtype"):
-            model.layers[0].down(torch.ones(1, 2 * WIDTH, dtype=torch.float64))
-
-
-class Large(nn.Module):
-    """A layer that is worth sharing among threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1024, 1024)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y
-
-
-def test_large_weights_are_shared_among_threads_that_end_with_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    plain = Large().requires_grad_(False)
-    x = torch.randn(5, 1024)
-    found: list[tuple[Tensor, Tensor]] = []
-    before = threading.active_count()
-    for threads in (1, 3):
-        model = copy.deepcopy(plain)
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        offload.dispatch(model, coded(tmp_path, "int4", "host", budget={"host": "16MiB"}))
-        with torch.no_grad(), offload.dispatched(model):
-            found.append((model(x), model(x[:2])))
-            guards = 1  # of memory
-            assert (threading.active_count() > before + guards) == (threads > 1)
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    assert threading.active_count() == before
 
 
 def test_an_interrupt_amid_decoding_leaves_nothing_gathered(

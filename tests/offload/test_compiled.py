@@ -111,15 +111,6 @@ def test_one_graph_is_refused_by_name_and_parts_are_compiled(
             assert torch.equal(run(way(model, False)), expected)
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["initialize", "dispatch"])
-def test_a_layer_alone_can_be_one_graph(trains: bool, tmp_path: Path) -> None:
-    expected = run(seeded(build).eval())
-    with opened(tmp_path, trains, NVME) as model:
-        for layer in (model.head, model.blocks[0].mlp[0]):
-            layer.compile(backend="eager", fullgraph=True)
-        assert torch.equal(run(model), expected)
-
-
 def test_a_model_that_was_compiled_as_one_graph_is_refused_while_it_is_in_tiers(
     tmp_path: Path,
 ) -> None:

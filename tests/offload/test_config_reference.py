@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from offload.cli.config import print_explanation
 from offload.config import OffloadConfig
 from offload.config.file import parse_document
 from offload.config.optimizer import KINDS
@@ -84,27 +83,6 @@ def test_the_default_that_is_shown_changes_nothing(key: Key) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "type_", "unit", "default"),
-    [
-        ("zero.stage", "whole number from 0 to 3", "", "3"),
-        ("zero.timeout_s", "number above 0 to 1,000,000", "seconds", "600.0"),
-        ("budget.host", "size (8GiB, 8GB or a number), percentage or auto", "bytes", "auto"),
-        ("optimizer.states", "fp32, bf16, int8, or one of them per tier", "", "fp32"),
-        ("optimizer.eps", "number from 0", "", "1.0e-08 (adamw, adam); 1.0e-10 (adagrad)"),
-        ("optimizer.amsgrad", "true or false", "", "false (adamw, adam)"),
-        ("loss_scale.backoff_factor", "number above 0 and below 1", "", "0.5"),
-        ("seed", "whole number from 0 and below 2^63", "", "0"),
-        ("nvme.paths", "list of paths", "", "[]"),
-        ("clip_grad_norm", "number above 0", "", "no clipping"),
-        ("written_for.model", "text", "", "none: it has to be given"),
-    ],
-)  # fmt: skip
-def test_types_units_and_defaults_in_words(name: str, type_: str, unit: str, default: str) -> None:
-    key = explained(name)
-    assert (key.type, key.unit, key.default) == (type_, unit, default)
-
-
-@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("optimizer.state", "did you mean `states`?"),
@@ -121,22 +99,3 @@ def test_a_key_that_is_not_there_names_the_nearest(name: str, said: str) -> None
         explained(name)
     assert str(caught.value).startswith(f"{name}: unknown key")
     assert said in str(caught.value)
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("name", KEYS, ids=lambda name: name or "all")
-def test_what_is_printed_fits_the_terminal(
-    name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    print_explanation(name)
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    words = "".join(out.split())
-    key = KEYS[name]
-    for shown in [
-        key.example,
-        key.default if not key.keys else "",
-        *(k.path[-1] for k in key.keys),
-    ]:
-        assert "".join(shown.split()) in words

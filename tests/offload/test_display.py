@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import sys
@@ -15,11 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.display.console import PlainConsole, Prose
-from offload.display.panel import Lines, LossWarning, Panel, Run
+from offload.display.panel import Lines, Panel, Run
 from offload.display.plain_text import echo
-from offload.display.progress import _Progress
 from offload.display.screen import Screen
-from offload.display.words import about, of_budget, per_second, per_step, took
+from offload.display.words import about
 from offload.runs.metrics import StepMetrics
 
 STYLE = re.compile(r"\x1b\[[\d;]*m")
@@ -184,40 +182,6 @@ def test_what_our_own_console_prints_stays_above_the_panel(terminal_here: Any) -
     display.close()
 
 
-def test_a_stream_that_another_display_puts_back_late_is_no_dead_end(terminal_here: Any) -> None:
-    terminal = terminal_here()
-    screen = Screen()
-    display = panel(screen)
-    shown(screen, display, 1)
-    kept_by_another, sys.stdout = sys.stdout, io.StringIO()
-    display.close()
-    sys.stdout = kept_by_another
-    display = panel(screen)
-    shown(screen, display, 2)
-    print("what is printed")
-    assert "what is printed" in terminal.shown
-    display.close()
-
-
-def test_log_handlers_made_before_print_above_the_panel(terminal_here: Any) -> None:
-    terminal = terminal_here()
-    logger, screen = logging.getLogger("a logger of the user's"), Screen()
-    handler = logging.StreamHandler()
-    logger.addHandler(handler)
-    try:
-        display = panel(screen)
-        shown(screen, display, 1)
-        logger.warning("first")
-        logger.warning("second")
-        shown(screen, display, 2)
-        assert terminal.shown[:2] == ["first", "second"]
-        assert len(terminal.shown) == 2 + 5
-        display.close()
-        assert handler.stream is terminal
-    finally:
-        logger.removeHandler(handler)
-
-
 def test_a_terminal_that_is_closed_does_not_end_the_training(
     terminal_here: Any, caplog: Any
 ) -> None:
@@ -235,30 +199,6 @@ def test_a_terminal_that_is_closed_does_not_end_the_training(
     assert [record.message for record in caplog.records] == [
         "standard output is gone (Input/output error): nothing is shown any more"
     ]
-    assert sys.stdout is terminal
-
-
-def test_two_panels_and_a_bar_share_the_terminal(terminal_here: Any) -> None:
-    terminal = terminal_here()
-    screen = Screen()
-    first, second = panel(screen), panel(screen, None)
-    shown(screen, first, 1)
-    shown(screen, second, 1)
-    bar = _Progress("saving step-1", 8 << 30, screen)
-    bar._next_s = 0.0
-    bar.came(2 << 30)
-    line = terminal.shown[-1]
-    assert line.startswith("saving step-1   ━━━")
-    assert line.endswith("━   2.0 of 8.0 GiB   some seconds left")
-    assert sum(line.startswith("step") for line in terminal.shown) == 2
-    assert "step      1   for 0 s" in terminal.shown
-    bar.end(finished=True)
-    first.close()
-    print("between")
-    shown(screen, second, 2)
-    second.close()
-    assert [line for line in terminal.shown if not line.startswith(" ")][-1].startswith("time")
-    assert sum("saving step-1" in line for line in terminal.shown) == 1
     assert sys.stdout is terminal
 
 
@@ -304,16 +244,6 @@ def test_standard_error_in_a_file_stays_there(
     assert "a warning" not in terminal.shown
 
 
-def test_steps_beyond_those_announced_have_no_time_left(terminal_here: Any) -> None:
-    terminal_here()
-    display = panel(Screen(), 2)
-    for step in (1, 2, 3):
-        display._recent.note(values(step), step)
-        line = drawn(display)
-        assert line.startswith("step      3   for 2 s" if step == 3 else f"step      {step}/2")
-        assert "left" not in line
-
-
 def test_the_time_left_is_that_of_the_median_step(terminal_here: Any) -> None:
     """The first step takes a hundred times as long here, and says so of no other."""
     terminal_here()
@@ -323,31 +253,6 @@ def test_the_time_left_is_that_of_the_median_step(terminal_here: Any) -> None:
         assert not recent.left()
     recent.note(values(3, seconds=2.0), 3)
     assert recent.left() == about(2.0 * 997)
-
-
-@pytest.mark.parametrize("on_terminal", [True, False])
-def test_the_last_step_is_shown_when_no_other_comes(on_terminal: bool, terminal_here: Any) -> None:
-    terminal, said = terminal_here(), []
-    run = Run(0, 1000, BUDGETS)
-    display: Any = Panel(run, Screen()) if on_terminal else Lines(run, said.append)
-    display.log(values(1), 1)
-    for step in (2, 3):
-        display.log(values(step, loss=step / 8), step)  # too soon after the first
-    display.close()
-    display.close()
-    text = "\n".join(terminal.shown if on_terminal else said)
-    assert text.count("3/1,000") == 1
-    assert "loss 0.3750" in text
-
-
-def test_going_back_to_a_checkpoint_begins_the_rates_anew(terminal_here: Any) -> None:
-    terminal_here()
-    display = panel(Screen())
-    for step in (10, 11, 12, 5, 6, 7, 13):
-        now = 0.5 * step + 100 * (step < 10 or step == 13)
-        display._recent.note(values(step, elapsed_seconds=now), step)
-    assert display._recent.step_s == 0.5
-    assert display._recent.left() == "about 8 min left"
 
 
 # ---------------------------------------------------------------- lines
@@ -366,56 +271,7 @@ def test_a_run_of_known_length_has_twenty_lines() -> None:
     assert said[2].endswith(" | about 90 s left")
 
 
-def test_a_run_of_unknown_length_is_not_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    lines, now = Lines(Run(), said.append), [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    for step in range(1, 101):
-        now[0] += 1.0
-        lines.log(values(step, tiers={}, moved={}, waited={}), step)
-    assert [line.split()[1] for line in said] == ["1", "31", "61", "91"]
-    assert said[0].endswith("| memory of the process 1.0 GiB")
-
-
-def test_a_loss_that_is_not_known_is_no_nan() -> None:
-    said: list[str] = []
-    warning = LossWarning(said.append)
-    for loss in (None, 1.0, float("inf"), float("nan")):
-        warning.log({"loss": loss}, 3)
-    assert said == [
-        "the loss of step 3 is inf; lower optimizer.lr, or set clip_grad_norm (said once)"
-    ]
-
-
-def test_words() -> None:
-    assert [about(s) for s in (3, 33, 99, 100, 5900, 6000, 2 * 86400, 9 * 86400)] == [
-        "some seconds left", "about 30 s left", "about 100 s left", "about 2 min left",
-        "about 98 min left", "about 2 h left", "about 2 days left", "about 9 days left",
-    ]  # fmt: skip
-    assert [took(s) for s in (0.4, 59.6, 125, 3600 * 3 + 1200, 86400 * 2 + 4 * 3600)] == [
-        "0 s", "1 min 00 s", "2 min 05 s", "3 h 20 min", "2 days 4 h",
-    ]  # fmt: skip
-    assert [per_step(s) for s in (0.00512, 0.0851, 0.85, 0.9999, 12.44, 1234)] == [
-        "5.12 ms/step", "85.1 ms/step", "850 ms/step", "1 s/step", "12.4 s/step", "1.23e+03 s/step",
-    ]  # fmt: skip
-    assert [per_second(n) for n in (0, 5e4, 6.1e8, 9.999e8, 1.24e9)] == [
-        "0 MB/s", "0.05 MB/s", "610 MB/s", "1 GB/s", "1.24 GB/s",
-    ]  # fmt: skip
-    assert of_budget(96 << 20, 6 << 30) == "96.0 MiB of 6.0 GiB"
-
-
 # ---------------------------------------------------------------- commands and names
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_command_in_a_text_is_never_broken(columns: int) -> None:
-    command = "`offload train a.yaml -o optimizer.lr=1e-4 --run-dir runs/a-2026 --resume`"
-    text = f"to go on from there, in the same folder as before, call {command} and wait a while"
-    console = PlainConsole(file=io.StringIO(), width=columns)
-    console.print(text)
-    console.print(Group("nothing", Prose(text, first="  · ")))
-    lines = console.file.getvalue().splitlines()
-    assert sum(command in line for line in lines) == 2
-    assert all(len(line) <= columns or command in line for line in lines)
-    assert " ".join(" ".join(lines).split()) == f"{text} nothing · {text}"
 
 
 def test_names_have_no_effect_on_a_terminal(capsys: Any) -> None:

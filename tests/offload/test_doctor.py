@@ -12,21 +12,6 @@ import typer
 from offload.cli.doctor import Check, Status, check_path, print_checks, run_checks, verdict
 
 
-def test_every_check_says_something_and_every_warning_advises(tmp_path: Path) -> None:
-    checks = run_checks([tmp_path, tmp_path / "nothing"])
-    assert {check.status for check in checks} <= {"ok", "warn", "off", "fail"}
-    assert all(check.found for check in checks)
-    assert all(check.advice for check in checks if check.status in ("warn", "fail"))
-    names = {check.name for check in checks}
-    assert {"python", "torch", "memory available", "cores", "fs.aio-max-nr"} <= names
-    assert any(name.startswith("gpu") for name in names)
-
-
-def test_backends_of_a_folder_are_listed(tmp_path: Path) -> None:
-    names = {check.name for check in check_path(tmp_path)}
-    assert {f"{tmp_path} threads", f"{tmp_path} file system", f"{tmp_path} free"} <= names
-
-
 def test_a_missing_folder_is_named_with_its_remedy(tmp_path: Path) -> None:
     (check,) = check_path(tmp_path / "nothing")
     assert (check.status, check.found) == ("fail", "does not exist")
@@ -47,17 +32,6 @@ def test_a_folder_in_ram_is_a_warning() -> None:
         pytest.skip("no /dev/shm")
     found = {check.name: check for check in check_path(Path("/dev/shm"))}
     assert found["/dev/shm file system"].status == "warn"
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_table_fits_the_terminal(
-    columns: int, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    print_checks([tmp_path], as_json=False)
-    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()  # advice is not broken
-    assert len(lines) > 10
-    assert max(map(len, lines)) <= columns
 
 
 def test_json_holds_the_same_checks(tmp_path: Path, capsys: Any) -> None:
@@ -87,14 +61,6 @@ def test_the_verdict_says_what_the_machine_can_do() -> None:
     )
     two = verdict(checked(("gpu 0", "ok", "H100, 80 GiB"), ("gpu 1", "ok", "H100, 80 GiB")))
     assert "2 GPUs (H100; torchrun --nproc-per-node 2)" in two.lines[0]
-
-
-def test_the_verdict_says_what_stands_in_the_way() -> None:
-    found = verdict(checked(("numba", "fail", "not installed"), ("/x", "fail", "does not exist")))
-    assert not found.ready
-    assert found.lines == (
-        "not ready: numba: not installed; do it", "not ready: /x: does not exist; do it"
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -189,32 +189,6 @@ def test_nothing_is_left_after_close(tmp_path: Path, backend: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_close_gives_back_ram_although_the_model_lives_on() -> None:
-    def linear() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
-
-    def trained(placement: dict[str, Any]) -> tuple[nn.Module, int, int]:
-        budget = {"host": "128MiB", "nvme": "1GiB"}
-        model = seeded(linear)
-        keys = {"device": "cpu", "placement": placement, "budget": budget}
-        with offload.initialize(model, keys) as engine:
-            model(torch.ones(2, 1024)).sum().backward()
-            engine.optimizer.step()
-            engine.settle()
-            held = engine.report().tiers["host"].used_nbytes
-            before = process.memory_info().rss
-            engine.close("drop")
-        return model, held, before - process.memory_info().rss
-
-    process = psutil.Process()
-    for placement in (HOST, NVME):
-        model, held, freed = trained(placement)
-        assert held > 8 << 20
-        assert freed > held // 3  # not all of it was touched
-        with pytest.raises(StateError, match="closed"):
-            model(torch.ones(2, 1024))
-
-
 def test_an_engine_dropped_without_close_leaves_nothing_behind(tmp_path: Path) -> None:
     import torch.distributed.pipelining  # noqa: F401 - who has it is looked at for its schedules
 
@@ -260,38 +234,6 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
         wait_until_closed(tmp_path)
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-def test_a_model_keeps_the_engine_that_it_trains_through(tmp_path: Path) -> None:
-    model, alone = seeded(TinyLM), seeded(TinyLM)
-    with offload.initialize(alone, config(tmp_path)) as engine:
-        expected = losses_of(engine, batches(4))
-    found = losses_of(offload.initialize(model, config(tmp_path)), batches(4)[:2])
-    gc.collect()
-    kept = offload.engine_of(model)
-    assert kept is not None
-    assert found + losses_of(kept, batches(4)[2:]) == expected
-    gone = weakref.ref(kept)
-    del model, kept
-    gc.collect()
-    wait_until_closed(tmp_path)
-    assert gone() is None
-
-
-@pytest.mark.slow
-def test_an_optimizer_keeps_the_engine_it_belongs_to(tmp_path: Path) -> None:
-    model = seeded(TinyLM)
-    optimizer = offload.initialize(model, config(tmp_path)).optimizer
-    gc.collect()
-    for tokens in batches(2):
-        tokens_loss(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(optimizer.state_dict()["state"]) > 0
-    del optimizer, model
-    gc.collect()
-    wait_until_closed(tmp_path)
 
 
 def test_two_engines_at_once_do_not_disturb_each_other(make: MakeEngine) -> None:

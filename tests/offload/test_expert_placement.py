@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 import offload
 import offload.tiered_model
-from offload.config import OffloadConfig
 from offload.errors import ConfigError, UnsupportedError
-from offload.tiers.tier import Tier
 from offload.zero.groups import discovery
 from tests.offload.engine_cases import (
     HOST,
@@ -126,42 +124,6 @@ def test_no_home_of_experts_changes_a_bit(
         assert_same_bits(found[1], states)
 
 
-def test_only_experts_move_and_the_report_says_where_they_are(tmp_path: Path) -> None:
-    *_, report, plan = _trained(tmp_path, {**HOST, "experts": "nvme"})
-    assert report.placements == {**HOST, **{f"experts.{name}": "nvme" for name in HOST}}
-    for group, parameters, gradients, records in zip(
-        plan.groups, plan.parameters, plan.gradients, plan.records, strict=True
-    ):
-        home = Tier.NVME if group.table else Tier.HOST
-        assert {parameters, gradients, *records} == {home}, group.name
-    assert report.bytes_moved["nvme write"] > 0
-
-
-def test_of_each_table_the_same_share_and_lower_numbers_in_faster_tiers(tmp_path: Path) -> None:
-    experts = {"device": "25%", "host": "25%", "nvme": "50%"}
-    budget = {"device": "1MiB", "host": "16MiB", "nvme": "64MiB"}
-    settings = _settings(tmp_path, {**HOST, "experts": experts}, budget=budget)
-    with offload.initialize(seeded(RoutedLM), settings) as engine:
-        plan = engine.plan
-        tables = engine.runtime.store.tables
-        assert len(tables) == 2
-        homes = [Tier.DEVICE] * 2 + [Tier.HOST] * 2 + [Tier.NVME] * 4
-        for name in {group.table for group in plan.groups if group.table}:
-            table = [index for index, group in enumerate(plan.groups) if group.table == name]
-            assert [plan.groups[index].name for index in table] == [
-                f"{name}.{number}" for number in range(EXPERTS)
-            ]
-            assert [plan.parameters[index] for index in table] == homes
-            assert [plan.gradients[index] for index in table] == homes
-            assert [set(plan.records[index]) for index in table] == [{home} for home in homes]
-        resolved = OffloadConfig.load(engine.config.to_dict())
-        assert resolved == engine.config
-        given = dict(engine.config.placement.homes())
-    with offload.initialize(seeded(RoutedLM), resolved) as again:
-        assert again.config.placement.homes() == given
-        assert again.plan.parameters == plan.parameters
-
-
 def test_training_goes_on_where_experts_have_other_homes(tmp_path: Path) -> None:
     data = batches(6)
     placements: list[dict[str, Any]] = [
@@ -217,9 +179,3 @@ def test_memory_that_lacks_names_the_home_of_experts(tmp_path: Path) -> None:
     placement = {**NVME, "experts": "host"}
     with pytest.raises(offload.BudgetError, match=r"placement\.experts\.\w+: nvme"):
         offload.initialize(RoutedLM(), _settings(tmp_path, placement, budget=budget))
-
-
-def test_an_open_home_of_experts_is_chosen(tmp_path: Path) -> None:
-    _, _, report, plan = _trained(tmp_path, {"experts": "auto"})
-    assert set(report.placements.values()) <= {"device", "host"}  # all fits into memory
-    assert len(plan.placements) == 6

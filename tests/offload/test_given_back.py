@@ -13,7 +13,6 @@ from torch import nn
 
 import offload
 from offload.errors import BudgetError, ConfigError, StateError
-from offload.memory.tier_manager import TieredHomes
 from offload.models import given_back
 from offload.process import machine
 from offload.taking_over import engine_for, tiers_of
@@ -178,25 +177,6 @@ def test_an_error_amid_closing_loses_nothing_and_closing_again_goes_on(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tiers_give_up_ram_as_parameters_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, seen = TieredHomes.hold_within, []
-
-    def hold_within(homes: TieredHomes, limit: int) -> None:
-        real(homes, limit)
-        seen.append((homes.pool.tier.touched_nbytes, limit))
-
-    monkeypatch.setattr(TieredHomes, "hold_within", hold_within)
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
-    budget = {"host": "96MiB", "nvme": "512MiB"}
-    with offload.initialize(model, config(tmp_path, NVME, budget=budget)) as engine:
-        model(torch.ones(2, 1024)).sum().backward()
-        engine.optimizer.step()
-    assert len(seen) > 2
-    assert all(touched <= limit for touched, limit in seen), seen  # limit: budget - what came back
-
-
 def test_a_trainer_takes_the_model_of_another_engine_over(tmp_path: Path) -> None:
     keys = offload.OffloadConfig.load(config(tmp_path))
     model, alone = seeded(TinyLM), seeded(TinyLM)
@@ -233,29 +213,3 @@ def test_a_refused_takeover_leaves_the_trainer_as_it_was(tmp_path: Path) -> None
         engine_for(model, keys, parameters=groups)
     assert found + losses_of(engine, batches(4)[2:]) == expected
     engine.close()
-
-
-def test_a_takeover_between_backward_and_step_works_with_updates_in_backward(
-    tmp_path: Path,
-) -> None:
-    optimizer = {"type": "adamw", "in_backward": True}
-    keys = offload.OffloadConfig.load(config(tmp_path, optimizer=optimizer))
-    models = seeded(TinyLM), seeded(TinyLM)
-    for model, again in zip(models, (keys, keys.model_copy(update={"seed": 5})), strict=True):
-        engine = engine_for(model, keys)
-        losses_of(engine, batches(2))
-        engine.backward(model.loss(batches(3)[2]))
-        engine = engine_for(model, again)
-        assert all(param.grad is None for param in model.parameters())
-        losses_of(engine, batches(2))
-        engine.close()
-    assert_same_bits(models[0].state_dict(), models[1].state_dict())
-
-
-@pytest.mark.parametrize(
-    "kind", ["AdamW", "Adam", "Adagrad", "SGD", "Lion"]
-)  # fmt: skip
-def test_an_optimizer_has_the_name_of_its_rule(kind: str, tmp_path: Path) -> None:
-    keys = config(tmp_path, HOST, optimizer={"type": kind.lower()})
-    with offload.initialize(nn.Linear(2, 2), keys) as engine:
-        assert type(engine.optimizer).__name__ == kind

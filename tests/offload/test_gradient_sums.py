@@ -38,9 +38,3 @@ def test_a_second_pass_that_nobody_planned_sums_in_host_memory(
             return gradients_of(engine)  # type: ignore[return-value]
 
     assert_same_bits(gradients(NVME), gradients(HOST))  # type: ignore[arg-type]
-
-
-def test_automatic_placement_keeps_sums_off_the_disk(tmp_path: Path) -> None:
-    keys = config(tmp_path, {}, precision="bf16", gradient_accumulation_steps=2)
-    with offload.initialize(seeded(TinyLM), keys) as engine:
-        assert "nvme" not in {str(tier) for tier in engine.plan.gradients}

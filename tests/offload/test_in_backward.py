@@ -20,9 +20,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
-    differing,
     losses_of,
-    parameters_of,
     seeded,
     states_of,
 )
@@ -34,41 +32,6 @@ OPTIMIZER = {"lr": 3e-3, "chunk": 2048}
 
 def ahead(folder: Path, placement: dict[str, Any] = NVME, **keys: Any) -> dict[str, Any]:
     return config(folder, placement, optimizer={**OPTIMIZER, "in_backward": True}, **keys)
-
-
-def test_updates_begin_before_the_backward_ends(tmp_path: Path) -> None:
-    """The last block's gradients come first: its update is pending while others still wait."""
-    pending: list[list[str]] = []
-    with offload.initialize(seeded(TinyLM, 0), ahead(tmp_path)) as engine:
-        losses_of(engine, batches(1))
-        runtime = engine.runtime
-        first = engine.module.blocks[0].norm.weight
-
-        def look(_: torch.Tensor) -> None:
-            pending.append([g.name for g in runtime.groups if g.version == 2])
-
-        first.register_post_accumulate_grad_hook(look)
-        losses_of(engine, batches(1, seed=2))
-    assert pending
-    assert any("blocks.1" in name for name in pending[0])
-    assert not any("embed" in name for name in pending[0])
-
-
-@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
-def test_a_learning_rate_schedule_changes_no_bit(tmp_path: Path, placement: Any) -> None:
-    def run(keys: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-        with offload.initialize(seeded(TinyLM), keys) as engine:
-            scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5)
-            losses = []
-            for tokens in batches(7):
-                losses += losses_of(engine, [tokens])
-                scheduler.step()
-            return losses, states_of(engine)
-
-    losses, states = run(ahead(tmp_path, placement))
-    expected_losses, expected = run(config(tmp_path, placement, optimizer=OPTIMIZER))
-    assert losses == expected_losses
-    assert_same_bits(states, expected)
 
 
 class Unused(nn.Module):
@@ -98,44 +61,6 @@ def test_groups_with_unused_parameters_are_updated_at_the_step(tmp_path: Path) -
             return states_of(engine)
 
     assert_same_bits(run(ahead(tmp_path)), run(config(tmp_path, NVME, optimizer=OPTIMIZER)))
-
-
-class Adapted(nn.Module):
-    """A frozen layer whose weight backward needs after the adapter beside it is complete."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(8, 8)
-        self.base = nn.Linear(8, 8).requires_grad_(False)
-        self.down = nn.Linear(8, 2, bias=False)
-        self.up = nn.Linear(2, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        return self.base(x) + self.up(self.down(x))
-
-
-def test_frozen_parameters_are_readable_while_their_group_is_updated(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(Adapted(), Adapted(), Adapted())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x)
-
-    def run(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
-        with offload.initialize(seeded(Model), keys) as engine:
-            for number in range(3):
-                torch.manual_seed(number)
-                engine.module(torch.randn(3, 8).to(ON)).square().sum().backward()
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-            return states_of(engine)
-
-    blocks = {"groups": {"blocks": ["Adapted"]}}
-    expected = run(config(tmp_path, NVME, optimizer=OPTIMIZER, **blocks))
-    assert_same_bits(run(ahead(tmp_path, **blocks)), expected)
 
 
 def test_a_second_backward_before_the_step_is_an_error(tmp_path: Path) -> None:
@@ -209,11 +134,6 @@ def test_what_needs_all_gradients_contradicts_it(keys: dict[str, Any]) -> None:
     assert resolved.optimizer.in_backward is False
 
 
-def test_a_loop_of_ours_turns_it_on_by_itself() -> None:
-    assert offload.OffloadConfig.load({}).owning_the_loop().optimizer.in_backward is True
-    assert offload.OffloadConfig.load({}).resolved().optimizer.in_backward is False
-
-
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_numbers_set_between_backward_and_step_are_an_error(tmp_path: Path, placement: Any) -> None:
     """With nothing changed: set back, the loop goes on as if they had never been set."""
@@ -247,27 +167,6 @@ def test_a_parameter_put_into_a_param_group_after_its_update_is_an_error(tmp_pat
         engine.optimizer.add_param_group({"params": [model.position]})
         with pytest.raises(StateError, match=r"update of position .*added to the param groups"):
             engine.optimizer.step()
-
-
-def test_numbers_of_groups_that_wait_for_the_step_may_still_be_set(tmp_path: Path) -> None:
-    class Waits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x * self.used)  # type: ignore[no-any-return]
-
-    model = seeded(Waits)
-    groups = [{"params": [model.used, model.unused]}, {"params": list(model.linear.parameters())}]
-    with offload.initialize(model, ahead(tmp_path), parameters=groups) as engine:
-        before = parameters_of(engine)
-        model(torch.ones(3, 8, device=ON)).square().sum().backward()
-        engine.optimizer.param_groups[0]["lr"] = 0.0
-        engine.optimizer.step()
-        changed = differing(before, parameters_of(engine))
-        assert changed == ["linear.bias", "linear.weight"]
 
 
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])

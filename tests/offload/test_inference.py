@@ -8,7 +8,6 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,51 +57,6 @@ def test_logits_are_those_in_ram(tmp_path: Path, parameters: Any) -> None:
         dispatched.check_integrity()
 
 
-class Wandering(TinyLM):
-    """Its blocks run in any order, some never or twice."""
-
-    def __init__(self) -> None:
-        super().__init__(BLOCKS)
-        self.order = list(range(BLOCKS))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position
-        for index in self.order:
-            x = self.blocks[index](x)
-        y: Tensor = self.head(self.norm(x))
-        return y
-
-
-ORDERS = ([0, 1, 2, 3], [3, 2, 1, 0], [0, 3], [], [0, 1, 0, 1, 2, 2, 3], [2])
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_the_first_pass_reads_ahead_whatever_the_order_is(tmp_path: Path, order: list[int]) -> None:
-    model = seeded(Wandering).to(ON)
-    orders = [order, order, [1, 0]]
-    expected = []
-    for model.order in orders:
-        expected.append(logits(model))
-    budget = {"host": "128KiB", "nvme": "64MiB"}  # has room for three of its six groups
-    offload.dispatch(model, placed(tmp_path, budget=budget))
-    with offload.dispatched(model) as dispatched:
-        found = []
-        for model.order in orders:
-            found.append(logits(model))
-        assert found == expected
-        dispatched.check_integrity()
-
-
-def test_the_first_pass_is_expected_in_the_order_of_the_modules(tmp_path: Path) -> None:
-    model = seeded(Wandering).to(ON)
-    offload.dispatch(model, placed(tmp_path))
-    with offload.dispatched(model) as dispatched:
-        logits(model)
-        report = dispatched.report()
-        assert report.prefetch_hits > BLOCKS
-        assert report.prefetch_misses == 0
-
-
 def test_a_model_of_files_is_never_made(tmp_path: Path) -> None:
     plain = build()
     save_file(
@@ -129,15 +83,6 @@ def test_a_named_precision_casts(tmp_path: Path) -> None:
     expected = logits(copy.deepcopy(model).bfloat16())
     with offload.dispatched(offload.dispatch(model, placed(tmp_path, precision="bf16"))):
         assert logits(model) == expected
-
-
-def test_random_values_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(4, 4, device="meta")
-    with offload.dispatched(offload.dispatch(model, placed(tmp_path))):
-        assert (
-            "weight, bias are on the meta device, and no files were named: they get random"
-            in caplog.text
-        )
 
 
 def test_parameters_that_other_code_exchanged_are_refused(tmp_path: Path) -> None:
@@ -184,14 +129,6 @@ def test_weights_in_other_formats_stay_as_they_are(
         assert model.scale.dtype is torch.float32
 
 
-def test_what_a_named_precision_rounds_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = seeded(Mixed)
-    with offload.dispatched(offload.dispatch(model, placed(tmp_path, precision="bf16"))):
-        assert "precision: bf16 rounds scale, which have more bits" in caplog.text
-
-
 def test_a_model_made_in_inference_mode_is_refused(tmp_path: Path) -> None:
     with torch.inference_mode(), pytest.raises(UnsupportedError, match="made in inference mode"):
         offload.dispatch(build(), placed(tmp_path))
@@ -214,11 +151,6 @@ def test_in_inference_mode_and_after_it(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- where weights are
-def test_what_fits_into_the_host_budget_is_there(tmp_path: Path) -> None:
-    keys = config(tmp_path, {})
-    with offload.dispatched(offload.dispatch(build(), keys)) as dispatched:
-        assert dispatched.report().placements["parameters"] in ("host", "device")
-        assert dispatched.report().bytes_moved["nvme write"] == 0
 
 
 def test_else_as_much_as_fits(tmp_path: Path) -> None:
@@ -230,15 +162,6 @@ def test_else_as_much_as_fits(tmp_path: Path) -> None:
         assert set(map(str, shares)) == {"host", "nvme"}
         plan, report = dispatched.plan, dispatched.report()
         assert report.tiers["host"].peak_nbytes <= plan.budgets[offload.tiers.tier.Tier.HOST]
-
-
-def test_the_plan_has_no_bytes_for_training(tmp_path: Path) -> None:
-    with offload.dispatched(offload.dispatch(build(), placed(tmp_path))) as dispatched:
-        plan = dispatched.plan
-        assert plan.staging_nbytes == plan.staging_buffers == 0
-        kinds = {k for by_class in plan.expected.values() for k, n in by_class.items() if n}
-        assert set(map(str, kinds)) <= {"parameters"}
-        assert not any(group.records for group in plan.groups)
 
 
 def test_no_room_is_an_error_before_anything_changes(tmp_path: Path) -> None:
@@ -307,23 +230,6 @@ def test_tiers_go_with_the_model(tmp_path: Path) -> None:
     del model
     gc.collect()
     assert gone() is None  # its threads end with the test (see conftest)
-
-
-def test_modules_are_built_while_tiers_go_with_their_model(tmp_path: Path) -> None:
-    """The garbage collector runs at any time, also while PyTorch goes through its hooks."""
-    model: Any = build()
-    model.itself = [model]
-    offload.dispatch(model, placed(tmp_path))
-    hooks = torch.nn.modules.module._global_module_registration_hooks
-    first = torch.nn.modules.module.register_module_module_registration_hook(
-        lambda *_: gc.collect() and None
-    )
-    hooks.move_to_end(first.id, last=False)
-    del model
-    try:
-        nn.Sequential(nn.Linear(2, 2))
-    finally:
-        first.remove()
 
 
 @pytest.mark.parametrize("name", ["_load_group", "_refuse_wrappers"])
@@ -495,29 +401,3 @@ def test_a_pass_reads_what_memory_does_not_hold(
         read = (dispatched.report().bytes_moved["nvme read"] - before) / passes / group
         in_flight = prefetch / passes  # at the end
         assert 12 - memory - in_flight <= read <= 12 - max(0, memory - 1 - prefetch) + in_flight
-
-
-USES: dict[str, Callable[[nn.Parameter], Any]] = {
-    "sum": lambda p: p.sum(), "slice": lambda p: p[0, :2] + 0, "on meta": lambda p: p.to("meta"),
-    "in a list": lambda p: torch.cat([p, p]), "array": lambda p: p.detach().numpy(),
-    "written": lambda p: p.mul_(2), "both": lambda p: torch._foreach_add_([p], [torch.ones(())]),
-    "in a graph": torch.enable_grad()(lambda p: p.sum()), "not fitting": lambda p: p @ p[:, :3].T,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("use", USES)
-def test_what_is_read_outside_of_calls_holds_no_memory(tmp_path: Path, use: str) -> None:
-    """Also while nothing collects garbage."""
-    keys = config(tmp_path, {"parameters": "nvme"}, budget={"host": "192KiB", "nvme": "64MiB"})
-    model = seeded(Chain)
-    gc.collect()
-    gc.disable()
-    try:
-        with offload.dispatched(offload.dispatch(model, keys)), torch.no_grad():
-            for param in model.parameters():
-                try:
-                    USES[use](param)
-                except RuntimeError:
-                    assert use == "not fitting"
-    finally:
-        gc.enable()

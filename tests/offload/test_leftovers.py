@@ -16,10 +16,8 @@ import offload.checkpoint as checkpoints
 from offload.checkpoint.foreign.model_files import pending_output
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.ownership import marked as marked_folder
-from offload.checkpoint.format.reader import CheckpointReader
 from offload.cli.app import app
 from offload.cli.doctor import check_path
-from offload.integrations import streamed_folder
 from offload.memory.leftovers import clean, leftovers
 from offload.swap.io.maker_marks import Life, Maker, marked
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded, states_of
@@ -55,69 +53,6 @@ checkpoint = PendingFolder(folder / "step-000003").__enter__()
 os.fsync = lambda fd: os.kill(os.getpid(), 9)
 metrics.write_whole(folder / "state.json", "text")
 """
-
-
-# A process that is killed as it gives a name to what it saves for another framework.
-DYING_SAVE = """
-import os, sys
-from pathlib import Path
-from torch import nn
-import offload.deepspeed as deepspeed
-from offload.checkpoint.format import disk
-from offload.integrations import streamed_folder
-
-made = disk.perform
-def perform(operation, path, *more):
-    if operation == "rename" and path.name.startswith(sys.argv[2]):
-        os.kill(os.getpid(), 9)
-    return made(operation, path, *more)
-folder, model = Path(sys.argv[1]), nn.Linear(3, 2)
-config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
-engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
-streamed_folder.save(engine.offload, folder / "old.ckpt", {"epoch": 0}, str, writes=True)
-disk.perform = perform
-if sys.argv[2] == "state.ckpt":
-    streamed_folder.save(engine.offload, folder / "new.ckpt", {"epoch": 1}, str, writes=True)
-    streamed_folder.save(engine.offload, folder / "old.ckpt", {"epoch": 1}, str, writes=True)
-engine.save_16bit_model(folder, "model.safetensors")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dies_at", "stems"),
-    [
-        ("state.ckpt", ["new.ckpt/.state.ckpt.states-", "new.ckpt/states-"]),
-        (".weights", [".weights"]),
-        ("model.safetensors", [".model.safetensors", ".weights"]),
-    ],
-)
-def test_what_a_killed_save_for_another_framework_left(
-    dies_at: str, stems: list[str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    (folder / "new.ckpt.of others").mkdir()
-    (folder / "new.ckpt.of others/states-12345678").mkdir()
-    died = subprocess.run(
-        [sys.executable, "-c", DYING_SAVE, str(folder), dies_at], cwd=REPOSITORY, check=False
-    )
-    assert died.returncode == -signal.SIGKILL
-    found = [str(each.path.relative_to(folder)) for each in leftovers(folder)]
-    assert [
-        name.partition(".tmp-")[0][: len(s)] for name, s in zip(found, stems, strict=True)
-    ] == stems
-    clean(folder)
-    assert leftovers(folder) == clean(folder) == []
-    state, states = streamed_folder.read(
-        folder / "old.ckpt", lambda path: streamed_folder.load_state(path, trust=False)
-    )
-    assert state["epoch"] == 0
-    with CheckpointReader(states) as reader:
-        reader.check(contents=True)
-    left = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    assert "new.ckpt.of others/states-12345678" in left
-    assert not [name for name in left if ".tmp-" in name or name.startswith("new.ckpt/")]
 
 
 @pytest.fixture

@@ -36,24 +36,6 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_table_gets_a_column_for_a_figure_that_is_new(tmp_path: Path) -> None:
-    path = tmp_path / "new folder/run.csv"
-    with closing_all([logger := CSVLogger(path)]):
-        logger.log(row(1, loss=None), 1)
-        logger.log(row(2, figures={"accuracy": 0.5}), 2)
-        logger.log(row(3), 3)
-    found = table(path)
-    assert [each["step"] for each in found] == ["1", "2", "3"]
-    assert [each["loss"] for each in found] == ["", "0.5", str(1 / 3)]
-    assert [each["figures/accuracy"] for each in found] == ["", "0.5", ""]
-    assert found[1]["moved/nvme read"] == str(2 << 30)
-    assert found[2]["waited/nvme"] == "0.125"
-    with closing_all([again := CSVLogger(path)]):
-        again.keep(2)
-        again.log(row(3, loss=math.nan), 3)
-    assert [each["loss"] for each in table(path)] == ["", "0.5", "nan"]
-
-
 def test_a_file_that_is_no_table_of_steps_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("name,age\nx,3\n")
@@ -66,35 +48,12 @@ def test_a_file_that_is_no_table_of_steps_is_kept(tmp_path: Path) -> None:
         CSVLogger(path / "below").log(row(1), 1)
 
 
-def test_lines_of_json_can_be_read_by_any_reader(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    for step in (1, 2):  # a file that is there is continued
-        with closing_all([logger := JSONLinesLogger(path)]):
-            logger.log(row(step, loss=math.nan, figures={"x": math.inf}), step)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["step"], line["loss"], line["figures"]) for line in lines] == [
-        (1, None, {"x": None}), (2, None, {"x": None}),
-    ]  # fmt: skip
-
-
 def test_a_line_that_cannot_be_written_is_an_error() -> None:
     with (
         pytest.raises(OSError, match="No space left on device"),
         closing_all([logger := JSONLinesLogger("/dev/full")]),
     ):
         logger.log(row(1), 1)
-
-
-def test_rows_of_another_version_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    known = {"step": 3, **row(3)}
-    older = {k: v for k, v in known.items() if k not in ("waited", "elapsed_seconds")}
-    older["waits"] = {"nvme": 0.375}  # since the start, as they were once
-    path.write_text(f"{json.dumps(older)}\n{json.dumps({**known, 'later': 1, 'lr': None})}\n")
-    first, second = MetricsFile(path).read()
-    assert (first.waited, first.loss) == ({}, 1 / 3)
-    assert second.waited == {"nvme": 0.125}
-    assert math.isnan(second.lr)
 
 
 def test_a_figure_that_is_not_finite_takes_no_step_with_it(tmp_path: Path) -> None:
@@ -178,23 +137,6 @@ def test_all_loggers_are_closed_where_one_of_them_fails(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- where the libraries are
-@pytest.mark.filterwarnings("ignore")
-def test_curves_are_per_second_and_go_on_where_a_run_does(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with closing_all([logger := TensorBoardLogger(tmp_path)]):
-        for step in (1, 2, 3, 4):
-            logger.log(row(step, loss=None if step == 1 else 1 / step), step)
-    with closing_all([again := TensorBoardLogger(tmp_path, purge_step=3)]):
-        again.log(row(3, loss=5.0, figures={"accuracy": 0.5}), 3)
-    found = EventAccumulator(str(tmp_path))
-    found.Reload()
-    assert [(each.step, each.value) for each in found.Scalars("loss")] == [(2, 0.5), (3, 5.0)]
-    assert [each.value for each in found.Scalars("accuracy")] == [0.5]
-    assert found.Scalars("GB per s/nvme read")[0].value == pytest.approx((1 << 30) / 0.5e9)
-    assert [each.value for each in found.Scalars("waiting/nvme")] == [0.25] * 3
-    assert {"tiers/host", "lr", "gradient_norm"} <= set(found.Tags()["scalars"])
 
 
 @pytest.mark.filterwarnings("ignore")

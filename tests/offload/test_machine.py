@@ -75,20 +75,6 @@ def test_a_v1_limit_inside_a_container_binds(cgroup_v1: Path) -> None:
     assert machine.cpu_count(cgroup_v1) == 1
 
 
-def test_the_deepest_and_last_mount_holds_a_path(tmp_path: Path) -> None:
-    lines = (
-        "1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /mnt rw - xfs /dev/b rw\n"
-        "3 1 0:3 / /mnt rw - tmpfs tmpfs rw\n4 1 0:4 / /my\\040disk rw - btrfs /dev/c rw\n"
-    )
-    put(tmp_path, {"proc/self/mountinfo": lines})
-    kinds = {
-        path: mount.kind
-        for path in ("/mnt/x", "/mntx", "/my disk/y")
-        if (mount := machine.mount_of(Path(path), tmp_path))
-    }
-    assert kinds == {"/mnt/x": "tmpfs", "/mntx": "ext4", "/my disk/y": "btrfs"}
-
-
 def test_this_machine_can_be_read() -> None:
     assert 0 < machine.available_memory_nbytes() <= machine.memory_limit_nbytes()
     assert machine.cpu_count() >= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 
@@ -92,36 +91,6 @@ def machine(pool: SlotPool) -> Machine:
     return Machine(pool.tier)
 
 
-def test_what_is_given_up_is_what_is_missing_and_is_needed_last(
-    pool: SlotPool, copies: list[Copy], machine: Machine
-) -> None:
-    guard = MemoryGuard(pool, machine)
-    guard.look()
-    assert all(copy.lease is not None for copy in copies)
-    assert pool.limit_nbytes is None or pool.limit_nbytes > pool.tier.arena.used_nbytes
-    machine.others = 18 * MIB + 1  # 12 are taken, and 2 should be left
-    guard.look()
-    assert [copy.lease is None for copy in copies] == [False] * 11 + [True]
-    assert pool.tier.touched_nbytes == 11 * MIB
-    assert machine()[0].spare_nbytes >= 0
-    assert guard.report().given_back_nbytes == MIB
-
-
-def test_under_a_limit_nothing_is_fetched_ahead_and_what_is_needed_gets_its_lease(
-    pool: SlotPool, copies: list[Copy], machine: Machine
-) -> None:
-    machine.others = 26 * MIB
-    settle(MemoryGuard(pool, machine))
-    assert pool.limit_nbytes == pool.tier.arena.used_nbytes == 4 * MIB
-    assert pool.offer(MIB, "ahead", StateClass.PARAMETERS, next_use=50.0) is None
-    needed = pool.demand(3 * MIB, "now", StateClass.PARAMETERS)  # in the place of copies
-    assert pool.tier.arena.used_nbytes == 4 * MIB
-    more = pool.demand(10 * MIB, "now, too", StateClass.PARAMETERS)  # beyond the limit
-    with pool.lock:
-        needed.free()
-        more.free()
-
-
 def test_the_limit_rises_by_half_of_what_is_left_at_a_time(
     pool: SlotPool, copies: list[Copy], machine: Machine
 ) -> None:
@@ -135,47 +104,6 @@ def test_the_limit_rises_by_half_of_what_is_left_at_a_time(
     machine.others = 0
     guard.look()
     assert pool.limit_nbytes is None
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_others_that_take_and_leave_find_the_reserve_whole_and_the_books_balance(
-    pool: SlotPool, machine: Machine, seed: int
-) -> None:
-    drawn, guard = random.Random(seed), MemoryGuard(pool, machine)
-    copies: list[Copy] = []
-    for _ in range(300):
-        machine.others = drawn.randint(0, 29 * MIB)
-        settle(guard)
-        copies = [copy for copy in copies if copy.lease is not None]
-        assert machine()[0].spare_nbytes >= 0
-        for _ in range(drawn.randrange(4)):
-            with pool.lock:
-                if pool.tier.fits(MIB) and (pool.limit_nbytes is None or drawn.random() < 0.2):
-                    machine.others = 0
-                    guard.look()
-                    copies.append(Copy(pool, drawn.uniform(1, 99)))
-        for copy in copies:
-            assert copy.lease is None or bool((copy.lease.tensor == 1).all())
-        if copies and drawn.random() < 0.5:
-            with pool.lock:
-                copies.pop().evict()
-        pool.tier.arena.check()
-
-
-def test_a_forward_is_refused_only_while_nothing_is_left_to_give_up(
-    pool: SlotPool, copies: list[Copy], machine: Machine
-) -> None:
-    guard = MemoryGuard(pool, machine)
-    machine.others = 32 * MIB
-    guard.look()
-    guard.check()
-    assert any(copy.lease is not None for copy in copies)
-    settle(guard)
-    assert all(copy.lease is None for copy in copies)
-    with pytest.raises(LowMemoryError, match=r"RAM: 0 B of 32\.0 MiB are left, the kernel may"):
-        guard.check()
-    machine.others = 31 * MIB  # less than the reserve, and yet enough
-    guard.check()
 
 
 def test_pinned_memory_grows_no_more_and_its_copies_stay(

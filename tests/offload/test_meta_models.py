@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,12 @@ from tests.offload.engine_cases import (
     WIDTH,
     assert_same_bits,
     config,
-    on_the_cpu_alone,
     parameters_of,
 )
 
 pytestmark = MARKS
 
 VOCABULARY, LENGTH = 32, 8
-REPOSITORY = Path(__file__).parents[2]
 
 
 class OwnNorm(nn.Module):
@@ -415,16 +411,6 @@ def test_a_refused_model_begins_from_files(tmp_path: Path) -> None:
     assert_same_bits({name: found[name] for name in values}, values)
 
 
-def test_a_refused_model_begins_from_a_checkpoint(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    with offload.initialize(NanoGPT(Attention, OwnNorm), config(tmp_path)) as engine:
-        engine.save_checkpoint(tmp_path / "checkpoint")
-        values = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    model = on_meta(lambda: NanoGPT(Attention, OwnNorm))
-    found = begun(tmp_path, model, weights=tmp_path / "checkpoint")
-    assert_same_bits(found, {name: values[name] for name in found})
-
-
 # ----------------------------------------------------------------------- transformers
 def test_a_part_of_a_model_that_is_transformers_begins_as_transformers_begins_it(
     tmp_path: Path,
@@ -453,35 +439,3 @@ def test_a_part_of_a_model_that_is_transformers_begins_as_transformers_begins_it
 
     with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.down_proj\.weight .*written 2"):
         begun(tmp_path, on_meta(Zero))
-
-
-WITHOUT_COMPILER = """
-import sys, torch
-from offload.weights.materialise import MetaInitialiser
-with torch.device("meta"):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-MetaInitialiser(model, 0).values(dict(model.named_parameters()))
-assert "sympy" not in sys.modules
-from offload.train.baseline_probe import peak_nbytes
-peak_nbytes("fp32")
-assert not {"torch._dynamo", "torch.distributed.tensor"} & set(sys.modules)
-kept = [
-    (name, key) for name, module in list(sys.modules.items())
-    for key, value in list(getattr(module, "__dict__", {}).items())
-    if name != "offload.planning.activations.compiler_free"
-    and type(value).__module__ == "offload.planning.activations.compiler_free"
-]
-assert kept == [], kept
-longer = torch.compile(lambda x: torch.cat([x, x])[: max(x.shape[0], 4)].sum(), dynamic=True,
-                       backend="eager")
-assert [float(longer(torch.ones(n))) for n in (5, 9)] == [5, 9]
-"""
-
-
-@on_the_cpu_alone("its process computes on the CPU")
-@pytest.mark.slow
-def test_values_from_a_constructor_take_no_import_of_the_compiler_which_works_afterwards() -> None:
-    """torch imports it, 95 MiB, where it computes on the meta device, and DTensors with sympy, 41
-    MiB, where an operation comes to a tensor's class. (Its `normal_` there imports sympy.)"""
-    command = [sys.executable, "-c", WITHOUT_COMPILER]
-    subprocess.run(command, check=True, cwd=REPOSITORY, timeout=120)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,9 @@ import offload
 from offload.bench.systems import batch_of
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
-from offload.gpt import LanguageModel, Mixture, build_meta_model, evaluating, generate
-from offload.planning.activations.trace import trace_activations
-from offload.planning.plan.workload import Workload
-from offload.tiers.errors import UnsupportedError
+from offload.gpt import LanguageModel, Mixture, build_meta_model, evaluating
 from offload.train.plain import Plain
-from offload.zero.groups.discovery import discover
 from tests.offload.engine_cases import assert_same_bits
-from tests.planning.real_pass import real_facts
 
 MODEL: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 2, "max_sequence": 32, "experts": 12, "expert_mlp": 64,
@@ -101,21 +95,6 @@ def test_a_training_loss_has_the_balancing_loss_of_the_whole_batch() -> None:
     assert torch.equal(without(inputs, targets).loss, alone)
 
 
-def test_generating_counts_no_tokens_and_leaves_the_mode() -> None:
-    model = made()
-    generate(model, b"ab", 5, temperature=0.0, seed=0)
-    assert model.training
-
-
-def test_each_expert_of_a_large_table_is_a_group() -> None:
-    names = [group.name for group in discover(made()).groups]
-    assert [name for name in names if "experts" in name] == [
-        f"layers.{layer}.mlp.experts.{expert}" for layer in range(2) for expert in range(12)
-    ]
-    small = discover(made(experts=4, expert_mlp=16))
-    assert not any("experts" in group.name for group in small.groups)
-
-
 NVME = tuple(f"placement.{name}=nvme" for name in ("parameters", "gradients", "optimizer"))
 
 
@@ -142,11 +121,6 @@ def test_micro_batches_train_with_the_same_bits_everywhere() -> None:
     assert losses == pytest.approx(whole, abs=1e-4)
 
 
-def test_experts_of_a_single_block_are_not_given_a_batch_to_split() -> None:
-    with pytest.raises(UnsupportedError, match="none were found in this model"):
-        trained(1, "micro_batches=2", layers=1)
-
-
 def test_plain_pytorch_trains_it_in_16_bits_where_an_expert_has_no_tokens() -> None:
     config = config_of("precision=bf16", experts=48, layers=1)
     plain = Plain(config)
@@ -155,50 +129,6 @@ def test_plain_pytorch_trains_it_in_16_bits_where_an_expert_has_no_tokens() -> N
     still = [torch.equal(a, b) for a, b in zip(before, plain.model.parameters(), strict=True)]
     assert any(still)
     assert not all(still)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("checkpoint", ["false", "true", "selective"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_trace_is_the_real_pass_where_routing_is_even(
-    micro_batches: int, checkpoint: str
-) -> None:
-    """Every token goes to all experts. A block that is computed again has copies of its buffers."""
-    config = config_of(
-        f"micro_batches={micro_batches}", f"placement.activations.checkpoint={checkpoint}",
-        experts=3, experts_per_token=3,
-    )  # fmt: skip
-    workload = Workload(4, 16)
-    traced = trace_activations(build_meta_model(config), config, workload)
-    assert traced == real_facts(LanguageModel(config.train.model), config, workload)
-
-
-def test_a_trace_is_close_where_routing_is_not() -> None:
-    config, workload = config_of(), Workload(4, 16)
-    traced = trace_activations(build_meta_model(config), config, workload)
-    real = real_facts(LanguageModel(config.train.model), config, workload)
-    assert traced.saved_nbytes == pytest.approx(real.saved_nbytes, rel=0.03)
-    assert traced.forward.flops == pytest.approx(real.forward.flops, rel=0.03)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    config = config_of(*NVME)
-    losses = []
-    for resumed in (False, True):
-        model = build_meta_model(config)
-        with offload.initialize(model, config) as engine:
-            if resumed:
-                engine.load_checkpoint(tmp_path / "saved")
-            for step in range(2 if resumed else 0, 4):
-                if step == 2 and not resumed:
-                    engine.save_checkpoint(tmp_path / "saved")
-                loss = model(*batch_of(config, step)).loss
-                losses.append(loss.item())
-                loss.backward()
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-    assert losses[4:] == losses[2:4]
 
 
 @pytest.mark.parametrize(
@@ -219,11 +149,3 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 def test_sizes_of_experts_that_cannot_be_are_named(sizes: dict[str, Any], fragment: str) -> None:
     with pytest.raises(ValidationError, match=fragment):
         ModelConfig(**{**MODEL, **sizes})
-
-
-def test_active_parameters_are_those_that_compute_a_token() -> None:
-    sparse = ModelConfig(**{**MODEL, "experts_per_token": 2})
-    dense = ModelConfig(**{**MODEL, "experts": None, "expert_mlp": None, "mlp": 128 + 4})
-    assert sparse.active_numel == dense.numel == dense.active_numel  # 12 x 32 of a router, 3 x 4
-    norms = 5 * 32
-    assert sparse.numel + norms == sum(p.numel() for p in made().parameters())

@@ -93,20 +93,6 @@ def test_a_trainable_parameter_that_no_update_would_see_is_named_in_the_next_ste
             train(engine)
 
 
-def test_a_frozen_module_may_be_added_until_it_is_unfrozen(engine: offload.Engine) -> None:
-    before = parameters_of(engine)
-    model: Any = engine.module
-    add_module(model)
-    model.extra.requires_grad_(False)
-    train(engine)
-    assert not torch.equal(parameters_of(engine)["body.0.weight"], before["body.0.weight"])
-    model.extra.new.bias.requires_grad_(True)
-    with pytest.raises(UnsupportedError, match=r"^extra\.new\.bias: "):
-        train(engine)
-    model.extra.new.bias.requires_grad_(False)
-    train(engine)
-
-
 def test_a_module_taken_out_is_said_once_and_the_rest_trains_as_in_plain_pytorch(
     engine: offload.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,6 @@ test says otherwise.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import offload
 from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
@@ -26,8 +24,6 @@ from tests.offload.engine_cases import (
     TinyLM,
     assert_same_bits,
     batches,
-    bits,
-    config,
     losses_of,
     parameters_of,
     seeded,
@@ -141,52 +137,6 @@ def test_an_encoder_takes_its_fast_path_wherever_its_first_layer_is(
         engine.check_integrity()
 
 
-class OneLayer(nn.Module):
-    """Of an encoder, called by itself: it asks whether there are hooks on its modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-
-    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
-        y: Tensor = self.layer(x, src_key_padding_mask=padded)
-        return y
-
-
-@pytest.mark.parametrize("blocks", [[], ["Linear"]], ids=["one group", "several"])
-@pytest.mark.parametrize("begin", ["initialize", "dispatch"])
-def test_an_encoders_layer_takes_its_fast_path(
-    blocks: list[str], begin: str, tmp_path: Path
-) -> None:
-    """Where all of a sample is padded, the other path has numbers, and the fast one NaN."""
-    x = floats(1, 3, 7, 32)[0].to(ON)
-    padded = torch.arange(7, device=ON) >= torch.tensor([[5], [7], [0]], device=ON)
-    plain = seeded(OneLayer).to(ON)
-    keys = config(tmp_path, {"parameters": "nvme"}, groups={"blocks": blocks} if blocks else {})
-    model = seeded(OneLayer)
-    owner: Any = (
-        offload.initialize(model, keys) if begin == "initialize"
-        else offload.dispatched(offload.dispatch(model, keys))
-    )  # fmt: skip
-    with owner, torch.no_grad():
-        seen: list[str] = []
-        for each in plain, model:
-            each.layer.linear1.register_forward_hook(lambda *_: seen.append("called"))
-        for _ in range(2):  # with a hook of the user's it is the other path in both
-            for mode in (True, False):
-                torch.manual_seed(1)
-                expected = plain.train(mode)(x, padded)
-                torch.manual_seed(1)
-                assert bits(model.train(mode)(x, padded)) == bits(expected)
-            for each in plain, model:
-                each.layer.linear1._forward_hooks.clear()
-        assert len(seen) == 4
-        assert expected.isnan().any()
-        model.layer.compile(backend="eager")  # in place of the guard: it is the other path
-        assert torch.allclose(model(x, padded)[:2], expected[:2], atol=1e-6)
-        owner.check_integrity()
-
-
 @pytest.mark.filterwarnings("ignore:RNN module weights:UserWarning")  # cuDNN copies them together
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_modules_keep_their_own_list_of_weights(make: MakeEngine, kind: Any) -> None:
@@ -230,16 +180,6 @@ class UsesReturned(nn.Module):
 @pytest.mark.parametrize("whole", [False, True], ids=["a view", "all of it"])
 def test_a_module_may_return_its_parameter(make: MakeEngine, whole: bool) -> None:
     check(make, lambda: UsesReturned(whole), square_loss, floats())
-
-
-def test_a_returned_view_keeps_its_values_while_other_groups_come_and_go(make: MakeEngine) -> None:
-    engine = make(seeded(TinyLM))
-    view = ReturnsItsParameter(False)
-    engine2 = make(seeded(lambda: view))
-    expected = parameters_of(engine2)["position"][:3]
-    found = view(3)
-    losses_of(engine, batches(2))
-    assert bits(found) == bits(expected)
 
 
 @pytest.mark.parametrize("optimizer", ["host", "nvme"])
@@ -305,18 +245,6 @@ def test_a_released_parameter_is_converted_with_its_values(
     assert found is made or found.stride() == expected.stride()
 
 
-def test_a_conversion_that_changes_nothing_is_the_parameter_itself(make: MakeEngine) -> None:
-    weight = make(seeded(TinyLM)).module.norm.weight
-    assert weight.to(device=ON, dtype=torch.float32) is weight
-    assert weight.to(ON, copy=False) is weight
-    assert weight.float() is weight
-
-
-def test_a_released_parameter_is_no_other_class_of_tensor(make: MakeEngine) -> None:
-    with pytest.raises(UnsupportedError, match=r"norm.weight.as_subclass\(\).*clone"):
-        make(seeded(TinyLM)).module.norm.weight.as_subclass(Tensor)
-
-
 def test_a_model_of_convolutions_may_be_put_into_another_memory_format(make: MakeEngine) -> None:
     def loss_of(model: Any, x: Tensor) -> Tensor:
         model.to(memory_format=torch.channels_last)
@@ -365,23 +293,6 @@ def test_checkpointed_blocks_train_as_plain_ones(
     make: MakeEngine, placement: Any, use_reentrant: bool
 ) -> None:
     check(make, lambda: Checkpointed(use_reentrant), tokens_loss, batches(3), placement)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_checkpoint_around_the_whole_model_trains_as_without(
-    make: MakeEngine, use_reentrant: bool
-) -> None:
-    def loss_of(model: Any, tokens: Tensor) -> Tensor:
-        # reentrant: some input must require one
-        start = torch.zeros((), device=ON, requires_grad=True)
-
-        def run(tokens: Tensor, start: Tensor) -> Tensor:
-            return tokens_loss(model, tokens) + start
-
-        loss: Tensor = checkpoint(run, tokens, start, use_reentrant=use_reentrant)
-        return loss
-
-    check(make, TinyLM, loss_of, batches(3))
 
 
 def test_save_on_cpu_around_the_model_still_sees_its_activations(make: MakeEngine) -> None:

@@ -202,27 +202,6 @@ def test_a_change_has_the_effect_that_it_has_in_torch(pair: Pair, change: Any) -
     pair.assert_same()
 
 
-def test_what_is_held_keeps_its_values_when_states_start_over(pair: Pair) -> None:
-    pair.step(2)
-    held = pair.both(lambda o, ps: [o.state[ps[0]], o.state[ps[1]]["exp_avg"], dict(o.state)])
-    pair.both(lambda o, ps: o.state.clear())
-    pair.step(1)
-    held[0][2], held[1][2] = (list(each[2].values()) for each in held)
-    assert_alike(held[1], held[0])
-    held[1][1].zero_()  # of no optimizer any more
-    pair.step(1)
-    pair.assert_same()
-
-
-def test_entries_of_the_user_s_own_are_kept_beside_the_states(pair: Pair) -> None:
-    pair.step(1)
-    for _, optimizer in pair.sides:
-        optimizer.state["note"] = 3
-        optimizer.state[next(iter(optimizer.state))]["mine"] = "here"
-    theirs, ours = pair.both(lambda o, ps: (len(o.state), o.state["note"], list(o.state[ps[0]])))
-    assert ours == theirs
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "error", "fragment"),
@@ -250,15 +229,3 @@ def test_what_cannot_be_written_is_refused_by_name(
             change(made.ours.state, made.ours.param_groups[0]["params"][0])
         assert fragment in str(caught.value)
         assert_alike(made.ours.state_dict()["state"], before)
-
-
-def test_looking_at_the_mapping_reads_no_values(tmp_path: Path, monkeypatch: Any) -> None:
-    made = Pair(tmp_path, "nvme")
-    with made.engine:
-        made.step(1)
-        monkeypatch.setattr(made.engine.values, "read", None)
-        state = made.ours.state
-        shapes = [(len(s), [v.shape for v in s.values()]) for s in state.values()]
-        assert len(shapes) == len(state) == 4
-        assert repr(state) == "<optimizer states of 4 parameters, in the engine's tiers>"
-        assert repr(state[next(iter(state))]) == "{'step': ..., 'exp_avg': ..., 'exp_avg_sq': ...}"

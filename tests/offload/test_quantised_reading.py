@@ -64,14 +64,6 @@ def test_values_are_those_of_the_format(
     assert all(bits(found[name].value()) == bits(tensor) for name, tensor in plain.items())
 
 
-@pytest.mark.parametrize("name", ["nf4", "fp4 nested", "int8", "ct int4, channels"])
-@pytest.mark.parametrize("shape", [(1, 7), (3, 3), (129, 1)])
-def test_odd_shapes(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
-    made = FORMATS[name].make(*shape, generator())
-    folder = write(tmp_path, FORMATS[name].settings, named(made))
-    assert bits(opened(folder)["linear.weight"].value()) == bits(made.value)
-
-
 def test_a_zero_point_of_gptq_v1_that_carries_changes_the_next_as_in_gptqmodel(
     tmp_path: Path,
 ) -> None:

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from offload.errors import StateError
-from offload.runs.recording import Recording, rows_of
+from offload.runs.recording import Recording
 from offload.swap.threads import recorder
-from offload.swap.threads.lanes import Lane, WaitFor, profiled
-from offload.swap.threads.recorder import MODEL, Event, Recorder
+from offload.swap.threads.lanes import Lane, WaitFor
+from offload.swap.threads.recorder import MODEL
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine
 
@@ -53,31 +51,6 @@ def test_the_last_steps_are_kept_with_what_happened_in_them(recording: Recording
     assert all(event.nbytes > 0 for event in moved)
     assert {"blocks.0 parameters", "blocks.1 optimizer chunk 0"} <= {e.name for e in moved}
     assert all(set(held.nbytes) >= {"host", "nvme"} for held in found.held)
-
-
-def test_the_model_s_thread_goes_from_group_to_group(recording: Recording) -> None:
-    (row,) = recording.recorded().lanes()[MODEL]
-    names = [event.name for event in row if not event.name.startswith("wait")]
-    begin = names.index("forward (model)")
-    assert names[begin : begin + 4] == [
-        "forward (model)", "forward embed", "forward blocks.0", "forward blocks.1",
-    ]  # fmt: skip
-    assert {"backward blocks.1", "backward blocks.0", "step", "between steps"} <= set(names)
-
-
-def test_nothing_is_noted_before_or_after(make: MakeEngine) -> None:
-    engine = make(seeded(TinyLM), NVME, budget=SMALL)
-    train(engine, 1)
-    recording = engine.record(steps=1)
-    train(engine, 1)
-    recording.stop()
-    recording.stop()
-    engine.settle()
-    before = recording.recorded()
-    train(engine, 1)
-    assert recording.recorded() == before
-    lanes = [*engine._homes.lanes(), *engine.runtime.lanes()]
-    assert [lane.recorder for lane in lanes] == [None] * len(lanes)
 
 
 def test_one_recording_at_a_time(make: MakeEngine) -> None:
@@ -153,33 +126,6 @@ def test_a_trace_is_as_the_format_asks(recording: Recording, tmp_path: Path) -> 
             ends.append(end)
 
 
-spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=30)
-
-
-@given(spans)
-def test_rows_hold_every_event_once_and_none_overlaps_in_part(found: list[tuple[int, int]]) -> None:
-    events = [Event("x", str(n), at, at + length) for n, (at, length) in enumerate(found)]
-    events.sort(key=lambda event: (event.start_s, -event.stop_s))
-    rows = rows_of(events)
-    assert sorted(e.name for row in rows for e in row) == sorted(e.name for e in events)
-    for row in rows:
-        for one in row:
-            for other in row:
-                apart = one.stop_s <= other.start_s or other.stop_s <= one.start_s
-                around = one.start_s <= other.start_s and other.stop_s <= one.stop_s
-                within = other.start_s <= one.start_s and one.stop_s <= other.stop_s
-                assert apart or around or within
-
-
-def test_a_recorder_forgets_all_before_its_steps() -> None:
-    kept = Recorder(1, dict)
-    kept.add("x", "old", 0.0, 1.0)
-    kept.end_step(1)
-    kept.end_step(2)
-    assert not kept.events
-    assert [step.number for step in kept.steps] == [2]
-
-
 def test_the_profiler_shows_phases_by_name(make: MakeEngine) -> None:
     engine = make(seeded(TinyLM), NVME, budget=SMALL)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -190,30 +136,3 @@ def test_the_profiler_shows_phases_by_name(make: MakeEngine) -> None:
     assert {
         "offload: gather blocks.0", "offload: reduce blocks.0", "offload: wait for update",
     } <= names  # fmt: skip
-
-
-def test_a_profiler_of_all_threads_shows_updates_and_files(make: MakeEngine) -> None:
-    engine = make(seeded(lambda: TinyLM(blocks=12)), NVME, budget=SMALL)
-    train(engine, 1)  # the threads are there before anybody looks
-    engine.settle()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
-        experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
-    ) as profile:
-        train(engine, 1)
-        engine.settle()
-    threads: dict[str, set[int]] = {}
-    for event in profile.events():
-        phase = event.name.partition(" blocks.")[0].removeprefix("offload: ")
-        threads.setdefault(phase, set()).add(event.thread)
-    model = threads["gather"] | threads["reduce"]
-    updates = threads["update of"]
-    files = threads["nvme read of"] | threads["nvme write of"]
-    assert not model & updates
-    assert not files & (model | updates)
-
-
-def test_nothing_is_made_where_no_profiler_looks() -> None:
-    assert profiled("a") is profiled("b")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert profiled("a") is not profiled("b")

@@ -33,14 +33,6 @@ def test_with_room_for_everything_nothing_is_read_back(tmp_path: Path) -> None:
     assert report.bytes_saved["nvme read"] >= (STEPS - 1) * records * 0.9
 
 
-@pytest.mark.slow
-def test_with_little_room_less_is_saved_and_more_is_read(tmp_path: Path) -> None:
-    ample, _ = trained(tmp_path)
-    tight, _ = trained(tmp_path, budget={"host": "1400KiB", "nvme": "64MiB"})
-    assert tight.bytes_moved["nvme read"] > 0
-    assert tight.bytes_saved["nvme read"] < ample.bytes_saved["nvme read"]
-
-
 @pytest.mark.parametrize("keys", [{}, {"in_backward": True}], ids=["behind it", "in backward"])
 def test_gradients_that_find_room_until_they_are_used_up_are_never_written(
     keys: dict[str, Any], tmp_path: Path

@@ -8,15 +8,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import offload
 from offload.cli import main
 from offload.errors import ConfigError
-from offload.pages.pictures import Line, line_picture, thinned
 from offload.runs.folder import RunFolder
 from offload.runs.page import Rows, run_page, write_page
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
@@ -212,31 +208,6 @@ def test_losses_that_are_not_finite_are_named(tmp_path: Path) -> None:
     assert "loss not finite" in text
 
 
-def test_losses_that_are_not_known_are_none_that_are_not_finite(tmp_path: Path) -> None:
-    lines = [*rows(3), {"step": 4, "seconds": 1.0}]
-    text, _ = check(run_page(write(tmp_path / "run", lines)))
-    assert "not finite" not in text
-
-
-def test_a_loops_own_time_is_no_wait(tmp_path: Path) -> None:
-    waited = {"nvme": 0.0, "link": 0.0, "update": 0.0, "ranks": 0.0, "loop": 0.4}
-    lines = [
-        {**each, "waited": waited, "elapsed_seconds": 100 + 0.9 * each["step"]}
-        for each in rows(4)
-    ]  # fmt: skip
-    folder = write(tmp_path / "run", lines)
-    text, _ = check(run_page(folder))
-    assert "between steps" in text
-    assert "most for" not in text
-
-
-def test_a_step_taken_twice_counts_once_as_it_was_taken_last(tmp_path: Path) -> None:
-    lines = [*rows(5), {"step": 4, "loss": 9.0}, {"step": 2, "loss": 8.0}]
-    found = Rows(write(tmp_path / "run", lines) / "metrics.jsonl")
-    assert list(found.steps) == [1, 2, 3, 4, 5]
-    assert list(found.column("loss")[1:4]) == [8.0, 5.0 / 3, 9.0]
-
-
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     page = run_page(write(tmp_path / "run", rows(5_000), config__resolved__yaml=SETTINGS))
     assert len(page) < 300_000
@@ -285,12 +256,6 @@ def test_a_loop_of_ones_own_leaves_a_page_and_a_trace_of_a_few_steps(tmp_path: P
     assert {"model's thread", "nvme write"} <= lanes
 
 
-def test_a_run_of_one_step_has_no_trace(tmp_path: Path) -> None:
-    folder = run_own(tmp_path, 1)
-    assert not (folder / "trace.json").exists()
-    check((folder / "run.html").read_text())
-
-
 def test_a_page_that_cannot_be_written_ends_no_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,21 +268,3 @@ def test_a_page_that_cannot_be_written_ends_no_run(
 
 
 # ---------------------------------------------------------------- pictures
-numbers = st.floats(allow_infinity=False)
-
-
-@given(st.lists(numbers, min_size=1, max_size=20), st.booleans())
-@settings(deadline=None, max_examples=4)
-def test_any_numbers_can_be_drawn(ys: list[float], from_zero: bool) -> None:
-    line = Line("<$a$>", range(len(ys)), ys)
-    found = line_picture("a", [line, line], "{:.4g}".format, from_zero=from_zero)
-    assert found.svg.count("<svg") == 1
-    assert "&lt;$a$&gt;" in found.svg  # no formula
-
-
-@pytest.mark.parametrize("peak", [0, 1, 2500, 4999])
-def test_no_peak_is_lost_in_a_long_line(peak: int) -> None:
-    ys = np.where(np.arange(5000) == peak, 7.0, 0.0)
-    _, kept = thinned(np.arange(5000.0), ys)
-    assert kept.max() == 7.0
-    assert len(kept) < 2000

@@ -10,7 +10,6 @@ import math
 import os
 import random
 import signal
-import threading
 from collections import Counter
 from datetime import date
 from pathlib import Path
@@ -260,16 +259,6 @@ def test_a_scheduler_that_is_left_out_of_a_checkpoint_is_told_of_once(
         assert scheduler_warnings(engine, tmp_path, caplog) == 0
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "constant_with_warmup", "inverse_sqrt"])
-def test_a_scheduler_of_transformers_is_seen_too(kind: str, tmp_path: Path, caplog: Any) -> None:
-    transformers = pytest.importorskip("transformers")
-    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST)) as engine:
-        transformers.get_scheduler(
-            kind, engine.optimizer, num_warmup_steps=2, num_training_steps=9
-        )  # fmt: skip
-        assert scheduler_warnings(engine, tmp_path, caplog) == 1
-
-
 def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -> None:
     base = torch.arange(6.0)
     tensors = {
@@ -405,20 +394,6 @@ def test_generators_and_their_children_go_on(kind: str, engine: Any, tmp_path: P
         engine.carried.update(first=other, again=other)
         engine.load_checkpoint(tmp_path / "saved")
         assert [drawn(other) for _ in range(3)] == expected
-
-
-def test_children_of_another_seed_go_on(engine: Any, tmp_path: Path) -> None:
-    """In place for whoever else counts on the same seeds, as long as they are the same."""
-    seeds = np.random.SeedSequence(1)
-    for own, count in ((seeds, 3), (np.random.SeedSequence(2), 0)):
-        generator = np.random.default_rng(np.random.SeedSequence(1))
-        engine.carried["numbers"] = generator
-        generator.spawn(3)
-        engine.save_checkpoint(tmp_path / "saved")
-        engine.carried["numbers"] = other = np.random.default_rng(own)
-        engine.load_checkpoint(tmp_path / "saved")
-        assert drawn(other) == drawn(generator)
-        assert own.n_children_spawned == (count + 2 if count else 0)
 
 
 def test_what_has_no_state_is_refused_when_it_is_registered(engine: Any) -> None:
@@ -637,69 +612,3 @@ def test_a_signal_is_told_between_steps(number: int, engine: Any) -> None:
         engine.optimizer.step()
         assert stop()
     assert signal.getsignal(number) is before
-
-
-def test_stops_inside_of_stops_share_what_came(engine: Any) -> None:
-    """Only the outermost raises, and only what nobody was told of."""
-    before = signal.getsignal(signal.SIGTERM)
-    with engine.stop_signals() as outer:
-        with engine.stop_signals() as inner:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert inner()
-        assert outer()
-        with engine.stop_signals() as again:
-            assert again()
-    assert signal.getsignal(signal.SIGTERM) is before
-    ends: list[str] = []
-
-    def untold() -> None:
-        with engine.stop_signals():
-            with engine.stop_signals():
-                os.kill(os.getpid(), signal.SIGINT)
-            ends.append("inner")
-
-    with pytest.raises(KeyboardInterrupt):
-        untold()
-    assert ends == ["inner"]
-
-
-def test_a_signal_that_is_not_noted_is_said_once(engine: Any, caplog: Any) -> None:
-    came: list[int] = []
-
-    def of_the_program(number: int, frame: Any) -> None:
-        came.append(number)
-
-    before = signal.signal(signal.SIGTERM, of_the_program)
-    try:
-        for _ in range(2):
-            with engine.stop_signals() as stop:
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert not stop()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert came == [signal.SIGTERM] * 2
-    (said,) = [each.getMessage() for each in caplog.records]
-    assert "handles SIGTERM (by test_a_signal_that" in said
-    assert "SIGINT" not in said
-
-
-def test_off_the_main_thread_it_is_said_unless_the_main_one_notes(engine: Any, caplog: Any) -> None:
-    found: list[bool] = []
-
-    def train() -> None:
-        with engine.stop_signals() as stop:
-            found.append(stop())
-
-    def in_a_thread() -> None:
-        thread = threading.Thread(target=train, name="trainer")
-        thread.start()
-        thread.join(30)
-
-    with engine.stop_signals() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        in_a_thread()
-        assert stop()
-    assert not caplog.records
-    in_a_thread()
-    assert found == [True, False]
-    assert "in the thread trainer: Python hands signals to the main thread" in caplog.text

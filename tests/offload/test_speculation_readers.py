@@ -139,26 +139,6 @@ def test_a_view_that_is_kept_shows_no_trial(tmp_path: Path) -> None:
         assert group in trials
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_views_that_are_kept_over_steps_show_no_trial(tmp_path: Path, precision: str) -> None:
-    """Weights in host memory are used where they are: what was gathered since has them, too."""
-    with engine_of(tmp_path, {**HOST, "optimizer": "nvme"}, precision=precision) as engine:
-        norm = engine.module.norm.weight  # type: ignore[union-attr]
-        group = engine.runtime.group_of(norm)[0].index  # type: ignore[arg-type,index]
-        with engine.gathered():
-            kept = norm.detach()  # type: ignore[operator]
-        for number in range(2):
-            backward(engine, number)
-            step(engine)
-        engine.settle()  # what steps have made is seen
-        before = kept.clone()
-        backward(engine, 2)
-        assert list(engine.runtime.stepper.speculative)
-        assert group not in engine.runtime.stepper.speculative
-        engine.runtime.updates.settle()
-        assert torch.equal(kept, before)
-
-
 # ---------------------------------------------------------------- other threads and processes
 OTHERS: dict[str, Callable[[offload.Engine], Any]] = {
     "optimizer.state_dict": lambda engine: engine.optimizer.state_dict(),
@@ -207,29 +187,6 @@ def test_another_thread_takes_a_trial_back_while_the_step_decides(
         backward(engine, 3)
         step(engine)
         assert_same_bits(states_of(engine), expected)
-
-
-def test_another_thread_comes_between_a_trial_and_its_update(
-    tmp_path: Path, expected: dict[str, torch.Tensor]
-) -> None:
-    """What it takes back must not be updated all the same."""
-    with engine_of(tmp_path, NVME) as engine:
-        trials = engine.runtime.stepper.speculative
-        readers: list[threading.Thread] = []
-
-        def begin(*trial: Any, real: Callable[..., Any] = trials.begin) -> Any:
-            begun = real(*trial)
-            if not readers:
-                readers.append(threading.Thread(target=engine.settle))
-                readers[0].start()
-                readers[0].join(0.2)  # it cannot end before the update was submitted
-            return begun
-
-        trials.begin = begin  # type: ignore[method-assign]
-        backward(engine, 2)
-        readers[0].join(TIMEOUT_S)
-        assert trials.counts.taken_back
-        assert_same_bits(finished(engine), expected)
 
 
 def test_a_forked_child_is_told_that_the_trials_are_its_parents(

@@ -208,29 +208,6 @@ def test_a_loop_that_clips_nothing_is_updated_in_backward(tmp_path: Path, seed: 
     assert trials == SpeculationCounts(trials.kept, why_off="")
 
 
-def test_a_loop_that_always_clips_tries_nothing(tmp_path: Path) -> None:
-    trials = assert_equal_to_deferred(
-        1, tmp_path, {"clip_grad_norm": 1e-3}, [(1, [])] * 6, force=False
-    )
-    assert trials == SpeculationCounts(
-        why_off="the last step clipped its gradients, or was skipped"
-    )
-
-
-def test_a_loop_that_reads_weights_before_each_step_soon_tries_nothing(tmp_path: Path) -> None:
-    program: Program = [(1, ["read"])] * 16
-    trials = assert_equal_to_deferred(1, tmp_path, {}, program, force=False)
-    assert not trials.kept
-    assert trials.taken_back <= 5 * 5
-    assert "needed or changed" in trials.why_off
-
-
-def test_accumulating_loops_are_tried_after_as_many_passes_as_before(tmp_path: Path) -> None:
-    trials = assert_equal_to_deferred(1, tmp_path, {}, [(3, [])] * 4, force=False)
-    assert trials.kept
-    assert not trials.taken_back
-
-
 def test_without_room_for_old_versions_updates_wait_for_the_step(tmp_path: Path) -> None:
     with engine_of(0, tmp_path, ON_NVME) as engine:
         needed = needed_nbytes(engine.plan, Tier.NVME)
@@ -282,42 +259,6 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
             engine.settle()
             found.append({n: value.clone() for n, value in engine.module.state_dict().items()})
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-
-
-@pytest.mark.parametrize("homes", [ON_NVME, {**ON_HOST, "optimizer": "nvme"}], ids=str)
-def test_a_step_may_count_updates_that_have_not_begun(
-    tmp_path: Path, homes: dict[str, str]
-) -> None:
-    """Their old versions are given up while they wait; the next trial, which is undone, has its
-    own."""
-    found, words = [], torch.arange(21).view(3, 7)
-    for late in False, True:
-        with engine_of(1, tmp_path, homes, skip_nonfinite=True) as engine:
-            updates, go_on = engine.runtime.updates, threading.Event()
-
-            def step_late(chunk: Any, go_on: Any = go_on, real: Any = updates._step_here) -> None:
-                go_on.wait(30)
-                real(chunk)
-
-            updates._step_here = step_late  # type: ignore[method-assign]
-            for number in range(6):
-                go_on.set()
-                loss = loss_of(engine.module, words)  # waits for the last step's updates
-                engine.settle()
-                if late:
-                    go_on.clear()
-                engine.backward(loss * float("inf") if number % 3 == 2 else loss)
-                if number % 3 == 2:  # skipped: what is on trial ends, and is taken back
-                    go_on.set()
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-                go_on.set()
-            assert engine.report().trials.kept
-            assert engine.report().trials.redone
-            engine.settle()
-            found.append({n: value.clone() for n, value in engine.module.state_dict().items()})
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-    assert all(value.isfinite().all() for value in found[0].values())
 
 
 def test_why_an_update_on_trial_failed_is_what_is_raised(

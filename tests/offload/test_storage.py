@@ -11,22 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner
 
 import offload
-from offload.cli.app import app
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, ConfigError, ModifiedError, UnsupportedError
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
 from offload.planning.step.traffic import find_copies
-from offload.swap.states.coded_state import CodedState
 from offload.tiers.tier import Tier
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import ParamShape
-from offload.zero.groups.storage import is_named
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
@@ -121,27 +116,6 @@ def test_adapters_train_alike_on_codes_in_every_tier_and_on_decoded_values(
         assert_same_bits(gradients_of(engine), named)
 
 
-def test_recomputed_accumulated_and_evaluated_in_between(tmp_path: Path) -> None:
-    def run(model: Any, placement: str, keys: dict[str, Any]) -> list[Any]:
-        home = {**PLACEMENTS[placement], "activations": {"checkpoint": True}}
-        with offload.initialize(
-            model, config(tmp_path, home, gradient_accumulation_steps=2, **keys)
-        ) as engine:
-            found = losses_of(engine, batches(4), 2)
-            with torch.inference_mode():
-                found.append(model.loss(batches(1, 7)[0]).item())
-            return [*found, *losses_of(engine, batches(2, 3), 2)]
-
-    plain = adapted()
-    round_to(plain, "int8")
-    expected = run(plain, "host", {})
-    storage = {"storage": {"weights": "int8", "group_size": 32}}
-    nvme = {**NVME, "gradients": "host"}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(PLACEMENTS, "nvme", nvme)
-        assert run(adapted(), "nvme", storage) == expected
-
-
 def test_a_fuzz_of_models_formats_and_places(tmp_path: Path, long: bool) -> None:
     for seed in range(24 if long else 3):
         chance = random.Random(seed)
@@ -192,33 +166,11 @@ def test_matrices_that_are_frozen_are_stored_apart_from_what_is_trained() -> Non
     assert units["layers.0"] == [1, 2]
 
 
-def test_a_shape_is_cut_as_its_modules_are() -> None:
-    chosen = OffloadConfig.load({"storage": {"weights": "int4", "group_size": 32}}).stored
-    model = adapted(2)
-    assert discover(model).shape().stored(chosen) == stored(model).shape()
-
-
 def test_a_tied_weight_stays_if_one_of_its_names_is_skipped() -> None:
     first = stored(adapted(1, tied=True)).groups[0]
     assert not any(param.stored for param in first.shape.params)
     first = stored(adapted(1, tied=True), skip=["up"]).groups[0]
     assert all(param.stored for param in first.shape.params)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("q_proj", True), ("q_proj.weight", True), ("layers.1", True), ("layers.*.attn", True),
-        ("attn", True), ("*.q_proj", True), ("model.layers.1.attn.q_proj.weight", True),
-        ("proj", False), ("layers.10", False), ("q_proj.w", False), ("base_layer", True),
-    ],
-)  # fmt: skip
-def test_names_in_skip(pattern: str, expected: bool) -> None:
-    assert is_named("model.layers.1.attn.q_proj.base_layer.weight", pattern) is expected
-
-
-def test_experts_rows_go_by_the_name_of_the_packed_parameter() -> None:
-    assert is_named("layers.0.experts.gate_up_proj[3]", "gate_up_proj")
 
 
 # ---------------------------------------------------------------- bytes
@@ -251,24 +203,6 @@ def test_peaks_are_predicted(placement: str, share: float | None, tmp_path: Path
         copies = find_copies(plan, engine.config, shape, 1, plan.budgets[Tier.HOST] - beside)
         measured = engine.report().tiers["host"].peak_nbytes
     assert beside + copies.nbytes == pytest.approx(measured, rel=0.1)
-
-
-@pytest.mark.parametrize("host", ["100KiB", "104KiB", "112KiB"])
-def test_codes_cross_the_disk_once_and_values_do_not(host: str, tmp_path: Path) -> None:
-    keys = coded(tmp_path, "int4", "nvme", precision="bf16")
-    model = in_precision(adapted(6).requires_grad_(False), "bf16")
-    keys["budget"] = {"host": host, "nvme": "64MiB"}
-    offload.dispatch(model, keys)
-    with torch.no_grad(), offload.dispatched(model) as owner:
-        for _ in range(3):
-            model(batches(1)[0])
-        before = owner.report().bytes_moved
-        model(batches(1)[0])
-        after = owner.report().bytes_moved
-        stored = sum(group.parameters for group in owner.plan.groups)
-        assert after["nvme write"] == before["nvme write"]
-        read = after["nvme read"] - before["nvme read"]
-        assert 0 < read <= 1.5 * stored, "but for groups at the end of a pass"
 
 
 # ---------------------------------------------------------------- reading, writing, checkpoints
@@ -408,18 +342,6 @@ def test_experts_that_are_adapted_one_by_one_are_refused() -> None:
 
 
 # ---------------------------------------------------------------- the state itself
-def test_values_are_given_up_before_what_would_have_to_be_read(tmp_path: Path) -> None:
-    model = in_precision(adapted(4).requires_grad_(False), "bf16")
-    offload.dispatch(model, coded(tmp_path, "int4", "nvme", precision="bf16"))
-    with torch.no_grad(), offload.dispatched(model) as owner:
-        for _ in range(2):
-            model(batches(1)[0])
-        states = [group.state for group in owner.store.groups]
-        states = [state for state in states if isinstance(state, CodedState)]
-        assert states
-        values = [state.next_use() for state in states]
-        codes: list[Any] = [state._home for state in states]
-        assert min(values) > max(code.next_use() for code in codes)
 
 
 def test_a_model_that_only_fits_in_codes_is_not_refused(tmp_path: Path) -> None:
@@ -434,16 +356,6 @@ def test_a_model_that_only_fits_in_codes_is_not_refused(tmp_path: Path) -> None:
     shape = discover(model).stored(chosen.stored).shape()
     plan = make_plan(chosen.for_inference(), shape, there)
     assert plan.total(Tier.NVME) < 0.5 * values
-
-
-def test_a_plan_says_what_codes_take(tmp_path: Path) -> None:
-    file = tmp_path / "offload.yaml"
-    file.write_text("storage: {weights: nf4}\nprecision: bf16\n")
-    save_file(dict(adapted(1).named_parameters()), tmp_path / "model.safetensors")
-    asked = ["plan", str(file), "--inference", "--model", str(tmp_path / "model.safetensors")]
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0, done.output
-    assert "nf4, 64 elements per scale" in done.output
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,7 +32,6 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
-from tests.tiers.test_host_region import child
 
 pytestmark = MARKS
 
@@ -232,46 +231,6 @@ def test_a_forked_child_reads_what_was_there_or_is_told_why_not(
         assert "StateError" in said["gradient"]
         assert child_says(lambda: kept.sum().item()) == repr(kept.sum().item())
         losses_of(engine, batches(2))
-
-
-class Wide(nn.Module):
-    """8.4 M parameters in 8 blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8))
-
-    def loss(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return x.float().square().mean()
-
-
-def private_nbytes(process: int) -> int:
-    rows = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return sum(int(row.split()[1]) << 10 for row in rows if row.startswith("Private_"))
-
-
-@no_forks_with_a_gpu
-def test_states_that_are_updated_while_a_child_lives_take_no_more_ram(tmp_path: Path) -> None:
-    """Pages that the two shared, and the parent has rewritten since, are the child's alone."""
-    keys = config(tmp_path, HOST, precision="bf16", budget={"host": "160MiB"})
-    data = torch.ones(2, 1024).bfloat16()
-
-    def step() -> None:
-        engine.backward(engine.module.loss(data))  # type: ignore[operator]
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        engine.settle()
-
-    with offload.initialize(seeded(Wide), keys) as engine:
-        step()
-        with child() as other:
-            before = private_nbytes(other)
-            step()
-            grown = private_nbytes(other) - before
-        assert engine.report().tiers["host"].used_nbytes > 100 << 20
-    assert grown < 32 << 20  # of more than 100 MiB; torch's own heap takes 6 to 17
 
 
 class Tokens(Dataset[Tensor]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,11 @@ from rich.console import Console
 
 from offload.config import OffloadConfig
 from offload.runs.folder import RunFolder
-from offload.runs.metrics import StepMetrics
 from offload.train import comparison
-from offload.train.comparison import Process, agreement, cannot_compare, comparison_table
+from offload.train.comparison import cannot_compare
 from offload.train.loop import run
-from offload.train.summary import MemoryUse
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-
-ROW = StepMetrics(1, 2.0, 1e-3, 0.5, 100.0, None, 0, 1 << 20, {}, {})
 
 
 def config_of(folder: Path, **train: Any) -> OffloadConfig:
@@ -79,20 +74,3 @@ def test_what_plain_pytorch_cannot_train_alike_says_why() -> None:
     assert "ranks" in why({}, 2)
     assert "adamw" in why({"optimizer": {"type": "lion"}})
     assert "precision" in why({"precision": "fp16"})
-
-
-def test_agreement_is_said_as_bits_or_as_rounding() -> None:
-    same = agreement([ROW, ROW], [ROW, ROW])
-    assert same == "the losses of all 2 steps are those of plain PyTorch, bit for bit"
-    apart = agreement([ROW, ROW], [ROW, replace(ROW, loss=2.0 + 2**-20)])
-    assert "in 1 of 2 steps, at most 1e-06 apart" in apart
-
-
-def test_both_processes_are_counted_alike() -> None:
-    memory = MemoryUse(baseline_nbytes=100 << 20, peak_nbytes=150 << 20)
-    table = comparison_table(
-        Process([ROW], memory, 20 << 20, 7 << 20), Process([ROW], memory, 40 << 20)
-    )
-    columns = [list(column.cells) for column in table.columns[1:]]
-    assert columns[0][:5] == ["150.0 MiB", "20.0 MiB", "100.0 MiB", "30.0 MiB", "7.0 MiB"]
-    assert columns[1][:5] == ["150.0 MiB", "40.0 MiB", "100.0 MiB", "10.0 MiB", "0 B"]

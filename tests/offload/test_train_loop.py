@@ -23,8 +23,8 @@ from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, LowMemoryError, PathError
 from offload.process.interrupts import Terminated
-from offload.runs.folder import RunFolder, check_same_run, default_path
-from offload.train.loop import readable, run
+from offload.runs.folder import RunFolder, check_same_run
+from offload.train.loop import run
 from tests.offload.engine_cases import ON, on_a_gpu_too
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -87,18 +87,6 @@ def test_a_run_leaves_its_folder_complete(make_config: Any, tmp_path: Path) -> N
         assert fragment in output
 
 
-def test_a_run_with_nothing_on_nvme_reports_an_empty_tier(make_config: Any, tmp_path: Path) -> None:
-    config = make_config(
-        {"steps": 2}, device="cpu", budget={"host": "64MiB"}, nvme={"paths": [str(tmp_path)]},
-        placement=dict.fromkeys(("parameters", "gradients", "optimizer"), "host"),
-    )  # fmt: skip
-    output = run_quietly(config, tmp_path / "run")
-    row = next(line for line in output.splitlines() if line.strip().startswith("nvme"))
-    assert row.split() == ["nvme", "0", "B", "0", "B", "-", "-"]
-    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["tiers"]["nvme"] == 0 < last["tiers"]["host"]
-
-
 @on_a_gpu_too
 def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
     config = make_config({"checkpoint_every": 2}, gradient_accumulation_steps=2)
@@ -139,22 +127,6 @@ def test_every_logger_is_told_of_every_step(make_config: Any, tmp_path: Path) ->
     assert [float(row["loss"]) for row in rows] == losses(tmp_path / "run")
     assert [row["step"] for row in rows] == list("123456")
     assert {"waited/update", "moved/nvme read", "tiers/host"} <= rows[0].keys()
-
-
-@pytest.mark.slow
-def test_a_logger_keeps_the_rows_of_steps_before_the_checkpoint(
-    make_config: Any, tmp_path: Path
-) -> None:
-    config = make_config({"loggers": ["csv"], "checkpoint_every": 2})
-    run_quietly(config, tmp_path / "run")
-    table = tmp_path / "run/metrics.csv"
-    rows = rows_of(table)
-    table.write_text(table.read_text()[:-5])  # a crash amid the last row
-    shutil.rmtree(tmp_path / "run/checkpoints/step-000006")
-    run_quietly(config, tmp_path / "run", resume=True)
-    again = rows_of(table)
-    for name in ("step", "loss", "lr"):
-        assert [row[name] for row in again] == [row[name] for row in rows]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -409,12 +381,6 @@ def test_a_line_cut_by_a_crash_is_left_out(make_config: Any, tmp_path: Path) -> 
     assert [row.step for row in RunFolder.reopen(tmp_path / "run").metrics.read()] == [1, 2]
 
 
-def test_default_run_folders_do_not_collide(tmp_path: Path) -> None:
-    first = default_path("demo", tmp_path)
-    first.mkdir()
-    assert default_path("demo", tmp_path) != first
-
-
 def test_the_schedule_warms_up_and_ends_where_it_should() -> None:
     schedule = ScheduleConfig(type="cosine", warmup_steps=4, final=0.1)
     factors = [schedule.factor(step, 20) for step in range(20)]
@@ -423,7 +389,3 @@ def test_the_schedule_warms_up_and_ends_where_it_should() -> None:
     assert factors[-1] == pytest.approx(0.1)
     assert factors[4:] == sorted(factors[4:], reverse=True)
     assert ScheduleConfig(type="constant").factor(7, 20) == 1.0
-
-
-def test_what_is_not_printable_is_shown_as_a_dot() -> None:
-    assert readable(b"a\x1b[2J\xff\n") == "a·[2J·\n"

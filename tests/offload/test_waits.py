@@ -11,7 +11,7 @@ import pytest
 
 from offload.memory import tier_manager as homes
 from offload.swap.io.threads_backend import ThreadsBackend
-from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, seeded
+from tests.offload.engine_cases import NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine
 
 SLOW_S = 0.01
@@ -50,21 +50,3 @@ def test_slow_files_are_waited_for_and_updates_apart(make: MakeEngine, slow_file
     assert waits["update"] > 0  # an update ends with its writes: a wait for it is not one for nvme
     assert waits["link"] == waits["ranks"] == 0.0
     assert sum(waits.values()) <= seconds
-
-
-def test_reads_in_the_way_of_a_forward_are_waits_for_nvme(
-    make: MakeEngine, slow_files: None
-) -> None:
-    engine = make(
-        seeded(TinyLM), {**HOST, "parameters": "nvme"}, prefetch=1,
-        budget={"host": "1MiB", "nvme": "64MiB"},
-    )  # fmt: skip
-    engine.settle()
-    before, began = engine.report().waits, time.perf_counter()
-    for group in engine.runtime.groups:
-        group.state.evict()  # the copies that the host keeps
-    engine.module.loss(batches(1)[0])
-    seconds = time.perf_counter() - began
-    waits = {name: now - before[name] for name, now in engine.report().waits.items()}
-    assert 0 < waits["nvme"] <= seconds
-    assert waits["update"] == 0.0

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import math
 import os
-import time
-import weakref
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +16,9 @@ from torch import Tensor
 import offload
 from offload.errors import ConfigError, StateError, UnsupportedError
 from offload.loggers import JSONLinesLogger
-from offload.runs.watch import _Outlet
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
-    NVME,
     TinyLM,
     assert_same_bits,
     batches,
@@ -132,48 +126,6 @@ def test_the_loss_of_engine_backward_is_read_where_none_is_logged(make: Any) -> 
     assert kept.of("loss") == pytest.approx(sums)
 
 
-def test_a_row_says_what_the_report_says(make: Any) -> None:
-    kept = Kept()
-    keys = {"clip_grad_norm": 1.0, "optimizer": {"type": "adamw", "lr": 0.25}}
-    with make(**keys) as engine, engine.watch(loggers=[kept], show=False):
-        schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
-        for tokens in batches(2):
-            step(engine, tokens)
-            schedule.step()
-        report = engine.report()
-    values = kept.rows[1][1]
-    assert values["lr"] == 0.125
-    assert values["gradient_norm"] == report.gradient_norm
-    assert values["loss"] is values["tokens_per_second"] is None
-    assert values["tiers"].keys() == report.tiers.keys()
-    assert values["moved"].keys() == report.bytes_moved.keys()
-    assert values["waited"].keys() == {*report.waits, "loop"}
-    first, second = (values["elapsed_seconds"] for _, values in kept.rows)
-    assert second - first == pytest.approx(values["seconds"])
-
-
-@pytest.mark.parametrize("seen", [1, 3])  # by who asks: every step, or every third
-def test_seconds_of_a_row_are_those_of_its_step_alone(
-    make: Any, seen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = Kept()
-    keys = {"placement": NVME, "budget": {"host": "1MiB", "nvme": "64MiB"}}
-    monkeypatch.setattr(_Outlet, "wants", lambda outlet, step: step % seen == 0)
-    with make(**keys) as engine, engine.watch(loggers=[kept], show=False):
-        for tokens in batches(6):
-            step(engine, tokens)
-            time.sleep(1e-3)  # the loop's own, of the next step
-        report = engine.report()
-    assert kept.steps == list(range(seen, 7, seen))
-    for _, values in kept.rows:
-        assert sum(values["waited"].values()) <= values["seconds"]
-        assert min(values["waited"].values()) >= 0.0
-    assert [values["waited"]["loop"] >= 1e-3 for _, values in kept.rows][1:] == [True] * (
-        len(kept.rows) - 1
-    )
-    assert sum(values["waited"]["update"] for _, values in kept.rows) <= report.waits["update"]
-
-
 def test_a_skipped_step_has_a_row_and_a_number(make: Any) -> None:
     kept = Kept()
     with make(skip_nonfinite=True) as engine, engine.watch(loggers=[kept], show=False) as watch:
@@ -185,18 +137,6 @@ def test_a_skipped_step_has_a_row_and_a_number(make: Any) -> None:
             watch.log(loss=loss)
     assert kept.steps == [1, 2, 3]
     assert kept.of("skipped_steps") == [0, 1, 1]
-
-
-def test_steps_without_a_forward_of_the_whole_model_have_their_rows(make: Any) -> None:
-    kept = Kept()
-    with make() as engine, engine.watch(loggers=[kept], show=False) as watch:
-        for number, tokens in enumerate(batches(3)):
-            engine.module.embed(tokens).sum().backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            watch.log(loss=number)
-    assert kept.of("loss") == [0, 1, 2]
-    assert kept.steps == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -269,17 +209,6 @@ def test_the_bits_are_the_same_when_watched(make: Any, tmp_path: Path) -> None:
     assert_same_bits(found[0][1], found[1][1])
 
 
-def test_a_loss_that_the_loop_changes_afterwards_was_read_before(make: Any) -> None:
-    kept = Kept()
-    with make() as engine, engine.watch(loggers=[kept], show=False):
-        loss = engine.module.loss(batches(1)[0])
-        engine.backward(loss)
-        expected = loss.item()
-        engine.optimizer.step()
-        loss.detach_().mul_(2)
-    assert kept.of("loss") == [expected]
-
-
 @pytest.mark.parametrize("ends", ["refused", "a logger fails"])
 def test_a_run_folder_goes_on_where_a_watch_fails(ends: str, make: Any, tmp_path: Path) -> None:
     class Failing(Kept):
@@ -341,17 +270,6 @@ def test_the_next_watch_ends_the_one_before(make: Any) -> None:
     assert (first.steps, second.steps, second.closed) == ([1], [2], 1)
 
 
-def test_an_engine_that_is_dropped_leaves_no_row_behind(make: Any) -> None:
-    kept, engine = Kept(), make()
-    engine.watch(loggers=[kept], show=False)
-    step(engine, batches(1)[0])
-    dropped = weakref.ref(engine)
-    del engine
-    gc.collect()
-    assert dropped() is None
-    assert (kept.steps, kept.closed) == ([1], 1)
-
-
 def test_an_error_in_a_logger_is_the_loops_own_and_the_engine_ends(make: Any) -> None:
     def failing(values: Any, step: int) -> None:
         raise ZeroDivisionError(step)
@@ -367,24 +285,6 @@ def test_an_error_in_a_logger_is_the_loops_own_and_the_engine_ends(make: Any) ->
         engine.close()
     assert engine.is_closed
     assert kept.closed == 1
-
-
-def test_a_logger_may_use_the_model(make: Any) -> None:
-    """It is called when the next forward is about to begin."""
-    norms: list[float] = []
-    with make() as engine:
-
-        def of_weights(values: Any, step: int) -> None:
-            with torch.no_grad():
-                engine.module.loss(batches(1)[0])
-            with engine.gathered():
-                norms.append(float(engine.module.head.weight.detach().norm()))
-
-        engine.watch(loggers=[of_weights], show=False)
-        losses = losses_of(engine, batches(3))
-    with make() as engine:
-        assert losses_of(engine, batches(3)) == losses
-    assert len(norms) == 3
 
 
 def test_ranks_but_the_first_neither_show_nor_log(
@@ -413,18 +313,6 @@ def test_a_watch_that_is_refused_leaves_the_engine_as_it_was(make: Any) -> None:
 
 
 # ---------------------------------------------------------------- what is said
-def test_lines_are_printed_where_there_is_no_terminal(make: Any, capfd: Any) -> None:
-    engine = make()
-    capfd.readouterr()  # what took long on a busy machine
-    with engine, engine.watch(steps=4, tokens=100, every=2) as watch:
-        for tokens in batches(4):
-            watch.log(loss=step(engine, tokens))
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert [line.split(" | ")[0] for line in err.splitlines()] == ["step 1/4", "step 2/4",
-                                                                   "step 4/4"]  # fmt: skip
-    assert "tokens/s" in err
-    assert "loss " in err
 
 
 @pytest.mark.parametrize("with_watch", [True, False])
@@ -456,20 +344,6 @@ def test_an_interrupt_says_what_is_kept(
     assert f'engine.load_checkpoint("{saved}") goes on from it' in interrupted(2)
 
 
-@pytest.mark.parametrize("way", ["interrupt amid a step", "close"])
-def test_the_last_step_is_shown_though_it_was_left_out(way: str, make: Any, capfd: Any) -> None:
-    with suppress(KeyboardInterrupt), make() as engine:
-        engine.watch(steps=100, every=50)
-        capfd.readouterr()
-        for tokens in batches(3):
-            step(engine, tokens)
-        if way != "close":
-            engine.module.loss(batches(1)[0])
-            raise KeyboardInterrupt
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
-    assert [line.split(" | ")[0] for line in lines] == ["step 1/100", "step 3/100"]
-
-
 def test_a_forked_child_leaves_the_watch_to_its_parent(make: Any, tmp_path: Path) -> None:
     kept = JSONLinesLogger(tmp_path / "rows.jsonl")
     with make() as engine, engine.watch(loggers=[kept], show=False):
@@ -484,24 +358,3 @@ def test_a_forked_child_leaves_the_watch_to_its_parent(make: Any, tmp_path: Path
         step(engine, batches(1)[0])
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
-
-
-def test_progress_is_said_where_it_takes_long_and_can_be_silenced(
-    make: Any, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offload.display.progress._SILENT_S", 0.0)
-    with make() as engine:
-        engine.save_checkpoint(tmp_path / "saved")
-        engine.load_checkpoint(tmp_path / "saved")
-    said = capfd.readouterr().err.splitlines()
-    for what in ("initialising: ", "saving saved: ", "loading saved: "):
-        lines = [line for line in said if line.startswith(f"offload: {what}")]
-        assert len(lines) == 2, said  # one on the way, one at the end: the next is due in 10 s
-        assert " of " in lines[0]
-        assert " in 0 s" in lines[1]
-    logging.getLogger("offload.progress").setLevel(logging.ERROR)
-    try:
-        make().close()
-    finally:
-        logging.getLogger("offload.progress").setLevel(logging.NOTSET)
-    assert capfd.readouterr().err == ""

@@ -107,26 +107,6 @@ def test_a_loop_trains_as_plainly_and_resumes_to_the_bit(placement: str, tmp_pat
         assert_same_bits(values_of(again), weights)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_preparing_copies_no_states(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_llama()
-    keys = {"precision": precision}
-    with offload.initialize(model, settings(tmp_path, PLACEMENTS["host"], **keys)) as engine:
-        for name in ("state_dict", "load_state_dict"):
-            monkeypatch.setattr(engine.optimizer, name, None)
-        run = Run(integration.OffloadAccelerator, model, engine.optimizer)
-        run.accelerator.save_state(str(tmp_path / "saved"))
-        run.go(0, 2 * ACCUMULATE)
-        run.accelerator.load_state(str(tmp_path / "saved"))
-        losses, run.losses = run.losses, []
-        run.go(0, 2 * ACCUMULATE)
-        assert run.losses[:ACCUMULATE] == losses[:ACCUMULATE]
-        assert run.accelerator.unwrap_model(run.model) is model
-
-
 def test_what_a_plain_accelerator_saved_is_loaded(tmp_path: Path) -> None:
     expected_model = tiny_llama()
     expected = Run(accelerate.Accelerator, expected_model, plain_optimizer(expected_model))

@@ -3,7 +3,6 @@ formats, where they are installed) load with the values that they say."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -154,31 +153,6 @@ def test_a_checkpoint_of_another_model_is_not_exported_in_codes(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_that_files_name_otherwise_are_quantised(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-             "num_attention_heads": 2}  # fmt: skip
-    eyes = {**sizes, "image_size": 14, "patch_size": 7, "model_type": "clip_vision_model"}
-    words = {**sizes, "num_key_value_heads": 2, "vocab_size": 64, "model_type": "llama"}
-    shape = transformers.LlavaConfig(vision_config=eyes, text_config=words, image_token_index=63)
-    kind = transformers.LlavaForConditionalGeneration
-    kind(shape).save_pretrained(tmp_path / "model")
-    before = dict(kind.from_pretrained(tmp_path / "model").named_parameters())
-    skip = ["lm_head", "vision_tower", "multi_modal_projector"]
-    offload.compress(tmp_path / "model", tmp_path / "out", storage="nf4", group_size=32, skip=skip)
-    changed = set()
-    for name, value in opened(tmp_path / "out").items():
-        expected = before[name].detach()
-        if is_linear(name) and "language_model" in name:
-            expected = stored(expected, "nf4", 32)
-            changed.add(name)
-        assert bits(value) == bits(expected), name
-    assert len(changed) == 7
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        loaded = kind.from_pretrained(tmp_path / "out").dequantize(torch.float32)
-        found = opened(tmp_path / "out")
-        assert all(bits(p.detach()) == bits(found[n]) for n, p in loaded.named_parameters())
-
-
 # ------------------------------------------------------------------------------------ refusals
 @pytest.mark.parametrize(
     ("keys", "message"),
@@ -245,18 +219,3 @@ def test_experts_are_in_codes_each_by_itself(code: str, model_type: str, tmp_pat
         error = (found[name].float() - before[name].float()).unflatten(-1, (-1, 32)).abs()
         most = flat.abs().amax(-1, keepdim=True)
         assert bool((error <= most / (127 if code == "int8" else 7) * 0.52).all()), name
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("code", ["int4", "int8"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_transformers_loads_the_same_experts(code: str, dtype: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    folder = mixture(tmp_path / "model", dtype=dtype)
-    offload.compress(folder, tmp_path / "out", storage=code, group_size=32)
-    keys = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
-    loaded, told = CAUSAL.from_pretrained(tmp_path / "out", output_loading_info=True, **keys)
-    assert not told["missing_keys"]
-    expected = dict(loaded.named_parameters())
-    for name, value in opened(tmp_path / "out").items():
-        assert bits(value.float()) == bits(expected[name].detach().float()), name

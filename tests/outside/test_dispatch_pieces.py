@@ -95,27 +95,6 @@ def test_tokens_are_those_of_the_whole_batch(tmp_path: Path, name: str) -> None:
         assert torch.allclose(logits, others, atol=1e-6)
 
 
-def test_weights_are_read_once_per_pass(tmp_path: Path) -> None:
-    def read(pieces: int) -> int:
-        model = build("llama", num_hidden_layers=6)
-        offload.dispatch(
-            model,
-            {
-                "device": "cpu", "micro_batches": pieces, "prefetch": 0,
-                "groups": {"blocks": ["LlamaDecoderLayer"]}, "placement": {"parameters": "nvme"},
-                "budget": {"host": "72KiB", "nvme": "64MiB"}, "nvme": {"paths": [str(tmp_path)]},
-            },
-        )  # fmt: skip
-        with offload.dispatched(model) as dispatched:
-            for _ in range(3):
-                before = dispatched.report().bytes_moved["nvme read"]
-                with torch.no_grad():
-                    model(TOKENS, use_cache=False)
-            return dispatched.report().bytes_moved["nvme read"] - before
-
-    assert 0 < read(5) == read(1)
-
-
 @pytest.mark.parametrize(
     ("call", "error"),
     [

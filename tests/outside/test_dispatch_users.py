@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,25 +95,6 @@ def test_a_pipeline(model: Any) -> None:
         for each in (model, build())
     ]
     assert texts[0] == texts[1]
-
-
-def test_a_streamer_reads_what_another_thread_generates(model: Any) -> None:
-    came: queue.Queue[Any] = queue.Queue()
-
-    class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]
-        def put(self, value: Tensor) -> None:
-            came.put(value)
-
-        def end(self) -> None:
-            came.put(None)
-
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(alone(model, streamer=Streamer())))
-    thread.start()
-    streamed = torch.cat([each.flatten() for each in iter(lambda: came.get(timeout=60), None)])
-    thread.join()
-    assert torch.equal(streamed, found[0][0])
-    assert torch.equal(found[0], alone(build()))
 
 
 def test_a_ctrl_c_in_the_middle_leaves_the_model_usable(model: Any) -> None:

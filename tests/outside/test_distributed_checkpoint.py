@@ -12,9 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -203,47 +200,6 @@ def test_the_tutorials_application_state_resumes_to_the_bit(
         state = AppState(again, engine.optimizer)
         dcp.load({"app": state}, checkpoint_id=tmp_path / "saved")
         assert train(again, engine.optimizer, 3, seed=1) == rest
-
-
-def test_asking_for_an_optimizers_state_dict_takes_no_step(tmp_path: Path) -> None:
-    """torch makes the states of an optimizer that has none by a step with zeros as gradients."""
-    model = seeded(Flat)
-    with offload.initialize(model, settings(tmp_path, {})) as engine:
-        train(model, engine.optimizer, 2)
-        before = engine.optimizer.state_dict()
-        found = get_optimizer_state_dict(model, engine.optimizer)
-        assert engine.report().steps == 2
-        assert_same_bits(engine.optimizer.state_dict()["state"][0], before["state"][0])
-        assert found["state"]["layers.0.weight"]["step"] == 2
-
-
-@pytest.mark.parametrize("form", ["full_state_dict", "flatten_optimizer_state_dict"])
-def test_state_dicts_in_torchs_other_forms(form: str, tmp_path: Path) -> None:
-    options = StateDictOptions(cpu_offload=True, **{form: True})
-    model = seeded(Flat)
-    with offload.initialize(model, settings(tmp_path, {})) as engine:
-        train(model, engine.optimizer, 2)
-        weights, states = get_state_dict(model, engine.optimizer, options=options)
-        rest = train(model, engine.optimizer, 2, seed=1)
-        set_state_dict(
-            model, engine.optimizer, model_state_dict=weights, optim_state_dict=states,
-            options=options,
-        )  # fmt: skip
-        assert train(model, engine.optimizer, 2, seed=1) == rest
-        assert set(get_model_state_dict(model)) == set(model.state_dict())
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_writers_with_several_threads(threads: int, tmp_path: Path) -> None:
-    model = seeded(Flat)
-    writer = dcp.FileSystemWriter(tmp_path / "saved", thread_count=threads)
-    with offload.initialize(model, settings(tmp_path, {})) as engine:
-        train(model, engine.optimizer, 2)
-        dcp.save({"app": EngineState(engine)}, storage_writer=writer)
-        weights = model.state_dict()
-        train(model, engine.optimizer, 2)
-        dcp.load({"app": EngineState(engine)}, checkpoint_id=tmp_path / "saved")
-        assert_same_bits(model.state_dict(), weights)
 
 
 def test_a_load_of_parts_of_tensors(tmp_path: Path) -> None:

@@ -6,13 +6,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from offload.errors import UnsupportedError
@@ -21,9 +18,7 @@ from tests.outside.expert_cases import (
     Slices,
     equal_or_no_tokens,
     experts,
-    packed_experts,
     sliced,
-    transformers,
 )
 
 FAST, ALL = 80, 1500  # drawn cases
@@ -152,68 +147,7 @@ def test_frozen_experts_leave_the_gradients_of_the_others(name: str | None) -> N
                 assert leaf[each].grad is None
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that a tensor had which an operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        sizes = [each.numel() for each in tree_leaves(found) if isinstance(each, Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return found
-
-
-def test_no_tensor_is_larger_than_one_expert() -> None:
-    g = torch.Generator().manual_seed(0)
-    shape = Shape(32, 64, 64, has_bias=True)
-    module = shape.build(g)
-    index = torch.tensor([[3, 17], [17, 30]])
-    hidden, gradient = torch.randn(2, 2, 64, generator=g)
-    case = Case(shape, module, "plain", hidden, index, index.float(), gradient, True, True)
-    with sliced([module]), Largest() as largest:
-        case.run()
-    assert largest.numel == 128 * 64
-    with Largest() as largest:
-        case.run()
-    assert largest.numel == 32 * 128 * 64
-
-
 # ------------------------------------------------------------------------------ configurations
-def tiny_mixtral() -> Any:
-    settings = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(settings)
-
-
-TOKENS = torch.arange(3, 19).view(2, 8)
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    return list(packed_experts(model).values())
-
-
-def logits_of(model: nn.Module) -> Tensor:
-    logits: Tensor = model(input_ids=TOKENS).logits.detach()
-    return logits
-
-
-def test_detached_it_is_as_before_but_for_what_was_chosen_since() -> None:
-    model = tiny_mixtral()
-    with sliced(modules_of(model)):
-        pass
-    assert model.get_experts_implementation() == {"": "grouped_mm"}
-    assert not [name for module in modules_of(model) for name in vars(module) if "offload" in name]
-    with sliced(modules_of(model)) as made:
-        model.set_experts_implementation("eager")
-        logits_of(model)
-        assert not any(slices.announced for slices in made)
-    assert model.get_experts_implementation() == {"": "eager"}
-    assert modules_of(model) == []
 
 
 def test_a_negative_expert_is_refused() -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 import offload
 from offload.checkpoint.foreign.exporting import export
-from offload.checkpoint.foreign.weight_shards import cut
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError
 from offload.integrations.transformers.hub_export import write_hub_format
@@ -25,7 +24,7 @@ from tests.outside.zoo import NAMES, transformers
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
-hub = pytest.importorskip("huggingface_hub")
+
 CAUSAL = transformers.AutoModelForCausalLM
 TOKENIZER = {"tokenizer.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
 
@@ -103,24 +102,6 @@ def test_a_class_that_transformers_does_not_have_keeps_its_own_names(
         caplog.clear()
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
-def test_it_is_opened_in_the_format_that_was_asked_for(
-    dtype: str | None, precision: str, tmp_path: Path
-) -> None:
-    folder = saved(tmp_path / "model", "llama", tie_word_embeddings=True)
-    export(checkpoint(folder, tmp_path, precision), tmp_path / "out", dtype)
-    plain = CAUSAL.from_pretrained(tmp_path / "out")
-    assert plain.dtype == DTYPES[dtype or precision]
-    assert plain.lm_head.weight is plain.model.embed_tokens.weight
-    files = [path.name for path in (tmp_path / "out").iterdir()]
-    assert sorted(files) == ["config.json", "generation_config.json", "model.safetensors"]
-    assert (tmp_path / "out/model.safetensors").stat().st_size < 1.1 * sum(
-        p.nbytes for p in plain.parameters()
-    )
-
-
 def test_a_head_and_its_settings_are_those_that_were_trained(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama")
     kind = transformers.AutoModelForSequenceClassification
@@ -181,18 +162,6 @@ def test_of_a_model_that_is_not_of_transformers_the_configuration_is_given(tmp_p
     with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
         export(tmp_path / "checkpoint", tmp_path / "another", None, source)
     assert not (tmp_path / "another").exists()
-
-
-@pytest.mark.parametrize("most", [10, 150, 10_000])
-def test_shards_are_cut_as_huggingface_hub_cuts_them(most: int) -> None:
-    sizes = [40, 60, 100, 101, 4, 4, 300, 20, 152, 8, 0, 60, 60]
-    tensors = {f"t{number}": torch.zeros(size, dtype=torch.uint8)
-               for number, size in enumerate(sizes)}  # fmt: skip
-    split = hub.split_torch_state_dict_into_shards(
-        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=most
-    )
-    found = cut({name: tensor.nbytes for name, tensor in tensors.items()}, most)
-    assert found == split.filename_to_tensors
 
 
 @pytest.mark.sample(3)

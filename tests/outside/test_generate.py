@@ -133,17 +133,6 @@ def test_a_plan_is_what_dispatch_makes_of_it(
     assert where in line
 
 
-def test_a_batch_is_printed_at_the_end(folder: Path, placed: list[str], capsys: Any) -> None:
-    prompts = ["to be or not", "the"]
-    expected = plainly(folder, *prompts, do_sample=False)
-    given = [word for prompt in prompts for word in ("--prompt", prompt)]
-    assert run(str(folder), *placed, *given, *NEW, "--greedy") == 0
-    said = capsys.readouterr()
-    heads = [f"--- {number} of 2 ---\n" for number in (1, 2)]
-    assert said.out == "".join(f"{h}{text}\n" for h, text in zip(heads, expected, strict=True))
-    assert "decoding: 2 x 12 tokens" in said.err
-
-
 def test_a_prompt_may_be_a_file_and_a_turn(
     folder: Path, placed: list[str], tmp_path: Path, capsys: Any
 ) -> None:
@@ -156,22 +145,6 @@ def test_a_prompt_may_be_a_file_and_a_turn(
     found = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
     expected = own.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
     assert capsys.readouterr().out == expected + "\n"
-
-
-def test_letters_of_several_tokens_come_whole() -> None:
-    from offload.integrations.transformers.text_generation import Stream
-
-    own, pieces = tokenizer(), []
-    ids = own("naïve 日本 — dog")["input_ids"]
-    decode = type("_", (), {"decode": staticmethod(lambda ids: own.decode(ids))})
-    stream = Stream(decode, pieces.append, print, len(ids))  # type: ignore[arg-type]
-    stream.put(torch.tensor([[0]]))
-    for token in ids:
-        stream.put(torch.tensor([token]))
-    stream.end()
-    assert "".join(pieces) == "naïve 日本 — dog"
-    assert len(pieces) == 5
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
 # ---------------------------------------------------------------- what is refused

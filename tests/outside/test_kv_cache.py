@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache
 
-from offload.errors import StateError, TierFullError, UnsupportedError
+from offload.errors import StateError, TierFullError
 from offload.kv.paged_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
 from offload.zero.kv.sizes import CachedLayer
@@ -143,12 +143,6 @@ def test_drawn_operations_have_the_bits_of_transformers_own(
         gc.collect()
         store.reap()  # what an error of transformers' own has kept until here
     assert here.held() == {"host": 0, "nvme": 0}
-
-
-def test_a_static_cache_stays_out_of_tiers(homes: Callable[..., Homes]) -> None:
-    cache = StaticCache(config=PLAIN, max_cache_len=40)
-    with pytest.raises(UnsupportedError, match=r"layer 0 is a StaticLayer.* use a DynamicCache"):
-        keep_in_tiers(cache, homes("host").store())
 
 
 LATENT = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import offload
 from offload.cli import main
@@ -227,32 +227,6 @@ def test_plain_trainer_with_an_optimizer_of_its_own_is_refused(tmp_path: Path) -
 
 
 # --------------------------------------------------------------------------- precision
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits_resume_with_the_same_bits(precision: str, tmp_path: Path) -> None:
-    """fp16 scales the loss; while steps overflow, the scheduler waits, as Trainer has it."""
-    given = settings(tmp_path, "host", precision=precision, seed=7)
-    if precision == "fp16":
-        given["loss_scale"] = {"initial": 2.0**19, "growth_interval": 4}
-    keys = {"save_steps": 4, "max_steps": 8, "eval_steps": 4, "gradient_accumulation_steps": 2}
-    trainer = make(ours.OffloadTrainer, tmp_path / "whole", offload=given, **keys)
-    trainer.train()
-    whole, weights, report = logged(trainer), values_of(trainer.model), trainer.engine.report()
-    trainer.engine.close()
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    assert weights["model.norm.weight"].dtype == dtypes[precision]
-    assert (report.skipped_steps > 0) == (precision == "fp16")
-    assert trainer.lr_scheduler.last_epoch == report.steps
-    plain = make(transformers.Trainer, tmp_path / "plain", **keys)
-    plain.train()
-    finite = [n for n in whole["grad_norm"] if n < 1e3]
-    assert len(finite) >= 3
-    assert abs(finite[0] / logged(plain)["grad_norm"][0] - 1) < 0.05  # unscaled
-    again = make(ours.OffloadTrainer, tmp_path / "again", offload=given, **keys)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
-    assert str(logged(again)) == str(whole)  # nan is there, too
-    assert_same_bits(values_of(again.model), weights)
-    again.engine.close()
 
 
 # --------------------------------------------------------------------------- one source of numbers
@@ -356,22 +330,6 @@ def test_what_cannot_be_combined_is_refused_before_training(
 ) -> None:
     with pytest.raises(OffloadError, match=what):
         make(ours.OffloadTrainer, tmp_path / "run", **keys)
-
-
-def test_a_loss_of_a_subclass_is_scaled_under_fp16(tmp_path: Path, open_engines: list[Any]) -> None:
-    class Own(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            loss: Tensor = model(**inputs).loss.float() * 2
-            return loss
-
-    norms = []
-    for precision in "fp32", "fp16":
-        given = settings(tmp_path, "host", precision=precision)
-        trainer = make(Own, tmp_path / "run", offload=given, **SHORT)
-        open_engines.append(trainer)
-        trainer.train()
-        norms.append(logged(trainer)["grad_norm"][0])
-    assert abs(norms[1] / norms[0] - 1) < 0.05
 
 
 # --------------------------------------------------------------------------- arguments and versions

@@ -19,12 +19,12 @@ from tests.outside.pretrained_cases import assert_same_files
 from tests.outside.trainer_cases import quiet, tiny_llama, transformers, values_of
 
 safetensors = pytest.importorskip("safetensors.torch")
-conversion = importlib.import_module("transformers.core_model_loading")
+
+
 loading = importlib.import_module("offload.integrations.transformers.pretrained_load")
 saving = importlib.import_module("offload.integrations.transformers.pretrained_save")
-SPLIT = {
-    "parameters": {"host": "40%", "nvme": "60%"}, "gradients": "host", "optimizer": "nvme",
-}  # fmt: skip
+
+
 BUDGET = {"host": "64MiB", "nvme": "256MiB"}
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -94,34 +94,6 @@ def test_experts_one_by_one_are_loaded_into_packed_ones(tmp_path: Path) -> None:
         assert_same_bits(values_of(model), before)
         loading.load_weights(engine, tmp_path / "saved")
         assert_same_bits(values_of(model), values_of(expected))
-
-
-CONVERSIONS: dict[str, tuple[Any, Any, list[Any]]] = {
-    "transposed": ("mlp.up.weight", "mlp.up_proj.weight", [conversion.Transpose(0, 1)]),
-    "one of two": (
-        "attn.kv.weight", ["attn.k_proj.weight", "attn.v_proj.weight"], [conversion.Chunk(dim=0)],
-    ),
-    "two of one": (
-        ["mlp.up_a.weight", "mlp.up_b.weight"], "mlp.up_proj.weight",
-        [conversion.Concatenate(dim=1)],
-    ),
-    "interleaved": ("mlp.up_i.weight", "mlp.up_proj.weight", [conversion.Interleave(dim=0)]),
-}  # fmt: skip
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("what", CONVERSIONS)
-def test_tensors_are_converted_to_the_format_of_the_files(what: str, tmp_path: Path) -> None:
-    model = tiny_llama()
-    files, own, operations = CONVERSIONS[what]
-    model._weight_conversions = [conversion.WeightConverter(files, own, operations)]
-    model.save_pretrained(tmp_path / "expected")
-    with with_engine(model, tmp_path, placement=SPLIT, optimizer={"chunk": 1024}):
-        model.save_pretrained(tmp_path / "found")
-    assert_same_files(tmp_path / "found", tmp_path / "expected")
-    names = safetensors.load_file(tmp_path / "found/model.safetensors").keys()
-    first = files if isinstance(files, str) else files[0]
-    assert any(first in name for name in names)
 
 
 # --------------------------------------------------------------- opened and dispatched models

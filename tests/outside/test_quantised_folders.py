@@ -74,30 +74,6 @@ def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> No
     }
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", ["gptq", "nf4", "int8"])
-@pytest.mark.parametrize("head", [True, False])
-def test_layers_with_the_columns_first(name: str, head: bool, tmp_path: Path) -> None:
-    """GPT-2's, of which some are square: nothing but their class tells them from others."""
-    torch.manual_seed(0)
-    shape = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
-    kind = transformers.GPT2LMHeadModel if head else transformers.GPT2Model
-    kind(shape).save_pretrained(tmp_path / "model")
-    values = quantise(tmp_path / "model", FORMATS[name])
-    for each in (transformers.GPT2LMHeadModel, transformers.GPT2Model):
-        model: Any = offload.open_pretrained(tmp_path / "model", model_class=each)
-        found = {n.removeprefix("transformer."): p for n, p in model.named_parameters()}
-        for key, value in values.items():
-            lazy = found[key.removeprefix("transformer.")]
-            assert bits(lazy.value()) == bits(value.to(lazy.dtype))
-    with torch.device("meta"):
-        plain = kind(shape)
-    keys = config(tmp_path, HOST)
-    with offload.initialize(plain, keys, weights=tmp_path / "model") as engine, engine.gathered():
-        named = dict(plain.named_parameters())
-        assert all(bits(named[n].detach().clone()) == bits(v.float()) for n, v in values.items())
-
-
 @pytest.mark.parametrize("name", ["ct int4", "gptq", "awq"])
 def test_experts_are_packed_as_transformers_packs_them(name: str, tmp_path: Path) -> None:
     """Per expert in the files, one tensor in the model; a row of it reads one expert."""

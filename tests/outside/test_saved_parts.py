@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from offload.errors import PathError, StateError, UnsupportedError
-from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
+from tests.offload.engine_cases import HOST, NVME, config, seeded
 from tests.outside.test_pretrained_save import BUDGET, SMALL, assert_same_files, mixtral
 from tests.outside.trainer_cases import quiet, tiny_llama, transformers
 
@@ -252,17 +252,3 @@ def test_weights_that_are_still_in_files_are_not_written_over(
             with pytest.raises(PathError, match="has the files that this model's weights"):
                 part.save_pretrained(tmp_path / "own")
     assert_same_files(tmp_path / "own", folders / "untied")
-
-
-def test_parts_of_two_engines_in_two_formats_keep_their_own(folders: Path, tmp_path: Path) -> None:
-    model: Any = offload.open_pretrained(folders / "untied")
-    with ExitStack() as closing:
-        for part, precision in (model.model, "bf16"), (model.lm_head, "fp32"):
-            settings = config(tmp_path, NVME, budget=BUDGET, precision=precision)
-            closing.enter_context(offload.initialize(part, settings))
-        model.save_pretrained(tmp_path / "found")
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-    found = safetensors.load_file(tmp_path / "found/model.safetensors")
-    assert_same_bits(found, expected)
-    assert {n: v.dtype for n, v in found.items()} == {n: v.dtype for n, v in expected.items()}
-    assert {v.dtype for v in found.values()} == {torch.bfloat16, torch.float32}

@@ -174,28 +174,6 @@ def test_an_optimizer_that_a_trainer_sets_up_trains_as_without_an_engine(
     trainer.engine.close()
 
 
-@pytest.mark.slow
-def test_a_set_up_optimizer_resumes(tmp_path: Path) -> None:
-    keys = {**SHORT, "save_strategy": "steps", "save_steps": 2}
-    plain = make(layer_wise(transformers.Trainer), tmp_path / "plain", **keys)
-    plain.train()
-    for folder in "run", "plain":  # a plain Trainer's checkpoint, too
-        trainer = make(
-            layer_wise(ours.OffloadTrainer), tmp_path / "run", offload=settings(tmp_path), **keys
-        )
-        if folder == "run":
-            trainer.train()
-            trainer.engine.close()
-            trainer = make(
-                layer_wise(ours.OffloadTrainer), tmp_path / "run", offload=settings(tmp_path),
-                **keys,
-            )  # fmt: skip
-        trainer.train(resume_from_checkpoint=str(tmp_path / folder / "checkpoint-2"))
-        assert_close(logged(trainer), logged(plain))
-        assert_close(values_of(trainer.model), values_of(plain.model))
-        trainer.engine.close()
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("brought", ["optimizers", "optimizer_cls_and_kwargs"])
 def test_an_optimizer_that_the_program_brings_trains_with_its_scheduler(

@@ -69,17 +69,6 @@ def test_rows_are_what_trainer_logs(precision: dict[str, bool], tmp_path: Path, 
     trainer.engine.close()
 
 
-def test_a_resumed_run_goes_on_with_its_steps(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, WatchCallback(show=False))
-    trainer.train()
-    trainer.engine.close()
-    kept = Kept()
-    trainer = trainer_of(tmp_path, WatchCallback(loggers=[kept], show=False), max_steps=6)
-    trainer.train(resume_from_checkpoint=True)
-    assert [step for step, _ in kept.rows] == [5, 6]
-    trainer.engine.close()
-
-
 def test_a_trainer_without_an_engine_is_refused(tmp_path: Path) -> None:
     trainer = transformers.Trainer(
         tiny_llama(), arguments(tmp_path, eval_strategy="no", save_strategy="no"),
