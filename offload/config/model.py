@@ -384,7 +384,7 @@ class OffloadConfig(Section):
     as make a step fastest and fit, where the batch is known beforehand (`offload train`, memest);
     otherwise 1. Another number rounds differently."""
     prefetch: AutoDepth = key("auto", example=4, per_rank=True)
-    """Groups fetched ahead of their use; 0: none. auto: from measured speed."""
+    """Groups fetched ahead of their use; 0: none. auto: so many that some 48 MiB move."""
     threads: ThreadsConfig = section(ThreadsConfig, per_rank=True)
     """How the cores are shared out."""
     groups: GroupsConfig = section(GroupsConfig, per_rank=True)

@@ -111,7 +111,7 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that would help, and their effect on the step time."""
+    """Settings with which it would fit, and their effect on the step time."""
 
     settings: Mapping[str, str]  # dotted key -> value, as `-o key=value` takes them
     text: str

@@ -106,11 +106,10 @@ def _life(estimate: Estimate, step: StepEstimate) -> Figure:
 def _sections(estimate: Estimate, *, drawn: bool) -> Iterator[Section]:
     messages = dict.fromkeys(each.message for each in estimate.shortfalls)
     yield Section("Why not", lines=tuple(messages))
-    title = "What would help" if estimate.fits else "What would fit"
     if estimate.changes:
-        yield Section(title, tables=[_changes(estimate.changes)])
+        yield Section("What would fit", tables=[_changes(estimate.changes)])
     elif not estimate.fits:
-        yield Section(title, lines=[NO_CHANGE])
+        yield Section("What would fit", lines=[NO_CHANGE])
     yield Section("Peak memory", [_memory_picture(estimate)] if drawn else [], [_memory(estimate)])
     for title, step in _passes_of(estimate):
         title = f"{title}: {duration(step.seconds)}, bound by {step.bottleneck}"
